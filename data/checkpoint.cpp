@@ -32,16 +32,7 @@ std::string hash_of_fields(json trainer) {
     return std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
 }
 
-void write_checkpoint(const std::string& folder, const Setup& setup, const LoopState& s,
-                      const Companions& companions, const WholeTensor& whole) {
-    fs::create_directory(folder);
-    save_model_folder(folder, setup.config, companions, whole);
-    const std::vector<StateTensor> table = optimizer_table(setup);
-    std::vector<TensorInfo> tensors;
-    for (const StateTensor& t : table) tensors.push_back({t.name, t.dtype, t.shape});
-    SafetensorsWriter file(path_in(folder, OPTIMIZER_FILE), tensors);
-    for (const StateTensor& t : table) file.write(whole(t).data(), t.total_bytes());
-    file.finish();
+void write_trainer(const std::string& folder, const LoopState& s) {
     nlohmann::ordered_json trainer = {{"format", "coat checkpoint"},
                                       {"version", 3},
                                       {"step", s.step},
@@ -50,8 +41,7 @@ void write_checkpoint(const std::string& folder, const Setup& setup, const LoopS
                                       {"settings", s.settings}};
     for (const std::string& name : HASHED) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
-    write_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");
-    sync_folder(folder);
+    OutputFile(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n").finish();
 }
 
 Fields read_trainer(const std::string& checkpoint) {
@@ -65,10 +55,10 @@ Fields read_trainer(const std::string& checkpoint) {
 
 // The step in the name of a folder; -1 if it is not "step-" and digits.
 int64_t step_of(const fs::path& folder) {
-    const std::string name = folder.filename().string(),
-                      digits = name.substr(std::min<size_t>(5, name.size()));
-    const bool ok = name.rfind("step-", 0) == 0 && !digits.empty() && digits.size() <= 15 &&
-                    digits.find_first_not_of("0123456789") == std::string::npos;
+    char digits[16];
+    int end = 0;
+    const std::string name = folder.filename().string();
+    const bool ok = std::sscanf(name.c_str(), "step-%15[0-9]%n", digits, &end) == 1 && name[end] == 0;
     return ok ? std::stoll(digits) : -1;
 }
 
@@ -95,14 +85,14 @@ void remove_older(const std::string& out, int64_t keep) {
 }  // namespace
 
 void create_folders(const std::string& folder) {
-    fs::path changed = fs::absolute(folder).lexically_normal(), existing = changed;
-    std::error_code ignored;
-    while (!fs::exists(existing, ignored) && existing.has_relative_path()) existing = existing.parent_path();
+    const fs::path path = fs::absolute(folder).lexically_normal(), above = path.parent_path();
     std::error_code failed;
-    fs::create_directories(folder, failed);
+    if (fs::is_directory(path, failed)) return;
+    if (above != path) create_folders(above.string());
+    fs::create_directory(path, failed);
     if (failed)
         throw Error("--out ", folder, " cannot be created (", failed.message(), "); choose another folder.");
-    while (changed != existing) sync_folder((changed = changed.parent_path()).string());
+    sync(above.string());
 }
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
@@ -111,28 +101,32 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
-    // The tensors that all ranks send, in the order in which rank 0 writes them. After an error there the
-    // others are sent all the same, because the ranks are in the middle of them.
-    std::vector<StateTensor> table = weight_tensors(setup.config);
-    for (const StateTensor& t : optimizer_table(setup)) table.push_back(t);
-    size_t sent = 0;
-    auto whole = [&](const StateTensor& t) { return sent++, whole_tensor(model, t); };
+    const bool writes = setup.rank == 0;
     std::string error;
-    if (setup.rank == 0) try {
-            create_folders(out);
-            fs::remove_all(temporary);
-            if (!fs::exists(folder)) {  // it does if all but the sync below succeeded before
-                write_checkpoint(temporary, setup, state, companions, whole);
-                fs::rename(temporary, folder);
-            }
-            sync_folder(out);
-            remove_older(out, keep);
-        } catch (const std::exception& e) {
-            error = e.what();
-            std::error_code ignored;
-            fs::remove_all(temporary, ignored);
+    std::error_code ignored;  // then the files cannot be written, which is an Error below
+    if (writes) fs::remove_all(temporary, ignored), fs::create_directories(temporary, ignored);
+    try {  // what fails on rank 0 does so after all ranks have sent all tensors
+        std::vector<TensorInfo> tensors;
+        for (const StateTensor& t : optimizer_table(setup)) tensors.push_back({t.name, t.dtype, t.shape});
+        OutputFile file(writes ? path_in(temporary, OPTIMIZER_FILE) : "", safetensors_header(tensors));
+        for (const StateTensor& t : optimizer_table(setup)) {
+            const Bytes bytes = whole_tensor(model, t);
+            file.write(bytes.data(), int64_t(bytes.size()));
         }
-    while (sent < table.size()) whole(table[sent]);
+        save_model_folder(temporary, model, companions);
+        if (writes) {
+            file.finish();
+            write_trainer(temporary, state);
+            sync(temporary);
+            if (!fs::exists(folder))
+                fs::rename(temporary, folder);  // else all but the next line succeeded before
+            sync(out);
+            remove_older(out, keep);
+        }
+    } catch (const std::exception& e) {
+        error = e.what();
+        if (writes) fs::remove_all(temporary, ignored);
+    }
     if (setup.processes) error = setup.processes->all_gather(error).front();
     if (!error.empty()) throw Error(error);
     return folder;

@@ -4,7 +4,6 @@
 // model-*.safetensors. transformers and this program read each other's folders. What this program does not
 // implement, or what contradicts itself, is an Error: transformers would load another model.
 #pragma once
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -33,10 +32,8 @@ Companions read_companions(const std::string& folder);
 // rank calls it at the same time.
 std::vector<uint8_t> whole_tensor(Model& model, const StateTensor& t);
 
-// Writes config.json, model.safetensors (BF16) and the companions into an existing folder. `whole` gives the
-// bytes of the weights, in the order of weight_tensors().
-using WholeTensor = std::function<std::vector<uint8_t>(const StateTensor&)>;
-void save_model_folder(const std::string& folder, const ModelConfig& config, const Companions& companions,
-                       const WholeTensor& whole);
+// Writes config.json, model.safetensors (BF16) and the companions into an existing folder. Every rank calls
+// it and sends what it keeps; rank 0 alone writes, and gets an Error after all have sent.
+void save_model_folder(const std::string& folder, Model& model, const Companions& companions);
 
 }  // namespace coat

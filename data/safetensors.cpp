@@ -59,40 +59,30 @@ std::string hash_file(const std::string& path) {
     return std::to_string(hash);
 }
 
-OutputFile::OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
-    if (!file_) fail();
-}
-
-OutputFile::~OutputFile() {
-    if (file_) std::fclose(file_);
-}
-
-void OutputFile::fail() const {
-    throw Error("Cannot write ", path_, " (", std::strerror(errno),
-                "); free some space, or give another folder with --out.");
+OutputFile::OutputFile(const std::string& path, const std::string& begin)
+    : path_(path), file_(path, std::ios::binary) {
+    write(begin.data(), int64_t(begin.size()));
 }
 
 void OutputFile::write(const void* data, int64_t bytes) {
-    if (std::fwrite(data, 1, bytes, file_) != size_t(bytes)) fail();
+    if (!file_.write(static_cast<const char*>(data), bytes) && !error_) error_ = errno;
 }
 
 void OutputFile::finish() {
-    if (std::fflush(file_) || ::fsync(::fileno(file_))) fail();
-}
-
-void write_file(const std::string& path, const std::string& bytes) {
-    OutputFile file(path);
-    file.write(bytes.data(), int64_t(bytes.size()));
-    file.finish();
+    file_.close();
+    if (!file_)
+        throw Error("Cannot write ", path_, " (", std::strerror(error_ ? error_ : errno),
+                    "); free some space, or give another folder with --out.");
+    sync(path_);
 }
 
 // Some file systems cannot sync a folder and return EINVAL; that is no error.
-void sync_folder(const std::string& folder) {
-    const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+void sync(const std::string& path) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
     const std::string why = std::strerror(errno);
     if (file >= 0) ::close(file);
-    if (!ok) throw Error("Cannot sync ", folder, " (", why, "); check the disk, or give another --out.");
+    if (!ok) throw Error("Cannot sync ", path, " (", why, "); check the disk, or give another --out.");
 }
 
 void Fields::reject(const std::string& field, const std::string& expected) const {
@@ -106,23 +96,20 @@ void Fields::reject(const std::string& field, const std::string& expected) const
 Fields parse_json(const std::string& path, const void* data, int64_t bytes) {
     constexpr int MAX_DEPTH = 32;
     constexpr int64_t MAX_BYTES = 32 << 20;
-    const char* text = static_cast<const char*>(data);
-    int depth = 0, deepest = 0;
-    bool in_string = false;
-    for (int64_t i = 0; i < bytes && bytes <= MAX_BYTES; i++) {
-        if (text[i] == '"') in_string = !in_string;
-        if (in_string) i += text[i] == '\\';  // skip the escaped character
-        else if (text[i] == '{' || text[i] == '[') deepest = std::max(deepest, ++depth);
-        else if (text[i] == '}' || text[i] == ']') depth--;
-    }
+    const std::string_view text(static_cast<const char*>(data), size_t(bytes));
     auto require = [&](bool ok, const char* expected) {
         if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
     };
     require(bytes <= MAX_BYTES, "of at most 32 MiB");
-    require(deepest <= MAX_DEPTH, "of at most 32 levels");
-    // The library takes a zero byte for the end of the text.
-    const bool zero = bytes && std::memchr(text, 0, bytes);
-    json value = zero ? json() : json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
+    int depth = 0;
+    bool in_string = false;
+    for (size_t i = 0; i < text.size(); i++) {
+        if (text[i] == '"') in_string = !in_string;
+        if (in_string) i += text[i] == '\\';  // skip the escaped character
+        else depth += (text[i] == '{' || text[i] == '[') - (text[i] == '}' || text[i] == ']');
+        require(depth <= MAX_DEPTH, "of at most 32 levels");
+    }
+    json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
     require(value.is_object(), "in whole");
     return {path, std::move(value)};
 }
@@ -142,70 +129,70 @@ static int64_t bytes_of(const TensorInfo& t) {
     return bytes;
 }
 
+Safetensors::Safetensors(const std::string& path) : path_(path) {
+    namespace fs = std::filesystem;
+    if (!fs::is_directory(path)) add(path);
+    else
+        for (const fs::path& file : fs::directory_iterator(path))
+            if (file.filename().string().rfind("model", 0) == 0 && file.extension() == ".safetensors")
+                add(file.string());
+}
+
 // Compares all of the header with the file, so that users of a tensor need no checks of their own.
-Safetensors::Safetensors(const std::string& path) : file_(path) {
+void Safetensors::add(const std::string& path) {
+    const MappedFile& file = files_.emplace_back(path);
     auto require = [&](bool ok) {
         if (!ok) throw Error(path, " is not a whole safetensors file; download it again, or give another.");
     };
     uint64_t length = 0;
-    require(file_.bytes() >= 8);
-    std::memcpy(&length, file_.data(), 8);
-    require(length <= uint64_t(file_.bytes()) - 8);
-    const uint8_t* start = file_.data() + 8 + length;
-    Fields header = parse_json(path, file_.data() + 8, int64_t(length));
+    require(file.bytes() >= 8);
+    std::memcpy(&length, file.data(), 8);
+    require(length <= uint64_t(file.bytes()) - 8);
+    const uint8_t* start = file.data() + 8 + length;
+    const int64_t room = file.bytes() - 8 - int64_t(length);
+    int64_t left = room;
+    Fields header = parse_json(path, file.data() + 8, int64_t(length));
     header.object.erase("__metadata__");
-    int64_t left = file_.bytes() - 8 - int64_t(length);
     for (const auto& [name, entry] : header.object.items()) {
         const Fields f{path + ", tensor " + name.substr(0, 100), entry};
         const TensorInfo info{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
         const auto range = f.get<std::vector<int64_t>>("data_offsets");
         const int64_t bytes = bytes_of(info);
-        if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes)
-            f.reject("data_offsets", "a range of as many bytes as dtype and shape say");
-        require(range[1] <= file_.bytes() - 8 - int64_t(length));
-        tensors_[name] = {info, start + range[0], bytes};
+        if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes || range[1] > room)
+            f.reject("data_offsets", "a range in the file, of as many bytes as dtype and shape say");
+        if (!tensors_.insert({name, {info, start + range[0], bytes}}).second)
+            throw Error(path, " has tensor ", name,
+                        ", which another file model*.safetensors also has; download the folder again.");
         left -= bytes;
     }
     require(left == 0);  // no byte belongs to two tensors or to none
 }
 
 const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
-                                   const std::string& dtype) const {
+                                   const std::string& dtypes) const {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.shape != shape ||
-        (!dtype.empty() && found->second.dtype != dtype))
-        throw Error(path(), " has no tensor ", name, " of shape ", json(shape).dump(), " ", dtype,
-                    "; it belongs to another model or run.");
+        (" " + dtypes + " ").find(" " + found->second.dtype + " ") == std::string::npos)
+        throw Error(path_, " has no tensor ", name, " of shape ", json(shape).dump(), " in ", dtypes,
+                    "; it belongs to another model or run, or must be downloaded again.");
     return found->second;
 }
 
-// All offsets follow from the table, so the header is complete before the first byte of a tensor. The outer
-// object is written by hand: adding to an ordered_json takes quadratic time.
-SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors)
-    : file_(path) {
+// The outer object is written by hand: adding to an ordered_json takes quadratic time.
+std::string safetensors_header(const std::vector<TensorInfo>& tensors) {
     std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
+    int64_t end = 0;
     for (const TensorInfo& t : tensors) {
-        const int64_t end = left_ + bytes_of(t);
+        const int64_t begin = end;
+        end += bytes_of(t);
         const nlohmann::ordered_json entry = {
-            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, end}}};
+            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {begin, end}}};
         text += "," + json(t.name).dump() + ":" + entry.dump();
-        left_ = end;
     }
     text += "}";
     text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8
     const uint64_t length = text.size();
-    file_.write(&length, sizeof length);
-    file_.write(text.data(), int64_t(length));
-}
-
-void SafetensorsWriter::write(const void* data, int64_t bytes) {
-    file_.write(data, bytes);
-    left_ -= bytes;
-}
-
-void SafetensorsWriter::finish() {
-    if (left_ != 0) throw std::logic_error("the bytes written are not those of the table of tensors");
-    file_.finish();
+    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + text;
 }
 
 }  // namespace coat

@@ -10,8 +10,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -53,23 +54,23 @@ private:
 uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 std::string hash_file(const std::string& path);
 
+// A file that is written from its begin to its end. After a write that failed, say on a full disk, the others
+// do nothing: finish() is the Error. With an empty path, whatever is written goes nowhere.
 class OutputFile {
 public:
-    explicit OutputFile(const std::string& path);
-    OutputFile(const OutputFile&) = delete;
-    ~OutputFile();
+    explicit OutputFile(const std::string& path, const std::string& begin = "");
     void write(const void* data, int64_t bytes);
     void finish();  // waits until the bytes are on the disk
 
 private:
-    [[noreturn]] void fail() const;
     const std::string path_;
-    FILE* file_;
+    std::ofstream file_;
+    int error_ = 0;  // errno of the first failure
 };
-void write_file(const std::string& path, const std::string& bytes);
 
-// A new or renamed file survives a power failure only once its folder is synced.
-void sync_folder(const std::string& folder);
+// Waits until a file, or the names in a folder, are on the disk. A new or renamed file survives a power
+// failure only once its folder is synced.
+void sync(const std::string& path);
 
 // The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.
 struct Fields {
@@ -118,31 +119,24 @@ struct Tensor : TensorInfo {
     int64_t bytes;
 };
 
+// The tensors of one file, or of all files model*.safetensors of a folder: large models come in several.
 class Safetensors {
 public:
-    explicit Safetensors(const std::string& path);  // Error if the header does not describe the file
-    const std::string& path() const { return file_.path(); }
+    explicit Safetensors(const std::string& path);  // Error if a header does not describe its file
+    const std::string& path() const { return path_; }
     const std::map<std::string, Tensor>& tensors() const { return tensors_; }
-    // The tensor of this name; Error unless the file has it with this shape and, if one is given, this dtype.
+    // The tensor of this name; Error unless it has this shape and one of these dtypes ("BF16 F16").
     const Tensor& require(const std::string& name, const std::vector<int64_t>& shape,
-                          const std::string& dtype = "") const;
+                          const std::string& dtypes) const;
 
 private:
-    const MappedFile file_;
+    void add(const std::string& file);
+    const std::string path_;
+    std::list<MappedFile> files_;
     std::map<std::string, Tensor> tensors_;
 };
 
-// Writes the header for a table of tensors with different names; write() then takes their bytes in the order
-// of the table, in pieces of any size, so that memory holds no more than a piece.
-class SafetensorsWriter {
-public:
-    SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors);
-    void write(const void* data, int64_t bytes);
-    void finish();  // std::logic_error unless exactly the bytes of the table were written
-
-private:
-    OutputFile file_;
-    int64_t left_ = 0;
-};
+// What a safetensors file with these tensors begins with. Their bytes follow in this order.
+std::string safetensors_header(const std::vector<TensorInfo>& tensors);
 
 }  // namespace coat

@@ -16,50 +16,45 @@ namespace fs = std::filesystem;
 
 constexpr uint32_t NOT_COUNTED = 1u << 31;
 
-void TokenStream::append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count,
-                         const MappedFile* file) {
-    if (count) sources_.push_back({std::move(owner), data, width, count, file});
-    size_ += count;
+void TokenStream::append(const Source& source) {
+    if (source.count) sources_.push_back(source);
+    size_ += source.count;
 }
 
 void TokenStream::append(const TokenStream& other) {
-    sources_.insert(sources_.end(), other.sources_.begin(), other.sources_.end());
-    size_ += other.size_;
+    for (const Source& s : other.sources_) append(s);
 }
 
 TokenStream TokenStream::take_end(int64_t count) {
-    TokenStream end;
-    const std::vector<Source> all = std::move(sources_);
-    int64_t left = size_ - count;  // tokens that stay
-    sources_.clear(), size_ = 0;
-    for (const Source& s : all) {
-        const int64_t stays = std::min(left, s.count);
-        append(s.owner, s.data, s.width, stays, s.file);
-        end.append(s.owner, s.data + stays * s.width, s.width, s.count - stays, s.file);
-        left -= stays;
+    TokenStream begin, end;
+    for (const Source& s : sources_) {
+        const int64_t stays = std::min(size_ - count - begin.size_, s.count);
+        begin.append({s.owner, s.data, s.width, stays, s.file});
+        end.append({s.owner, s.data + stays * s.width, s.width, s.count - stays, s.file});
     }
+    *this = begin;
     return end;
 }
 
-void TokenStream::read_words(int64_t first, int64_t count, uint32_t* words) const {
+std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
+    std::vector<uint32_t> all(count);
+    uint32_t* word = all.data();
     for (const Source& s : sources_) {
-        const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
-        for (int64_t i = begin; i < end; i++) {
-            *words = 0;
-            std::memcpy(words++, s.data + i * s.width, s.width);  // little-endian, as the files
-        }
-        first -= s.count;  // counted from the next source on
+        const int64_t end = std::min(first + count, s.count);
+        for (int64_t i = std::max<int64_t>(first, 0); i < end; i++)
+            std::memcpy(word++, s.data + i * s.width, s.width);  // little-endian, as the files
+        first -= s.count;                                        // counted from the next source on
     }
+    return all;
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
     for (const Source& s : sources_)
         if (s.file) s.file->require_whole();
-    std::vector<uint32_t> words(count);
-    read_words(first, count, words.data());
-    for (int64_t i = 0; i < count; i++) {
-        tokens[i] = int32_t(words[i] & ~NOT_COUNTED);
-        targets[i] = words[i] & NOT_COUNTED ? NO_TARGET : tokens[i];
+    for (uint32_t word : words(first, count)) {
+        *tokens = int32_t(word & ~NOT_COUNTED);
+        *targets++ = word & NOT_COUNTED ? NO_TARGET : *tokens;
+        tokens++;
     }
 }
 
@@ -70,10 +65,9 @@ TokenStream::Facts TokenStream::facts() const {
     auto hash = uint64_t(size_);
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += PART) {
-        std::vector<uint32_t> words(std::min(PART, size_ - first));
-        read_words(first, words.size(), words.data());
-        hash ^= hash_bytes(words.data(), words.size() * 4, first);
-        for (uint32_t word : words) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+        const std::vector<uint32_t> part = words(first, std::min(PART, size_ - first));
+        hash ^= hash_bytes(part.data(), part.size() * 4, first);
+        for (uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
     }
     return {largest, hash};
 }
@@ -98,18 +92,17 @@ std::vector<std::string> files_of(const std::string& data) {
     std::istringstream list(data);
     for (std::string item; std::getline(list, item, ',');) {
         std::error_code unreachable;
-        if (!fs::is_directory(item, unreachable)) {
-            for (const char* records : {".jsonl", ".json", ".parquet"})
-                if (ends_with(item, records))
-                    throw Error("--data ", item, " has records, not text; make token files of it: ",
-                                "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", item,
-                                " (conversations; texts without --seq).");
-            all.push_back(item);
-            continue;
-        }
+        const bool folder = fs::is_directory(item, unreachable);
+        for (const char* records : {".jsonl", ".json", ".parquet"})
+            if (!folder && ends_with(item, records))
+                throw Error("--data ", item, " has records, not text; make token files of it: ",
+                            "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", item,
+                            " (conversations; texts without --seq).");
         std::vector<std::string> files;
-        fs::recursive_directory_iterator entry(item, fs::directory_options::skip_permission_denied), end;
-        for (; entry != end; ++entry) {
+        if (!folder) files = {item};
+        const auto unreadable = fs::directory_options::skip_permission_denied;
+        fs::recursive_directory_iterator entry(item, unreadable, unreachable), end;
+        for (; folder && entry != end; ++entry) {
             const bool hidden = entry->path().filename().string()[0] == '.';
             if (hidden && entry->is_directory(unreachable)) entry.disable_recursion_pending();
             if (!hidden && entry->is_regular_file(unreachable)) files.push_back(entry->path().string());
@@ -138,7 +131,7 @@ size_t read_texts(const std::vector<std::string>& files, Corpus& c) {
     for (size_t i = 0; i < texts.size(); i++)
         *(texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2 ? validation : train) += texts[i];
     for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
-        stream->append(text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size()));
+        stream->append({text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size())});
     for (int byte = 0; byte < 256; byte++) c.vocabulary.emplace_back(1, char(byte));
     return texts.size();
 }
@@ -162,6 +155,8 @@ std::vector<std::string> read_vocabulary(const std::string& path) {
 }
 
 void read_token_file(const std::string& path, Corpus& c) {
+    if (!is_token_file(path))
+        throw Error("--data mixes token files (*.bin) and text, such as ", path, "; give one kind.");
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -181,24 +176,14 @@ void read_token_file(const std::string& path, Corpus& c) {
     // A packed file ends with a token after its last window, which is only a target that does not count. The
     // windows of the next file follow without it.
     if (seq && stream.size()) stream.take_end(1);
-    stream.append(file, file->data() + HEADER, width, count, file.get());
-}
-
-void read_token_files(const std::vector<std::string>& files, Corpus& c) {
-    std::string first;  // of the tokenizer files
-    for (const std::string& path : files) {
-        if (!is_token_file(path))
-            throw Error("--data mixes token files (*.bin) and text, such as ", path, "; give one kind.");
-        read_token_file(path, c);
-        const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
-        if (!fs::exists(beside)) continue;
-        const std::vector<std::string> pieces = read_vocabulary(beside);
-        if (first.empty()) first = beside, c.vocabulary = pieces;
-        if (pieces != c.vocabulary)
-            throw Error("--data has ", first, " and ", beside,
-                        ", which differ; make all token files with one "
-                        "tokenizer (data/tokenize.py).");
-    }
+    stream.append({file, file->data() + HEADER, width, count, file.get()});
+    const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
+    if (!fs::exists(beside)) return;
+    const std::vector<std::string> pieces = read_vocabulary(beside);
+    if (c.vocabulary.empty()) c.vocabulary = pieces;
+    if (pieces != c.vocabulary)
+        throw Error("--data has token files of another tokenizer than ", beside,
+                    "; make all of them with one tokenizer (data/tokenize.py).");
 }
 
 }  // namespace
@@ -210,9 +195,9 @@ Corpus load_corpus(const std::string& data) {
     for (const std::string& path : files_of(data))
         if (!ends_with(path, "tokenizer.bin") && seen.insert(path).second) files.push_back(path);
     const bool tokens = std::any_of(files.begin(), files.end(), is_token_file);
-    size_t used = files.size();
-    if (tokens) read_token_files(files, c);
-    else used = read_texts(files, c);
+    const size_t used = tokens ? files.size() : read_texts(files, c);
+    for (const std::string& path : files)
+        if (tokens) read_token_file(path, c);
     const bool named = c.train.size() && c.validation.size();
     if (!named) {
         c.train.append(c.validation);
@@ -258,9 +243,8 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
-    : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
-      seed_(seed) {
-    if (B < 1 || T < 1 || windows_ < B)
+    : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / T), seed_(seed) {
+    if (windows_ < B)
         throw Error("--data has ", stream_.size(),
                     " tokens to train on or held out, fewer than one batch of "
                     "--batch ",

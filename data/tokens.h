@@ -15,16 +15,21 @@
 
 namespace coat {
 
-// The tokens of files, one file after the other. Copies share the mapped files.
 class MappedFile;  // safetensors.h
 
+// Tokens, such as those of several files, one after the other. Copies share the memory.
 class TokenStream {
 public:
+    // Consecutive tokens in memory, at any alignment.
+    struct Source {
+        std::shared_ptr<const void> owner;  // keeps them in memory
+        const uint8_t* data;
+        int width;  // bytes of a token: 1, 2 or 4
+        int64_t count;
+        const MappedFile* file = nullptr;  // the owner, if it is a file: it must not become shorter
+    };
     int64_t size() const { return size_; }
-    // Adds tokens of `width` bytes (1, 2 or 4) at any alignment; owner keeps them in memory. If they lie in a
-    // file, it is that one, and a read is an Error once the file has become shorter.
-    void append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count,
-                const MappedFile* file = nullptr);
+    void append(const Source& source);
     void append(const TokenStream& other);
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
     // Targets are the same tokens, or NO_TARGET where they do not count.
@@ -37,14 +42,7 @@ public:
     Facts facts() const;  // reads all tokens once
 
 private:
-    struct Source {
-        std::shared_ptr<const void> owner;
-        const uint8_t* data;
-        int width;
-        int64_t count;
-        const MappedFile* file;
-    };
-    void read_words(int64_t first, int64_t count, uint32_t* words) const;
+    std::vector<uint32_t> words(int64_t first, int64_t count) const;
     std::vector<Source> sources_;
     int64_t size_ = 0;
 };

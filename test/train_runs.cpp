@@ -286,7 +286,7 @@ TEST_CASE(
         model->write(p.name, w.data());
     }
     fs::create_directory(folder.path / "model");
-    save_model_folder(folder / "model", c, {}, [&](const StateTensor& t) { return whole_tensor(*model, t); });
+    save_model_folder(folder / "model", *model, {});
     const Ended known = train(folder, flags + "--recipe fp32 --model model --steps 6");
     require_success(known);
     std::set<std::vector<int32_t>> different;

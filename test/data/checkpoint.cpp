@@ -264,6 +264,8 @@ TEST_CASE("checkpoint: every file is on the disk before it gets its name, and th
     MemoryModel model(small_setup(LLAMA), 1);
     const std::string root = fs::canonical(folder.path).string(), out = root + "/new/out";
     calls.clear();
+    create_folders(out), create_folders(folder / "slash/");
+    CHECK(fs::is_directory(folder.path / "slash"));
     const std::string path = save_checkpoint(out, model, some_state(10), {{"templates/a.jinja", "text"}});
     auto at = [&](const std::string& call) {
         const auto found = std::find(calls.begin(), calls.end(), call);

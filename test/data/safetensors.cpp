@@ -32,12 +32,9 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
                                              {"scalar", "BF16", {}},
                                              {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
-    {
-        SafetensorsWriter file(path, tensors);
-        CHECK_THROWS_AS(file.finish(), std::logic_error);  // not all bytes of the table
-        for (const std::string& b : bytes) file.write(b.data(), int64_t(b.size()));
-        file.finish();
-    }
+    OutputFile out(path, safetensors_header(tensors));
+    for (const std::string& b : bytes) out.write(b.data(), int64_t(b.size()));
+    out.finish();
     const std::string whole = read_file(path);
     CHECK(whole.find(R"({"__metadata__":{"format":"pt"},)") == 8);  // transformers requires it
     uint64_t length;
@@ -49,9 +46,9 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
         const Tensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
         CHECK(std::string(reinterpret_cast<const char*>(t.data), size_t(t.bytes)) == bytes[i]);
     }
-    CHECK_NOTHROW(file.require("x", {2, 3}));
-    check_error([&] { file.require("y", {2, 3}); }, path, "y");
-    check_error([&] { file.require("x", {3, 2}); }, path, "[3,2]");
+    CHECK_NOTHROW(file.require("x", {2, 3}, "BF16 F32"));
+    check_error([&] { file.require("y", {2, 3}, "F32"); }, path, "y");
+    check_error([&] { file.require("x", {3, 2}, "F32"); }, path, "[3,2]");
     check_error([&] { file.require("x", {2, 3}, "BF16"); }, path, "BF16");
 }
 
@@ -77,7 +74,6 @@ TEST_CASE("Safetensors: a wrong header is an error that names the file") {
         {"no header", raw_file("", 12)},
         {"not JSON", raw_file(good.substr(1), 12)},
         {"not UTF-8", raw_file("{\"\xFF\":1}")},
-        {"a zero byte", raw_file(std::string("{}\0", 3))},
         {"more after its end", raw_file("{}{}")},
         {"a list", raw_file("[]")},
         {"a number", raw_file("7")},
@@ -133,7 +129,7 @@ TEST_CASE("Safetensors: 40,000 tensors are written and read in seconds; a header
     std::vector<TensorInfo> table;
     for (int64_t i = 0; i < 40'000; i++) table.push_back({concat("tensor.", i), "U8", {0}});
     const auto begin = std::chrono::steady_clock::now();
-    SafetensorsWriter(folder / "many", table).finish();
+    OutputFile(folder / "many", safetensors_header(table)).finish();
     CHECK(Safetensors(folder / "many").tensors().size() == 40'000);
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));  // quadratic time took 11 s
     std::string list(40 << 20, '0');
@@ -155,8 +151,7 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
     const std::string brackets(1000, '[');
     CHECK(read("{\"a\": \"" + brackets + "\\\"" + brackets + "\\\\\"}").at("a") ==
           brackets + "\"" + brackets + "\\");
-    for (const std::string& bad :
-         {std::string(), std::string("[1]"), std::string("{\"a\":1"), std::string("{}\0", 3)})
+    for (const std::string& bad : {std::string(), std::string("[1]"), std::string("{\"a\":1")})
         check_error([&] { read(bad); }, "a.json");
     check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");
     check_error([&] { read_json(folder.path.string()); }, folder.path.string(), "not a regular file");

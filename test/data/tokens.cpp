@@ -223,7 +223,7 @@ TEST_CASE(
     CHECK(load_corpus(c).vocabulary.empty());
     folder.write("b/tokenizer.bin", tokenizer_file({"a", "b", "", longest}));
     for (const std::string& data : {a + "," + b, b + "," + a, a + "," + c + "," + b})
-        check_error([&] { load_corpus(data); }, folder / "a/tokenizer.bin", folder / "b/tokenizer.bin");
+        check_error([&] { load_corpus(data); }, "/tokenizer.bin", "with one tokenizer");
     std::vector<std::string> damaged = {"", file + "x", file_header({20240328, 1, 0}),
                                         file_header({20240520, 1, 4})};
     for (size_t size = 1; size < file.size(); size += 7) damaged.push_back(file.substr(0, size));
@@ -361,6 +361,4 @@ TEST_CASE("Loader: batches span epochs, windows overlap by one token, and target
     CHECK_NOTHROW(Loader(stream_of(counting(4 * 8 + 1)), 4, 8, 1));
     for (int64_t n : {0, 1, 2, 8, 9, 32})
         check_error([&] { Loader(stream_of(counting(n)), 4, 8, 1); }, "--batch");
-    for (const auto& [rows, length] : {std::pair{0, 8}, {-1, 8}, {4, 0}, {4, -1}})
-        check_error([&, b = rows, t = length] { Loader(stream_of(counting(100)), b, t, 1); }, "--seq");
 }

@@ -63,8 +63,7 @@ struct HuggingFace {
                     data.append(reinterpret_cast<const char*>(&code), p.dtype == "F32" ? 4 : 2);
                 }
             }
-            SafetensorsWriter file(folder + "/" + name, tensors);
-            file.write(data.data(), int64_t(data.size())), file.finish();
+            write_file(folder + "/" + name, safetensors_header(tensors) + data);
         }
     }
     // All parameters of the model are those of the table, with zeros in rows that pad the vocabulary. `bits`

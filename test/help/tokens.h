@@ -14,8 +14,8 @@ inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
 template <class Token> TokenStream stream_of(const std::vector<Token>& tokens) {
     const auto memory = std::make_shared<const std::vector<Token>>(tokens);
     TokenStream stream;
-    stream.append(memory, reinterpret_cast<const uint8_t*>(memory->data()), sizeof(Token),
-                  int64_t(tokens.size()));
+    const auto* bytes = reinterpret_cast<const uint8_t*>(memory->data());
+    stream.append({memory, bytes, sizeof(Token), int64_t(tokens.size())});
     return stream;
 }
 
