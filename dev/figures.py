@@ -222,16 +222,16 @@ def memory(folder, train):
     their place. Temporary memory is known only to a program that was built for a GPU."""
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
     for ax, recipe in zip(axes, ("bf16", "coat")):
-        rows = [re.match(r"  (\S.*?) {2,}([\d.]+)( +[\d.]+ )?", line) for line in
+        rows = [re.match(r"  (\S.*?) {2,}([\d.]+) +[\d.]+ ", line) for line in
                 plan(train, "--recipe", recipe, "--batch", "8", "--seq", "2048", "--device", "gpu")]
-        temporary = sum(float(row[2]) for row in rows if row and row[1].startswith(("operands", "CUDA"))) / 1024
-        gib = {row[1]: float(row[2]) / 1024 for row in rows if row and row[3]}
+        gib = {row[1]: float(row[2]) / 1024 for row in rows if row}
 
         def part(*words):
             return sum(gib.pop(name) for name in list(gib) if any(word in name for word in words))
 
         areas = {"weights": (part("weights", "remainder"), [1, 1, 1, 1]),
-                 "moments": (part("moments", "per group"), [1, 1, 1, 1]), "temporary": (temporary, [1, 1, 1, 1]),
+                 "moments": (part("moments", "per group"), [1, 1, 1, 1]),
+                 "temporary": (part("operands", "CUDA"), [1, 1, 1, 1]),
                  "gradients": (part("gradients"), [0, 0, 1, 1])}
         areas["saved activations"] = sum(gib.values()), [0, 1, 0, 0]  # what is left
         sizes = [size * np.array(shape) for size, shape in areas.values()]

@@ -190,12 +190,14 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 
 // The elements of a tensor that this rank keeps; Model::read() and write() pass these. Those of all ranks,
 // one after the other, are the whole tensor, unless every rank keeps all of it.
-inline Slice kept(const Setup& s, const StateTensor& t) {
-    const Param p = parameters(s.config).at(t.param);
+inline Slice kept(const Setup& s, const Param& p, const StateTensor& t) {
     if (t.per == 0) return {0, t.size()};
     const Slice of = t.name == p.name ? kept_weight(s, p) : owned(s, p);
     const int64_t first = ceil_div(of.first, t.per);
     return {first, ceil_div(of.first + of.count, t.per) - first};
+}
+inline Slice kept(const Setup& s, const StateTensor& t) {
+    return kept(s, parameters(s.config).at(t.param), t);
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // row there.
 #include "plan.h"
 
-#include <algorithm>
+#include <map>
 
 namespace coat {
 
@@ -41,25 +41,24 @@ double peak_tflops(const std::string& gpu, bool fp8) {
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.longest())
-        throw Error("--seq ", s.T, " is too long for the positions or the sliding window of ", s.config.name,
-                    "; use at most --seq ", s.config.longest(), ".");
+        throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
+                    s.config.longest(), ".");
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
-    constexpr int64_t MOST = 65535;
-    if (s.B > MOST || s.B * s.T > 128 * MOST)
-        throw Error("--batch ", s.B, " with --seq ", s.T, " is more than ", MOST, " sequences or ",
-                    128 * MOST, " tokens; use a smaller --batch and more --accumulate.");
-    const bool groups = s.recipe.attention.fp8(), fp32 = s.recipe.compute == Format::F32;
-    if (fp32 && (groups || !s.master))
-        throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
-                    s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
+    if (s.B > 65535 || s.B * s.T > 128 * 65535)
+        throw Error("--batch ", s.B, " with --seq ", s.T,
+                    " is too large; use a smaller --batch and more --accumulate.");
+    if (s.recipe.compute == Format::F32 && (s.recipe.attention.fp8() || !s.master))
+        throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
+                    " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
     if (s.ranks > 1 && s.optimizer.group == 0)
-        throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, of which ", s.ranks,
-                    " ranks cannot keep parts; use one rank, or another --optimizer.");
+        throw Error("--optimizer ", s.optimizer.name,
+                    " has one scale per tensor, of which ranks cannot keep parts; "
+                    "use one rank, or another --optimizer.");
 }
 
-std::vector<PrecisionRow> precision_plan(const Setup& s) {
+std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
     const bool gated = s.config.arch.gated, remainder = s.master && r.compute != Format::F32;
@@ -70,10 +69,6 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                       falls = q.fallback ? " (falls back)" : "",
                       dw = concat(info(gradient_format(s)).name, " gradient"),
                       weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
-    std::vector<PrecisionRow> table;
-    auto add = [&](const std::string& part, const std::vector<Operator>& operators) {
-        for (const Operator& o : operators) table.push_back({part, o});
-    };
     auto moment = [&](const char* name, Format f) {
         const std::string of = s.optimizer.group == 0 ? " per tensor" : " per 128",
                           scale = s.optimizer.expands(f) ? ", max and k" + of
@@ -81,23 +76,25 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                                                          : "";
         return Operator{name, info(f).name, none, info(f).name + scale};
     };
-    add("", {{"embedding", "tokens", compute, sum}});
-    add(concat("each of ", s.config.L, " layers"), block(s.config, r, q));
-    add("",
-        {{"final norm", compute, compute, compute, {{Saved{}, "its input", s.config.C, Quant{r.compute}}}},
-         {"head", compute, compute, compute},
-         {"cross-entropy", compute, none, fp32}});
     // Every linear layer has the same pair of GEMMs in backward.
-    add("backward", {{"linear layers, dgrad" + falls, g, q.w.text(), compute},
-                     {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
-                     {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g},
-                     {"norms", nonlinear, compute, compute},
-                     {"attention", attention, none, compute},
-                     {"head", compute, compute, compute}});
-    add("update", {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
-                   moment("AdamW, first moment", s.optimizer.m),
-                   moment("AdamW, second moment", s.optimizer.v)});
-    return table;
+    return {
+        {"", {{"embedding", "tokens", compute, sum}}},
+        {concat("each of ", s.config.L, " layers"), block(s.config, r, q)},
+        {"",
+         {{"final norm", compute, compute, compute, {{Saved{}, "its input", s.config.C, Quant{r.compute}}}},
+          {"head", compute, compute, compute},
+          {"cross-entropy", compute, none, fp32}}},
+        {"backward",
+         {{"linear layers, dgrad" + falls, g, q.w.text(), compute},
+          {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
+          {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g},
+          {"norms", nonlinear, compute, compute},
+          {"attention", attention, none, compute},
+          {"head", compute, compute, compute}}},
+        {"update",
+         {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
+          moment("AdamW, first moment", s.optimizer.m),
+          moment("AdamW, second moment", s.optimizer.v)}}};
 }
 
 // A rank's weights lie one after the other, as do its masters, moments and sums of gradients. Each slice is
@@ -135,49 +132,41 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-// A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
-    const int64_t N = s.B * s.T, params = parameter_count(c);
-    const Format compute = s.recipe.compute;
-
-    // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
-    // stored in FP32 is its own master; a BF16 weight has a 16-bit remainder beside it.
-    int64_t weights = 0, state = 0, m = 0, v = 0, moment_scales = 0, scaling = 0;
-    for (const Param& p : parameters(c)) {
-        const Slice slice = owned(s, p);
-        weights += padded(kept_weight(s, p)), state += padded(slice);
-        for (const auto& [bytes, wanted] : {std::pair{&m, s.optimizer.m}, {&v, s.optimizer.v}}) {
-            const Format f = p.moment(wanted);
-            *bytes += padded(slice) * info(f).bytes;
-            moment_scales += s.optimizer.scales(f, slice.count) * 4 * (s.optimizer.expands(f) ? 2 : 1);
-        }
-    }
+    const std::vector<Param> params = parameters(c);
+    const int64_t N = s.B * s.T, count = parameter_count(c);
+    const Format compute = s.recipe.compute, dw = gradient_format(s);
+    std::map<std::string, int64_t> kept_of;  // bytes of all tensors whose names end so; "": of the weights
+    for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
+        for (const StateTensor& t : table)
+            kept_of[t.name.substr(params[t.param].name.size())] +=
+                kept(s, params[t.param], t).count * t.bytes;
+    int64_t scaling = 0, gradients = 0;  // gradients: elements of which they exist at the same time
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    // Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
+    for (const Param& p : params) gradients += padded(owned(s, p));
     const BucketElements e = bucket_elements(s);
-    const int64_t gradients = s.keep_gradients ? state
-                              : s.ranks > 1    ? std::max(e.largest, e.embedding)
-                                               : e.largest + e.embedding;
+    if (!s.keep_gradients)
+        gradients = s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
     auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
-    const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
-                                      s.optimizer.group == 0 ? " per tensor" : " per group");
-    const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state * 2;
+    const bool fp32 = compute == Format::F32;  // such a weight is its own master
     using C = Category;
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), weights * info(compute).bytes, "parameter", params},
-        {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", params},
-        {C::Gradients, format(kept, gradient_format(s)), gradients * gradient_bytes(s), "parameter", params},
-        {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", params},
-        {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", params},
-        {C::Optimizer, scales, moment_scales, "parameter", params},
+        {C::Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
+        {C::Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
+         count},
+        {C::Weights, "amaxes and delayed scales", scaling, "parameter", count},
+        {C::Gradients, format(s.keep_gradients ? "gradients" : "gradients of the largest bucket", dw),
+         gradients * info(dw).bytes, "parameter", count},
+        {C::Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
+        {C::Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
+        {C::Optimizer, s.optimizer.group ? "scales per group" : "scales per tensor",
+         kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
                         "token and layer", N * c.L});
-    if (scaling) plan.push_back({C::Weights, "amaxes and delayed scales", scaling, "parameter", params});
     return plan;
 }
 
@@ -234,13 +223,16 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t allocated = arena_bytes(s, caches_weights(s));
     if (!allocated) return plan;
-    auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
     const int64_t saved = s.config.L * saved_layer_bytes(s), all = total_bytes(plan, Category::Gradients),
-                  over = s.keep_gradients ? std::min(saved - gradients_offset(s), all) : 0;
-    if (over > 0) add("gradients stored over activations", -over);
-    add("operands, one layer's gradients, logits", allocated - total_bytes(plan));
-    add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
-    if (s.ranks > 1) add("page tables of the other GPUs' memory", page_tables(s.ranks, allocated));
+                  over =
+                      s.keep_gradients ? std::max<int64_t>(0, std::min(saved - gradients_offset(s), all)) : 0,
+                  rest = allocated - total_bytes(plan) + over;
+    for (const auto& [name, bytes] :
+         {std::pair{"gradients stored over activations", -over},
+          {"operands, one layer's gradients, logits", rest},
+          {"CUDA context and loaded kernels (about)", GPU_CONTEXT},
+          {"page tables of the other GPUs' memory", page_tables(s.ranks, allocated)}})
+        plan.push_back({Category::Workspace, name, bytes, "GPU", 1});
     return plan;
 }
 
@@ -253,10 +245,8 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 // -----------------------------------------------------------------------------------------------------------
 // Printing
 
-static double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
-
 // The table, then what its cells cannot say.
-void print_precision_plan(const Setup& s) {
+static void print_precision(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
     std::printf(
@@ -266,15 +256,15 @@ void print_precision_plan(const Setup& s) {
         r.name, r.about);
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
-    std::string before;
-    for (const auto& [part, o] : precision_plan(s)) {
-        if (part != before && !part.empty()) std::printf("  %s\n", part.c_str());
-        before = part;
-        std::string saves;
-        for (const SavedTensor& t : o.saves)
-            saves += concat(saves.empty() ? "" : "; ", t.name, " ", t.quant.text());
-        std::printf(format, ((part.empty() ? "" : "  ") + o.name).c_str(), o.reads.c_str(), o.weights.c_str(),
-                    o.writes.c_str(), saves.empty() ? "-" : saves.c_str());
+    for (const auto& [part, operators] : precision_plan(s)) {
+        if (!part.empty()) std::printf("  %s\n", part.c_str());
+        for (const Operator& o : operators) {
+            std::string saves;
+            for (const SavedTensor& t : o.saves)
+                saves += concat(saves.empty() ? "" : "; ", t.name, " ", t.quant.text());
+            std::printf(format, ((part.empty() ? "" : "  ") + o.name).c_str(), o.reads.c_str(),
+                        o.weights.c_str(), o.writes.c_str(), saves.empty() ? "-" : saves.c_str());
+        }
     }
     auto sums = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
     if (q.x.fp8())
@@ -288,48 +278,41 @@ void print_precision_plan(const Setup& s) {
                     info(r.compute).name, s.B * s.T);
 }
 
-// The run beside the BF16 baseline, row by row and by category; then what a GPU adds.
-void print_memory_plan(const Setup& s) {
+// The run beside the BF16 baseline, row by row and by category. The rows of a GPU are there in a program that
+// was built for one.
+static void print_memory(const Setup& s) {
     const Setup other = bf16_baseline(s);
-    const std::vector<MemoryRow> plan = memory_plan(s), gpu = gpu_memory_plan(s);
-    std::vector<MemoryRow> beside = memory_plan(other);
-    beside.resize(plan.size(), {Category::Weights, "", 0});  // it has fewer rows, or as many
-    auto title = [](const Setup& t) {
-        const OptimizerFormat& o = t.optimizer;
-        return concat("recipe ", t.recipe.name, ", moments ", info(o.m).name, " ", info(o.v).name);
-    };
+    const std::vector<MemoryRow> plan = gpu_memory_plan(s), beside = gpu_memory_plan(other);
+    auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
+    auto mib = [](int64_t bytes) { return double(bytes) / (1 << 20); };
     const int64_t C = s.config.C, count = parameter_count(s.config);
-    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n", count,
-                s.config.L, s.B * s.T);
-    std::printf("  %-37s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
-    std::printf("  %-37s %15s %19s  %15s %19s  item\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
+    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch%s\n\n", count,
+                s.config.L, s.B * s.T, s.ranks > 1 ? "; of each rank, at most" : "");
+    std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
+    std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++)
-        std::printf("  %-37s %15.1f %19.3f  %15.1f %19.3f  %s\n", plan[i].name.c_str(), mib(plan[i].bytes),
-                    plan[i].of_one(), mib(beside[i].bytes), beside[i].of_one(), plan[i].per);
+        if (plan[i].bytes || beside[i].bytes)
+            std::printf("  %-40s %12.1f %19.3f  %12.1f %19.3f  %s\n", plan[i].name.c_str(),
+                        mib(plan[i].bytes), plan[i].of_one(), mib(beside[i].bytes), beside[i].of_one(),
+                        plan[i].per);
     std::printf("\n");
-    for (const auto& [name, category] : {std::pair{"weights", Category::Weights},
-                                         {"gradients", Category::Gradients},
-                                         {"optimizer", Category::Optimizer},
-                                         {"activations", Category::Activations},
-                                         {"total without workspace", Category::All}})
-        std::printf("  %-37s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
-                    mib(total_bytes(beside, category)));
-    auto line = [](const std::string& name, int64_t bytes) {
-        std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
-    };
-    if (gpu.size() > plan.size()) {
-        std::printf("\n  %-45s MiB\n", s.ranks > 1 ? "On the GPU of each rank, at most" : "On one GPU");
-        line("total without workspace", total_bytes(plan));
-        for (size_t i = plan.size(); i < gpu.size(); i++) line(gpu[i].name, gpu[i].bytes);
-        line("total", total_bytes(gpu));
-        line("total of " + title(other), total_bytes(gpu_memory_plan(other)));
-    }
+    const char* const categories[] = {"weights",     "gradients", "optimizer",
+                                      "activations", "workspace", "total"};
+    for (int i = 0; i <= int(Category::All); i++)
+        if (total_bytes(plan, Category(i)))
+            std::printf("  %-40s %12.1f %19s  %12.1f\n", categories[i], mib(total_bytes(plan, Category(i))),
+                        "", mib(total_bytes(beside, Category(i))));
     auto moments = [&](const auto& rows) { return double(total_bytes(rows, Category::Optimizer)) / count; };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
         s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
+}
+
+void print_plan(const Setup& s) {
+    print_precision(s);
+    print_memory(s);
 }
 
 }  // namespace coat

@@ -21,11 +21,8 @@ double peak_tflops(const std::string& gpu, bool fp8);
 void validate(const Setup& s);
 
 // The precision flow (paper section 5): formats of what operators read, write and save for backward.
-struct PrecisionRow {
-    std::string part;  // of the step: "each of 32 layers", "backward", "update"
-    Operator of;
-};
-std::vector<PrecisionRow> precision_plan(const Setup& s);
+using PrecisionPart = std::pair<std::string, std::vector<Operator>>;  // of a step: "backward", "update", ...
+std::vector<PrecisionPart> precision_plan(const Setup& s);
 
 // The memory of a run. Everything but the workspace lives from one operator to the next. The workspace is
 // what operators need only while they run (one layer's FP8 operands, logits, partial sums): on a GPU,
@@ -36,8 +33,8 @@ struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per = "";  // "parameter", "token", ...: the bytes are also printed per one of these
-    int64_t count = 1;     // how many of these there are
+    const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
+    int64_t count;    // how many of these there are
     double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
@@ -123,7 +120,6 @@ inline bool head_sum_apart(const Setup& s) {
     return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
 }
 
-void print_precision_plan(const Setup& s);
-void print_memory_plan(const Setup& s);
+void print_plan(const Setup& s);
 
 }  // namespace coat

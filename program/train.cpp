@@ -35,11 +35,11 @@ struct Run {
     ProcessGroup* processes = nullptr;  // all ranks, also if there is only this one
     std::string weights;     // the folder that the run starts from, or continues; empty: random weights
     std::string checkpoint;  // the last one of this run; empty: there is none
-    LoopState state;
+    LoopState state{
+        0, 0, 0,
+        Json::object()};    // its settings are those of the run that is continued, until require_same()
     Companions companions;  // of `weights`, for the checkpoints
     Corpus corpus;
-    Json data;                     // how many tokens it has, and their hashes
-    Json changes = Json::array();  // of flags, at earlier resumptions and at this one
     std::unique_ptr<Model> model;
     double flops = 0, peak = 0;  // of training on a token; of the GPU, in TFLOP/s, 0 if it is not known
     std::ofstream log;
@@ -62,8 +62,8 @@ struct Run {
 
     void set_checkpoint(const std::string& path) {
         checkpoint = path;
-        if (!path.empty())
-            processes->advice = "The last complete checkpoint is " + path + "; continue it with --resume.";
+        if (path.empty()) return;
+        processes->advice = "The last complete checkpoint is " + path + "; continue it with --resume.";
     }
 };
 
@@ -130,14 +130,14 @@ double validate(Run& run) {
     constexpr int64_t MOST_BATCHES = 20;
     const Loader loader = held_out(run);
     const int64_t batches = std::clamp<int64_t>(loader.windows() / run.setup.B, 1, MOST_BATCHES),
-                  ranks = run.setup.ranks, n = run.batch_tokens();
+                  ranks = run.setup.ranks;
     struct Part {  // of one batch
         double loss, targets;
     };
     double loss = 0, targets = 0;
     for (int64_t first = 0; first < batches; first += ranks) {  // one batch for each rank
         read_batches(run, loader, std::min(first + run.setup.rank, batches - 1), 1);
-        const double counted = double(counted_targets(run.targets.data(), n));
+        const double counted = double(counted_targets(run.targets.data(), run.batch_tokens()));
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const std::vector<Part> parts = run.processes->all_gather(Part{mean * counted, counted});
         for (int64_t r = 0; r < std::min(ranks, batches - first); r++)
@@ -175,41 +175,31 @@ void sample(Run& run) {
     run.print_log("sample", {{"tokens", tokens}});
 }
 
-// Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
-void merge_moments(QuantReport& report, const Run& run) {
-    for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
-        QuantStats sum;
-        for (const QuantStats& s : run.processes->all_gather(report.kinds[int(kind)])) sum += s;
-        report.kinds[int(kind)] = sum;
-    }
-    for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
-        std::vector<float> all;
-        for (const std::vector<float>& theirs : run.processes->all_gather(*k))
-            all.insert(all.end(), theirs.begin(), theirs.end());
-        std::sort(all.begin(), all.end());
-        *k = all;
-    }
-}
-
 // How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
-// the moments that its gradients would lead to; and the expansion factors k in use.
+// the moments that its gradients would lead to; and the expansion factors k in use. Of several ranks, each
+// has measured the moments that it keeps.
 void print_quantization(Run& run) {
     read_batches(run, held_out(run), 0, 1);  // the same batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
-    merge_moments(report, run);
-    const auto nothing = [](const QuantStats& s) { return s.elements == 0; };
-    if (std::all_of(std::begin(report.kinds), std::end(report.kinds), nothing)) return;
-    std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
-    for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
-        const QuantStats& s = report.kinds[kind];
-        if (nothing(s)) continue;
-        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
-                    s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+    for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
+        QuantStats sum;
+        for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
+        report.kinds[int(kind)] = sum;
     }
+    std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
+    for (size_t kind = 0; kind < std::size(report.kinds); kind++)
+        if (const QuantStats& s = report.kinds[kind]; s.elements > 0)
+            std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
+                        s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     if (report.part_of_moments) std::printf("Of large parameters, a part of the moments was measured.\n");
-    for (const auto& [name, k] : {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
-        if (k->empty()) continue;
-        auto at = [&, of = k](double part) { return (*of)[size_t(part * (of->size() - 1))]; };
+    for (const auto& [name, mine] :
+         {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
+        std::vector<float> k;
+        for (const std::vector<float>& theirs : run.processes->all_gather(*mine))
+            k.insert(k.end(), theirs.begin(), theirs.end());
+        if (k.empty()) continue;
+        std::sort(k.begin(), k.end());
+        auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
         std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", name,
                     at(0), at(0.25), at(0.5), at(0.75), at(1));
     }
@@ -258,22 +248,25 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const double rate = run.step_tokens() / took, tflops = rate * run.flops / double(run.setup.ranks) * 1e-12,
+    const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12,
                  part = run.peak ? tflops / run.peak : 0;
-    const std::string of_peak = run.peak ? concat(", ", std::lround(100 * part), "% of peak") : "";
-    std::printf(
-        "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s | %.3g "
-        "TFLOP/s%s\n",
-        int(std::to_string(run.flags.steps).size()), run.state.step, run.flags.steps, result.loss,
-        result.grad_norm, lr, took * 1e3, rate, duration(left).c_str(),
-        !result.skipped  ? ""
-        : result.targets ? " | skipped: not finite"
-                         : " | skipped: no token counts",
-        tflops, of_peak.c_str());
-    Json line = {{"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3}};
-    line["tokens_per_second"] = rate, line["tflops"] = tflops, line["skipped"] = result.skipped;
-    if (run.peak) line["part_of_peak"] = part;
-    run.print_log("step", line);
+    const char* const skipped = !result.skipped  ? ""
+                                : result.targets ? " | skipped: not finite"
+                                                 : " | skipped: no token counts";
+    const std::string of_peak = run.peak ? concat(", ", std::lround(100 * part), "% of peak") : "",
+                      steps = std::to_string(run.flags.steps);
+    std::printf("step %*ld/%s | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s",
+                int(steps.size()), run.state.step, steps.c_str(), result.loss, result.grad_norm, lr,
+                took * 1e3, rate, duration(left).c_str(), skipped);
+    std::printf(" | %.3g TFLOP/s%s\n", tflops, of_peak.c_str());
+    run.print_log("step", {{"loss", result.loss},
+                           {"grad_norm", result.grad_norm},
+                           {"lr", lr},
+                           {"ms", took * 1e3},
+                           {"tokens_per_second", rate},
+                           {"tflops", tflops},
+                           {"part_of_peak", part},
+                           {"skipped", result.skipped}});
 }
 
 // Returns the exit code.
@@ -324,13 +317,15 @@ int loop(Run& run) {
     print_quantization(run);
     const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
     const double seconds = now() - started;
-    const double rate = run.step_tokens() * (steps > 1 ? (steps - 1) / timed : 1 / seconds);
+    const double rate = steps > 1 ? run.step_tokens() * (steps - 1) / timed : 0;
     std::printf(
         "\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
         steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
-    Json line = {{"first_validation", state.first_validation}, {"validation", validation}};
-    line["skipped"] = skipped, line["seconds"] = seconds, line["tokens_per_second"] = rate;
-    run.print_log("end", line);
+    run.print_log("end", {{"first_validation", state.first_validation},
+                          {"validation", validation},
+                          {"skipped", skipped},
+                          {"seconds", seconds},
+                          {"tokens_per_second", rate}});
     return code;
 }
 
@@ -342,34 +337,29 @@ int loop(Run& run) {
 void lock_folder(const std::string& out) {
     create_folders(out);
     const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0 || ::access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-        throw Error("--out ", out, " cannot be written (", std::strerror(errno),
-                    "); choose another folder, or \"\" to save nothing.");
+    if (folder < 0 || ::access(out.c_str(), W_OK) != 0)
+        throw Error("--out ", out, " cannot be written (", std::strerror(errno), "); choose another folder.");
     if (::flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
         throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
 }
 
-// Rank 0 alone looks at --out and chooses the checkpoint to continue; it tells the others. A new run must not
-// use the folder of another run's checkpoints.
+// The checkpoint to continue. A new run must not use the folder of another run's checkpoints.
 void choose_checkpoint(Run& run) {
     Flags& flags = run.flags;
-    const bool resumes = flags.given("resume"), evaluates = flags.given("steps") && flags.steps == 0;
-    if (run.processes->rank() == 0) {
-        if (resumes) run.weights = find_checkpoint(flags.resume);
-        if (resumes && run.weights.empty())
-            throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
-        if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
-        if (!flags.out.empty() && !flags.plan && !evaluates) {
-            lock_folder(flags.out);
-            if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
-            run.checkpoint = find_checkpoint(flags.out);
-        }
-        if (!run.checkpoint.empty() && !(resumes && fs::equivalent(run.checkpoint, run.weights)))
-            throw Error("--out ", flags.out, " already holds the checkpoint ", run.checkpoint,
-                        "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
-    }
-    for (std::string* chosen : {&flags.out, &run.weights, &run.checkpoint})
-        *chosen = run.processes->all_gather(*chosen).front();
+    const bool resumes = flags.given("resume");
+    auto find = [&] { return resumes ? find_checkpoint(flags.resume) : ""; };
+    run.weights = find();
+    if (resumes && run.weights.empty())
+        throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
+    if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
+    if (flags.out.empty() || flags.plan || flags.steps == 0) return;
+    if (run.setup.rank == 0) lock_folder(flags.out);
+    run.processes->all_gather(0);
+    run.weights = find();  // again, now under the lock
+    run.checkpoint = find_checkpoint(flags.out);
+    if (!run.checkpoint.empty() && !(resumes && fs::equivalent(run.checkpoint, run.weights)))
+        throw Error("--out ", flags.out, " already holds the checkpoint ", run.checkpoint,
+                    "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
 }
 
 // The settings of the checkpoint's run. A flag that is given here comes before its setting. The micro-batches
@@ -377,18 +367,14 @@ void choose_checkpoint(Run& run) {
 void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights);
-    Json settings = run.state.settings;
+    Json& settings = run.state.settings;
     const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
     if (all % ranks)
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
-    run.changes = settings.value("changes", Json::array());
     const std::string changes = flags.take(settings);
-    if (!changes.empty()) run.changes.push_back(concat("after step ", run.state.step, ":", changes));
-    if (flags.steps && !flags.plan && flags.steps <= run.state.step)
-        throw Error("--steps ", flags.steps, " is already done: the checkpoint is at step ", run.state.step,
-                    "; give a larger --steps to continue.");
+    if (!changes.empty()) settings["changes"].push_back(concat("after step ", run.state.step, ":", changes));
 }
 
 // The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
@@ -418,69 +404,60 @@ void make_setup(Run& run) {
 }
 
 // A model without a vocabulary size takes that of the data; --plan without data takes that of bytes. Without
-// --seq it is that of packed conversations, or the default if the model can have it.
-void load_data(Run& run) {
+// --seq it is that of packed conversations, or the default if the model can have it. Returns what the data
+// are: how many tokens, and their hashes.
+Json load_data(Run& run) {
     Flags& flags = run.flags;
     ModelConfig& config = run.setup.config;
-    const bool needed = !flags.plan || (config.V == 0 && flags.given("data"));
-    if (needed) run.corpus = load_corpus(flags.data);
-    int64_t in_use = 0;
-    for (const auto& [name, stream] :
-         {std::pair{"train", &run.corpus.train}, {"held out", &run.corpus.validation}}) {
-        const TokenStream::Facts facts = stream->facts();
-        run.data[name] = concat(stream->size(), " tokens, hash ", facts.hash);
-        in_use = std::max(in_use, facts.largest + 1);
-    }
-    if (config.V == 0) config.V = needed ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
-    if (in_use > std::min(config.V, MAX_VOCABULARY))
+    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data);
+    const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
+    const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
+    if (config.V == 0) config.V = std::max(in_use, int64_t(run.corpus.vocabulary.size()));
+    if (config.V == 0) config.V = 256;
+    if (in_use > config.V)
         throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
-    const int64_t packed = run.corpus.seq;
     if (!flags.given("seq") && flags.resume.empty())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest());
     if (packed && packed != flags.seq)
         throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
                     ", or make it again with data/tokenize.py.");
     run.setup.T = flags.seq;
+    return {{"train", concat(run.corpus.train.size(), " tokens, hash ", train.hash)},
+            {"held out", concat(run.corpus.validation.size(), " tokens, hash ", held_out.hash)}};
 }
 
-// Ranks of one machine read the same files. Those of several may find others in a folder of the same name,
-// and each would train a part of another model: the first rank of each machine hashes them.
-Json hashes_of_weights(const Run& run) {
-    const std::vector<int> places = run.processes->all_gather(run.processes->local());
-    const bool several = std::count(places.begin(), places.end(), 0) > 1;
-    Json hashes;
-    if (run.weights.empty() || !several || run.processes->local() != 0) return hashes;
-    for (const auto& file : fs::directory_iterator(run.weights))
-        if (file.is_regular_file()) hashes[file.path().filename().string()] = hash_file(file.path().string());
-    return hashes;
+void require_equal(const std::string& who, const Json& mine, const Json& theirs) {
+    for (const auto& [name, value] : theirs.items())
+        if (mine.contains(name) && mine[name] != value)
+            throw Error(who, " in ", name, " (", mine[name].dump(), ", there ", value.dump(),
+                        "); give the same flags, data and model.");
 }
 
 // What every rank must have, and every run that continues this one: other flags or data would change what the
 // state means.
-void require_same(Run& run) {
+void require_same(Run& run, const Json& data) {
     Json settings = run.flags.settings(false);
-    settings["data_found"] = run.data;
+    settings["data_found"] = data;
     Json mine = settings;
-    mine["resume"] = run.flags.resume, mine["device"] = run.flags.device;
-    mine["weights_found"] = hashes_of_weights(run);
+    mine["resume"] = run.weights, mine["device"] = run.flags.device;
+    // Ranks of one machine read the same files. Those of several may find others in a folder of the same
+    // name, and each would train a part of another model: the first rank of each machine hashes them.
+    const std::vector<int> places = run.processes->all_gather(run.processes->local());
+    if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
+        !run.weights.empty())
+        for (const auto& file : fs::directory_iterator(run.weights))
+            if (file.is_regular_file())
+                mine["weights_found"][file.path().filename()] = hash_file(file.path());
     const std::vector<std::string> all = run.processes->all_gather(mine.dump());
-    for (size_t rank = 1; rank < all.size(); rank++) {
-        const Json theirs = Json::parse(all[rank]), first = Json::parse(all[0]);
-        for (const auto& [name, value] : first.items())
-            // A rank that shares its machine with an earlier one has not hashed the weights again.
-            if (theirs[name] != value && !theirs[name].is_null())
-                throw Error("Rank ", rank, " differs from rank 0 in ", name, " (", theirs[name].dump(),
-                            ", there ", value.dump(), "); give every rank the same flags, data and files of ",
-                            run.flags.model, ".");
-    }
+    for (size_t rank = 1; rank < all.size(); rank++)
+        require_equal(concat("Rank ", rank, " differs from rank 0"), Json::parse(all[rank]),
+                      Json::parse(all[0]));
+    const Json& before = run.state.settings;
     if (!run.flags.resume.empty())
-        for (const auto& [part, theirs] : run.state.settings.at("data_found").items())
-            if (theirs != run.data[part])
-                throw Error("--data is not that of the checkpoint's run (", part, ": ", run.data[part].dump(),
-                            ", there ", theirs.dump(), "); give the same data again.");
+        require_equal("--data is not that of the checkpoint's run,", data, before.at("data_found"));
     settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
-    settings["changes"] = run.changes;
+    settings["changes"] = before.value("changes", Json::array());
     run.state.settings = settings;
 }
 
@@ -488,35 +465,30 @@ void require_same(Run& run) {
 void print_start(const Run& run, const Setup& s, const std::string& device) {
     const ModelConfig& c = s.config;
     const bool gpu = run.flags.device == "gpu";
-    const std::vector<MemoryRow> plan = gpu ? gpu_memory_plan(s) : memory_plan(s);
-    auto mib = [&](Category category) { return double(total_bytes(plan, category)) / (1 << 20); };
-    const std::string weights = run.weights.empty() ? "random weights" : "weights of " + run.weights,
-                      continues = run.flags.resume.empty()
-                                      ? ""
-                                      : concat("; continuing step ", run.state.step, " of ", run.weights);
-    std::printf("model: %s, %ld parameters: %ld layers, hidden size %ld, %ld heads, vocabulary %ld; %s\n",
-                printable(c.name).c_str(), parameter_count(c), c.L, c.C, c.NH, c.V,
-                printable(weights).c_str());
-    std::printf("recipe: %s, %s\n", s.recipe.name, s.recipe.about);
-    std::printf("moments: %s, %s and %s; master weights: %s\n", s.optimizer.name, info(s.optimizer.m).name,
-                info(s.optimizer.v).name, run.flags.master.c_str());
-    std::printf("device: %s\n", device.c_str());
-    if (run.corpus.train.size()) std::printf("text: %s\n", printable(run.corpus.description).c_str());
-    std::printf("tokens: %ld a step, %ld x %ld in each of %ld micro-batches on %ld ranks\n",
-                run.step_tokens(), s.B, s.T, micro_batches(s), s.ranks);
-    std::printf(
-        "memory: %.1f MiB%s: weights %.1f, gradients %.1f, moments and masters %.1f, saved activations %.1f",
-        mib(Category::All), gpu ? "" : " and workspace", mib(Category::Weights), mib(Category::Gradients),
-        mib(Category::Optimizer), mib(Category::Activations));
-    std::printf(gpu ? ", workspace %.1f\n" : "\n", mib(Category::Workspace));
-    for (const Json& change : run.changes)
-        std::printf("not the bits of a run without changes, %s\n", change.get<std::string>().c_str());
-    std::printf("checkpoints: %s\n\n", printable(run.flags.out + continues).c_str());
+    const int64_t memory = total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s));
+    std::vector<std::string> lines = {
+        concat("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ",
+               c.C, ", ", c.NH, " heads, vocabulary ", c.V, "; ",
+               run.weights.empty() ? "random weights" : "weights of " + run.weights),
+        concat("recipe: ", s.recipe.name, ", ", s.recipe.about),
+        concat("moments: ", s.optimizer.name, ", ", s.optimizer.about,
+               "; master weights: ", run.flags.master),
+        concat("device: ", device),
+        concat("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
+               " micro-batches on ", s.ranks, " ranks"),
+        concat("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts"),
+        "checkpoints: " + run.flags.out};
+    if (!run.flags.resume.empty())
+        lines.back() += concat("; continuing step ", run.state.step, " of ", run.weights);
+    if (!run.corpus.description.empty()) lines.push_back("text: " + run.corpus.description);
+    for (const Json& change : run.state.settings.value("changes", Json::array()))
+        lines.push_back("not the bits of a run without changes, " + change.get<std::string>());
+    for (const std::string& line : lines) std::printf("%s\n", printable(line).c_str());
+    std::printf("\n");
 }
 
 // Files and flags are checked before the model is made, which can take minutes.
 void make_model(Run& run, bool gpu) {
-    const bool resumes = !run.flags.resume.empty();
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
     if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
     if (!run.flags.log.empty() && run.setup.rank == 0) {
@@ -526,7 +498,7 @@ void make_model(Run& run, bool gpu) {
     run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
     run.flops = flops_per_token(run.setup.config, run.setup.T);
     run.peak = peak_tflops(gpu ? gpu_name() : "", linear_formats(run.setup).x.fp8());
-    if (resumes) load_checkpoint(run.weights, *run.model);
+    if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
@@ -565,22 +537,17 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     choose_checkpoint(run);
     if (!flags.resume.empty()) take_checkpoint(run);
     make_setup(run);
-    load_data(run);
+    const Json data = load_data(run);
     validate(run.setup);
-    if (!flags.plan) require_same(run);
+    if (!flags.plan) require_same(run, data);
     Setup last = run.setup;  // the last rank keeps most
     last.rank = last.ranks - 1;
     print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
-    if (flags.plan) {
-        print_precision_plan(last);
-        print_memory_plan(last);
-        return 0;
-    }
+    if (flags.plan) return print_plan(last), 0;
     make_model(run, gpu);
-    Json line = {{"parameters", parameter_count(run.setup.config)}};
-    line.update(flags.settings(true));
-    line["ranks"] = run.setup.ranks;
-    run.print_log("settings", line);
+    Json settings = flags.settings(true);
+    settings["parameters"] = parameter_count(run.setup.config), settings["ranks"] = run.setup.ranks;
+    run.print_log("settings", settings);
     if (flags.steps == 0) return validate(run), print_quantization(run), 0;
     finish_step_at_signal();
     return loop(run);

@@ -147,8 +147,6 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
         folder, "--device cpu --resume ",
         {{"nowhere", "nowhere"},
          {"hollow", "hollow"},
-         {"out --steps 1", "--steps 1 is already done"},
-         {"out", "--steps 2 is already done"},
          {"parts --ranks 3 --steps 9", "4 micro-batches a step, which 3 ranks cannot share"},
          {"parts --ranks 2 --accumulate 4 --steps 9", "--accumulate 4 differs from the checkpoint's 2"},
          {"parts --accumulate 2 --steps 9", "--accumulate 2"},
@@ -163,10 +161,10 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
                 {"--batch 4", "--batch 4 differs from the checkpoint's 2"},
                 {"--seq 32", "--seq"},
                 {"--seed 2", "--seed"},
-                {"--data first", "(train: "},
-                {"--data middle", "(train: "},
-                {"--data held-out", "(held out: "},
-                {"--data held-out-first", "(held out: "},
+                {"--data first", "run, in train ("},
+                {"--data middle", "run, in train ("},
+                {"--data held-out", "run, in held out ("},
+                {"--data held-out-first", "run, in held out ("},
                 {"--data longer", "--data"}});
     check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
     require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
