@@ -108,47 +108,68 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 }
 
 // ===========================================================================================================
-// 3. Per-tensor FP8: codes = encode(x / s) with s = amax / FMAX, row-major and transposed
+// 3. FP8 operands of GEMMs: codes = encode(x / s), row-major and transposed; s = amax / FMAX per tensor
 //
 // A kernel multiplies by 1 / s, rounded to FP32, as the CPU does.
 
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
 // scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
-// scaling no register. codes may be null; transposed is used if TRANSPOSED.
-template <class Producer, bool TRANSPOSED>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, float fmax, bool e5m2, uint8_t* codes,
-                    uint8_t* transposed) {
+// scaling no register. In BLOCKS (rowwise, deepseek), row-major and transposed codes have scales of their own
+// (gpu/other_scaling.cuh). codes may be null; and transposed, too, unless TRANSPOSED.
+template <class Producer, bool TRANSPOSED, bool BLOCKS>
+static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
+    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, ScaleGrid by_row, ScaleGrid by_column,
+                    float fmax, bool e5m2, uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at;
-    const bool delayed = tensor->from_history > 0;  // 0 where scaling is just in time
-    const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax),
-                inverse = __frcp_rn(scale);
     __shared__ uint32_t for_later;
+    const TilePlace at;
+    const bool transposes = BLOCKS ? transposed != nullptr : TRANSPOSED;
+    const bool delayed = !BLOCKS && tensor->from_history > 0;  // 0 where scaling is just in time
+    const float scale = BLOCKS    ? 0
+                        : delayed ? tensor->from_history
+                                  : scale_of(fmax, tensor->amax),
+                inverse = __frcp_rn(scale);
     if (delayed) {
         if (threadIdx.x == 0) for_later = 0;
         __syncthreads();
     }
     uint8_t* to[PLANES];
+    Values inverses[PLANES] = {};  // in blocks: of the thread's columns, for the transposed codes
 #pragma unroll
-    for (int p = 0; p < PLANES; p++) to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    for (int p = 0; p < PLANES; p++) {
+        to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            if (BLOCKS && transposes && at.col < x.width)
+                inverses[p][j] =
+                    __frcp_rn(*by_column.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
+    }
     uint2 last_four[PLANES][4];
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             if (delayed) {  // not where codes may have taken the place of the last row's values
                 const uint32_t top = __reduce_max_sync(~0u, live ? magnitude(larger_magnitude(0, v[p])) : 0);
                 if (threadIdx.x % 32 == 0) atomicMax(&for_later, top);
             }
-            last_four[p][i % 4] = encode(e5m2, v[p], inverse);
-            if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
-            if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
+            const bool stores = live && codes;
+            float of_row = inverse;
+            if (BLOCKS && stores) of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
+            last_four[p][i % 4] = encode(e5m2, v[p], of_row);
+            if (stores) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
+            if (!transposes) continue;
+            if (BLOCKS) {
+#pragma unroll
+                for (int j = 0; j < CHUNK; j++) v[p][j] = __fmul_rn(v[p][j], inverses[p][j]);
+                last_four[p][i % 4] = encode(e5m2, v[p], 1.0f);
+            }
+            if (i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
         }
     });
-    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
+    if (transposes) store_transposed(tiles, rows, x.width, transposed);
     if (delayed) __syncthreads();
-    if (threadIdx.x != 0) return;
+    if (BLOCKS || threadIdx.x != 0) return;
     if (delayed) update_amax(&tensor->amax, for_later);
     if (blockIdx.x == 0 && blockIdx.y == 0) tensor->scale = scale;  // last, so that it delays no load of x
 }
@@ -176,20 +197,20 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
                    0, s, producer, x.rows, either_dense(out.view));
         });
     if (in_groups(q)) return quantize_groups(x.input, out.view, false, {}, stats, s);
-    if (q.granularity == PER_TENSOR) {
-        measure(x, out, stats, s);  // first, because the codes may overwrite x
-        with_producer<true>(x, [&](auto producer) {
-            using Producer = decltype(producer);
-            const auto kernel =
-                out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
-            launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-                   x.rows, amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
-                   static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
-        });
-    } else {
-        quantize_blocks(x, out, s);
-        measure(x, out, stats, s);
-    }
+    const bool in_blocks = !(q.granularity == PER_TENSOR);
+    if (in_blocks) block_scales(x, out, s);
+    measure(x, out, stats, s);  // first, because the codes may overwrite x
+    with_producer<true>(x, [&](auto producer) {
+        using P = decltype(producer);
+        const auto kernel = in_blocks        ? quantize_kernel<P, true, true>
+                            : out.transposed ? quantize_kernel<P, true, false>
+                                             : quantize_kernel<P, false, false>;
+        const ScaleGrid by_row = in_blocks ? scale_grid(out, false) : ScaleGrid{},
+                        by_column = in_blocks ? scale_grid(out, true) : ScaleGrid{};
+        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
+               amax_and_scale(out.view), by_row, by_column, info(q.format).max, q.format == Format::E5M2,
+               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }

@@ -35,69 +35,49 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
     table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
 }
 
-// Four elements: half a head may be a multiple of four only.
-static __device__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
-static __device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-static __device__ float4 values4(uint2 raw) {
-    const float2 lo = unpack(raw.x), hi = unpack(raw.y);
-    return {lo.x, lo.y, hi.x, hi.y};
-}
-static __device__ float4 values4(float4 raw) { return raw; }
-static __device__ float4 store4(bf16* p, float4 v) {  // and returns what is stored
-    const uint2 raw = make_uint2(pack(v.x, v.y), pack(v.z, v.w));
-    put(p, raw);
-    return values4(raw);
-}
-static __device__ float4 store4(float* p, float4 v) {
-    put(p, v);
-    return v;
-}
-// (x, y) -> (x cos - y sin, y cos + x sin): one of the two. The sign is in the sine.
-static __device__ float rotated(float own, float partner, float cosine, float sine) {
-    return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
-}
-static __device__ float4 rotated(float4 own, float4 partner, float4 a, float4 b,
-                                 float sign) {  // a, b: four angles
-    return {rotated(own.x, partner.x, a.x, sign * a.y), rotated(own.y, partner.y, a.z, sign * a.w),
-            rotated(own.z, partner.z, b.x, sign * b.y), rotated(own.w, partner.w, b.z, sign * b.w)};
-}
-static __device__ float larger_of4(float top, float4 v) {
-    const float two = larger_magnitude(larger_magnitude(top, v.x), v.y);
-    return larger_magnitude(larger_magnitude(two, v.z), v.w);
-}
-
-// A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1
-// forward, -1 backward. Heads from `rotated_heads` on (v) only enter the amax.
+// A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
+// are rotated by the same angles. sign: 1 forward, -1 backward. Heads from `rotated_heads` on (v) only enter
+// the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
 static __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
+    rope_kernel(Dense<T, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
                 AmaxAndScale* amax) {
-    using Four = decltype(load4(static_cast<const T*>(nullptr)));
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float top = 0;
     if (row < rows) {
-        T* p = qkv + row * cols + first * rope.HS + angle;
-        Four raw[ROPE_HEADS][2] = {};
+        const Dense<T, 4> at = qkv.from(row * cols + first * rope.HS + angle);
+        typename Dense<T, 4>::Raw raw[ROPE_HEADS][2] = {};
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++)
-            if (first + h < heads)
-                raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
-        const float2* const at = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
-        const float4 a = reinterpret_cast<const float4*>(at)[0], b = reinterpret_cast<const float4*>(at)[1];
+            if (first + h < heads) raw[h][0] = at.load(h * rope.HS), raw[h][1] = at.load(h * rope.HS + half);
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        float cosines[4], sines[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
+            cosines[j] = j % 2 ? two.z : two.x, sines[j] = sign * (j % 2 ? two.w : two.y);
+        }
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
-            float4 x = values4(raw[h][0]), y = values4(raw[h][1]);
-            if (first + h < rotated_heads) {
-                const float4 x_new = rotated(x, y, a, b, -sign), y_new = rotated(y, x, a, b, sign);
-                x = store4(p + h * rope.HS, x_new);
-                y = store4(p + h * rope.HS + half, y_new);
+            float x[4], y[4];
+            at.values(raw[h][0], x);
+            at.values(raw[h][1], y);
+            if (first + h < rotated_heads) {  // (x, y) -> (x cos - y sin, y cos + x sin)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float own = x[j];
+                    x[j] = __fmaf_rn(own, cosines[j], __fmul_rn(y[j], -sines[j]));
+                    y[j] = __fmaf_rn(y[j], cosines[j], __fmul_rn(own, sines[j]));
+                }
+                at.round_and_store(h * rope.HS, x, true);
+                at.round_and_store(h * rope.HS + half, y, true);
             }
-            if (amax) top = larger_of4(larger_of4(top, x), y);
+            if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
         }
     }
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
@@ -110,9 +90,9 @@ static void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale
     require(quads < int64_t(1) << 32, "there are more rows than RoPE can count");
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
-        using T = std::remove_pointer_t<decltype(x.data)>;
-        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, x.data, r, static_cast<uint32_t>(qkv.rows),
-               qkv.cols, static_cast<uint32_t>(heads), sign, amax);
+        using T = typename decltype(x)::Compute;
+        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, Dense<T, 4>{x.data}, r,
+               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), sign, amax);
     });
 }
 
@@ -135,7 +115,6 @@ static __device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 // parts are merged by rescaling the sum of the one with the smaller maximum.
 struct Softmax {
     float top, sum;
-    __device__ Softmax(float top = -INFINITY, float sum = 0) : top(top), sum(sum) {}
     __device__ void merge(const Softmax& o) {
         const float t = fmaxf(top, o.top);
         sum = sum * factor(top, t) + o.sum * factor(o.top, t);
@@ -147,18 +126,15 @@ struct Softmax {
 constexpr int LOSS_THREADS = 512;
 // Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
 static __device__ Softmax block_softmax(Softmax mine) {
-    __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
+    __shared__ Softmax parts[LOSS_THREADS / 32];
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        Softmax other;
-        other.top = __shfl_down_sync(0xFFFFFFFFu, mine.top, lanes);
-        other.sum = __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes);
-        mine.merge(other);
-    }
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = mine.top, sums[threadIdx.x / 32] = mine.sum;
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+        mine.merge(
+            {__shfl_down_sync(0xFFFFFFFFu, mine.top, lanes), __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes)});
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
-    Softmax all;
-    for (int w = 0; w < LOSS_THREADS / 32; w++) all.merge({tops[w], sums[w]});
+    Softmax all{-INFINITY, 0};
+    for (const Softmax& of_warp : parts) all.merge(of_warp);
     return all;
 }
 
@@ -186,7 +162,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
         if (col + CHUNK <= live) return;
         for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
     };
-    Softmax mine;
+    Softmax mine{-INFINITY, 0};
     for (int begin = threadIdx.x * CHUNK; begin < live; begin += IN_FLIGHT * STEP) {
         typename Dense<T>::Raw raw[IN_FLIGHT];
 #pragma unroll
@@ -334,43 +310,33 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     return out;
 }
 
-constexpr int COLUMN_THREADS = 32;  // of a block; each has CHUNK columns
-static dim3 embedding_grid(int64_t n, int64_t C) {
-    return {static_cast<unsigned>(n), blocks(C, COLUMN_THREADS * CHUNK)};
-}
-static __device__ int64_t embedding_column() {
-    return (int64_t(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
-}
-
-// sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
-template <class Index>
-static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
-#pragma unroll 4
-    for (int i = 0; i < n; i++) {
-        Values v;
-        x.load_values(index(i) * C + col, v);
-        for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
-    }
-}
-
-// A block has one token. Each of its warps adds up a run of rows, then the first warp adds these sums, and so
-// on: a token that is half of the text must not keep the GPU waiting.
-constexpr int RUNS = 8, RUN_ROWS = 32;
+// Each thread of a block has CHUNK columns. A block has one token, whose rows are given by `order`; or one
+// position t of every `period`: rows t, t + period, ... of g, one of each sequence, in order. Each warp of a
+// token's block adds up a run of rows, then the first warp adds these sums, and so on: a token that is half
+// of the text must not keep the GPU waiting.
+constexpr int COLUMN_THREADS = 32, RUNS = 8, RUN_ROWS = 32;
 static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
-    embedding_backward_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRows* tokens,
-                              EitherDense gradient) {
+    embedding_backward_kernel(EitherDense g, int N, int64_t C, const int32_t* order, const TokenRows* tokens,
+                              int period, EitherDense gradient) {
     __shared__ Values sums[RUNS][COLUMN_THREADS];
-    const int64_t col = embedding_column();
-    const TokenRows rows = tokens[blockIdx.x];
+    const int t = blockIdx.x;
+    const int64_t col = (int64_t(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
+    const TokenRows rows = tokens ? tokens[t] : TokenRows{t, 0, (N - t + period - 1) / period};
+    const int run = tokens ? RUN_ROWS : rows.count, warps = blockDim.y;
     Values total = {};
-    for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
-        const int begin = first + threadIdx.y * RUN_ROWS, n = col < C ? min(RUN_ROWS, rows.count - begin) : 0;
+    for (int first = 0; first < rows.count; first += warps * run) {
+        const int begin = first + threadIdx.y * run, n = col < C ? min(run, rows.count - begin) : 0;
         Values sum = {};
-        sum_rows(
-            g, C, col, n, [&](int i) { return int64_t(order[rows.first + begin + i]); }, sum);
+#pragma unroll 8
+        for (int i = begin; i < begin + n; i++) {
+            const int64_t row = tokens ? order[rows.first + i] : i * period + t;
+            Values v;
+            g.load_values(row * C + col, v);
+            for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
+        }
         for (int j = 0; j < CHUNK; j++) sums[threadIdx.y][threadIdx.x][j] = sum[j];
         __syncthreads();
-        const int runs = min(RUNS, (rows.count - first + RUN_ROWS - 1) / RUN_ROWS);
+        const int runs = min(warps, (rows.count - first + run - 1) / run);
         for (int r = 0; threadIdx.y == 0 && r < runs; r++)
             for (int j = 0; j < CHUNK; j++) total[j] += sums[r][threadIdx.x][j];
         __syncthreads();
@@ -378,27 +344,19 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
     if (threadIdx.y == 0 && col < C) gradient.add(rows.token * C + col, total);
 }
 
-// Block t has position t: rows t, t + T, ... of g, one of each sequence.
-static __global__ void __launch_bounds__(COLUMN_THREADS)
-    positions_kernel(EitherDense g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
-    const int64_t t = blockIdx.x, col = embedding_column();
-    if (col >= C) return;
-    Values sum = {};
-    const int batch = static_cast<int>((rows - t + period - 1) / period);
-    sum_rows(
-        g, C, col, batch, [&](int b) { return b * period + t; }, sum);
-    gradient.add(t * C + col, sum);
+static void sum_rows(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                     int64_t period, const View& gradient, cudaStream_t s) {
+    const dim3 grid(static_cast<unsigned>(count), blocks(g.cols, COLUMN_THREADS * CHUNK));
+    launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
+           s, either_dense(g), static_cast<int>(g.rows), g.cols, order, tokens, static_cast<int>(period),
+           either_dense(gradient));
 }
-
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
                         int64_t number_of_tokens, const View& gradient, cudaStream_t s) {
-    launch("embedding_backward", embedding_backward_kernel, embedding_grid(number_of_tokens, g.cols),
-           dim3(COLUMN_THREADS, RUNS), 0, s, either_dense(g), g.cols, order, tokens, either_dense(gradient));
+    sum_rows(g, order, tokens, number_of_tokens, 0, gradient, s);
 }
-
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
-    launch("positions_backward", positions_kernel, embedding_grid(std::min(T, g.rows), g.cols),
-           COLUMN_THREADS, 0, s, either_dense(g), g.rows, g.cols, T, either_dense(gradient));
+    sum_rows(g, nullptr, nullptr, std::min(T, g.rows), T, gradient, s);
 }
 
 }  // namespace coat::gpu

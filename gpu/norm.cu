@@ -139,9 +139,8 @@ void residual_add(const View& x, const View& y, const View& x_out, const Norm& n
         using F = typename decltype(in)::Compute;
         const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(next.weight), dense<F>(next.bias)};
-        auto kernel = residual_kernel<decltype(in), true>;
-        if constexpr (std::is_same_v<decltype(in), Groups>)
-            if (!reads_saved) kernel = residual_kernel<Groups, false>;
+        const auto kernel =
+            reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
         launch("residual", kernel, blocks(rows, block.y), block, 0, s, sum, dense<F>(x_out.data), in,
                parameters, next.stats, next.rms, next.eps, y_amax);
     });
@@ -155,34 +154,24 @@ void residual_add(const View& x, const View& y, const View& x_out, const Norm& n
 // A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
 // in order.
 
-// A thread's own columns of a parameter gradient, in shared memory. The two halves of a chunk lie apart, so
-// that neighbouring threads use different banks.
-struct ColumnSums {
-    float4* sums;
-    int64_t apart;  // from the first half of a chunk to the second
-    __device__ ColumnSums(float* sums, int64_t C) : sums(reinterpret_cast<float4*>(sums)), apart(C / CHUNK) {}
-    __device__ void zero(int64_t col) const { sums[col / CHUNK] = sums[col / CHUNK + apart] = float4{}; }
-    __device__ void add(int64_t col, const Values& v) const {
-        float4 &a = sums[col / CHUNK], &b = sums[col / CHUNK + apart];
-        a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
-        b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
-    }
-    __device__ void read(int64_t col, Values& v) const {
-        const float4 a = sums[col / CHUNK], b = sums[col / CHUNK + apart];
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    }
-};
+// sums += v, at a thread's own columns of a parameter gradient in shared memory. The two halves of a chunk
+// lie apart, so that neighbouring threads use different banks: (2, C / CHUNK) of four floats each.
+static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
+    float4 &a = sums[col / CHUNK], &b = sums[(C + col) / CHUNK];
+    a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
+    b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
+}
 
 // The sums of a block's threadIdx.y, added in order, to row blockIdx.x of partials (blocks, C).
-static __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
-    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
-         col += blockDim.x * blockDim.y * CHUNK) {
-        Values total = {}, one;
+static __device__ void write_partials(const float4* sums, int C, float* partials) {
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
+        float4 total{};
         for (int y = 0; y < blockDim.y; y++) {
-            ColumnSums(sums + y * C, C).read(col, one);
-            for (int j = 0; j < CHUNK; j++) total[j] += one[j];
+            const float4 one = sums[y * (C / 4) + i];
+            total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
-        partials.round_and_store(blockIdx.x * C + col, total, true);
+        const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
+        put(partials + int64_t(blockIdx.x) * C + col, total);
     }
 }
 
@@ -197,65 +186,45 @@ template <class Storage> struct NormBackward {  // the arguments of the kernel
     float* partials;
 };
 
-// What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the
-// rest, unless FP32 rows leave no registers for it.
-template <class Storage> struct BackwardRow {
-    using T = typename Storage::Compute;
-    static constexpr bool EARLY = sizeof(T) < 4;
-    const NormBackward<Storage>& a;
-    int64_t row, first;  // element of the thread's first chunk
-    typename Storage::Raw raw_x[ROW_CHUNKS] = {};
-    typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
-
-    __device__ BackwardRow(const NormBackward<Storage>& a, int64_t row)
-        : a(a), row(row), first(row * a.C + threadIdx.x * CHUNK) {
-        const Storage x = a.in.from(first);
-        const Dense<T> dy = a.dy.from(first), g = a.g_in.from(first);
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            raw_x[c] = x.load(offset(c));
-            raw_dy[c] = dy.load(offset(c));
-            if (EARLY && a.g_in.data) raw_g[c] = g.load(offset(c));
-        }
-    }
-    __device__ bool live(int c) const { return row < a.rows && row_column(c) < a.C; }
-    __device__ uint32_t offset(int c) const { return c * blockDim.x * CHUNK; }
-    __device__ void x(int c, Values& v) const { a.in.values(raw_x[c], v); }
-    __device__ void dy_and_weight(int c, Values& d, Values& w) const {
-        a.dy.values(raw_dy[c], d);
-        a.weight.values(a.weight.load(row_column(c)), w);
-    }
-    __device__ void g(int c, Values& v) {
-        if (!EARLY && a.g_in.data) raw_g[c] = a.g_in.from(first).load(offset(c));
-        a.g_in.values(raw_g[c], v);
-    }
-    __device__ void store(int c, Values& v, float& top) const {
-        a.g_out.round_and_store(first + offset(c), v, true);
-        for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[j]);
-    }
-};
-
 template <class Storage, bool RMS>
 static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
-    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
-        dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
-#pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row_column(c) >= a.C) continue;
-        dweight.zero(row_column(c));
-        if (!RMS) dbias.zero(row_column(c));
+    using T = typename Storage::Compute;
+    constexpr bool EARLY =
+        sizeof(T) < 4;                // g_in is loaded with the rest; FP32 rows leave no registers for it
+    extern __shared__ float4 sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
+    const int64_t quarter = a.C / 4;
+    float4 *const dweight = sums + threadIdx.y * quarter, *const dbias = dweight + blockDim.y * quarter;
+    for (int64_t i = threadIdx.x; i < quarter; i += blockDim.x) {
+        dweight[i] = float4{};
+        if (!RMS) dbias[i] = float4{};
     }
+    __syncthreads();
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
     float top = 0;
     bool turn = false;
     for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
          first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
-        BackwardRow<Storage> r(a, first + threadIdx.y);
+        const int64_t row = first + threadIdx.y, element = row * a.C + threadIdx.x * CHUNK;
+        auto live = [&](int c) { return row < a.rows && row_column(c) < a.C; };
+        auto offset = [&](int c) { return static_cast<uint32_t>(c * blockDim.x * CHUNK); };
+        const Storage in = a.in.from(element);
+        const Dense<T> dy = a.dy.from(element), g_in = a.g_in.from(element);
+        typename Storage::Raw raw_x[ROW_CHUNKS] = {};
+        typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            raw_x[c] = in.load(offset(c));
+            raw_dy[c] = dy.load(offset(c));
+            if (EARLY && a.g_in.data) raw_g[c] = g_in.load(offset(c));
+        }
+        auto dy_and_weight = [&](int c, Values& d, Values& w) {
+            dy.values(raw_dy[c], d);
+            a.weight.values(a.weight.load(row_column(c)), w);
+        };
         Values x[ROW_CHUNKS];
 #pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) r.x(c, x[c]);
+        for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
         if (!RMS) st = row_stats(x, a.C, false, a.eps);
         // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
@@ -263,9 +232,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(co
         float sum[2] = {0, 0};
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!r.live(c)) continue;
+            if (!live(c)) continue;
             Values d, w;
-            r.dy_and_weight(c, d, w);
+            dy_and_weight(c, d, w);
             for (int j = 0; j < CHUNK; j++) {
                 if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
                 const float dw = d[j] * w[j];
@@ -276,28 +245,30 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(co
         if (RMS && turn) row_sum<1>(sum);  // two places in turn
         else row_sum<2>(sum);
         if (RMS) st.y = inverse_root(sum[0], a.C, a.eps);
-        if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
+        if (row < a.rows && threadIdx.x == 0) a.stats[row] = st;
         const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!r.live(c)) continue;
+            if (!live(c)) continue;
             Values d, w, g;
-            r.dy_and_weight(c, d, w);
-            r.g(c, g);
-            if (!RMS) dbias.add(row_column(c), d);
+            dy_and_weight(c, d, w);
+            if (!EARLY && a.g_in.data) raw_g[c] = g_in.load(offset(c));
+            g_in.values(raw_g[c], g);
+            if (!RMS) add_columns(dbias, a.C, row_column(c), d);
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
                 g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
                 d[j] *= xhat;
             }
-            dweight.add(row_column(c), d);
-            r.store(c, g, top);
+            add_columns(dweight, a.C, row_column(c), d);
+            a.g_out.from(element).round_and_store(offset(c), g, true);
+            top = larger_magnitude(top, g);
         }
     }
     if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
     __syncthreads();
-    write_partials(sums, a.C, {a.partials});
-    if (!RMS) write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
+    write_partials(sums, a.C, a.partials);
+    if (!RMS) write_partials(sums + blockDim.y * quarter, a.C, a.partials + gridDim.x * a.C);
 }
 
 // A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.

@@ -11,7 +11,8 @@ namespace coat::gpu {
 // 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
 // Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
-// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes.
+// passes: here the amaxes of all blocks, which are stored where their scales will be; then the codes
+// (coat.cu).
 
 constexpr int LOG_128 = 7, ALL = 62;
 static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 &&
@@ -44,7 +45,7 @@ static __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool 
     if (live) update_amax(amax, top);
 }
 
-// Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
+// For the transposed codes a tile contributes 128 rows of each of its columns.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
@@ -80,59 +81,18 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
     if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
 }
 
-// Pass two.
-template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    quantize_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, ScaleGrid transposed_grid,
-                           uint8_t* codes, uint8_t* transposed) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at;
-    const int64_t row0 = int64_t(blockIdx.y) * TILE;
-    Values inverse[PLANES] = {};  // 1 / scale of the thread's columns, for the transposed codes
-#pragma unroll
-    for (int p = 0; p < PLANES; p++)
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++)
-            if (transposed && at.col < x.width)
-                inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
-    uint2 last_four[PLANES][4];
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-#pragma unroll
-        for (int p = 0; p < PLANES; p++) {
-            const int64_t row = at.row + i, col = p * x.width + at.col;
-            if (codes && live)
-                put(codes + row * PLANES * x.width + col, encode(e5m2, v[p], __frcp_rn(*grid.at(row, col))));
-            if (!transposed) continue;
-            Values scaled;
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[p][j], inverse[p][j]);
-            last_four[p][i % 4] = encode(e5m2, scaled, 1.0f);
-            if (i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
-        }
-    });
-    if (transposed) store_transposed(tiles, rows, x.width, transposed);
-}
-
-void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
-    const Quant& q = out.view.quant;
+void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
-    uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
     with_producer<true>(x, [&](auto producer) {
-        const dim3 tiles = tile_grid(x.rows, producer.width);
-        const bool e5m2 = q.format == Format::E5M2;
-        using Producer = decltype(producer);
-        launch("block_amaxes", block_amaxes_kernel<Producer>, tiles, TILE_THREADS, 0, s, producer, x.rows,
-               grids[0], grids[1]);
-        for (const ScaleGrid& g : grids)
-            if (g.scales)
-                launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales,
-                       g.count, info(q.format).max, out.amax);
-        launch("quantize_blocks", quantize_blocks_kernel<Producer>, tiles, TILE_THREADS, 0, s, producer,
-               x.rows, e5m2, grids[0], grids[1], codes[0], codes[1]);
+        launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+               TILE_THREADS, 0, s, producer, x.rows, grids[0], grids[1]);
     });
+    for (const ScaleGrid& g : grids)
+        if (g.scales)
+            launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales, g.count,
+                   info(out.view.quant.format).max, out.amax);
 }
 
 // ===========================================================================================================

@@ -18,8 +18,8 @@ struct ScaleGrid {
 // The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
 ScaleGrid scale_grid(const Operand& out, bool transposed);
 
-// quantize() of coat.cuh for FP8 per row, 1x128 or 128x128, with their scales.
-void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s);
+// The scales of x per row, 1x128 or 128x128, for quantize(); *out.amax is updated.
+void block_scales(const Lazy& x, const Operand& out, cudaStream_t s);
 
 // Delayed scaling (TransformerEngine's, for comparison).
 // After a step the amaxes enter the histories, the newest first, and the next step's scale becomes
