@@ -51,9 +51,9 @@ constexpr Run RUNS[] = {{"llama-2-7b", 8, 2048, 1}, {"tinyllama-1.1b", 16, 2048,
 void copy(void* to, const void* from, int64_t bytes) {
     check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault), "Copying memory failed");
 }
-bool has_fp8() {  // Ada, Hopper and later
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    return 10 * major + device_attribute(cudaDevAttrComputeCapabilityMinor) >= 89;
+int capability() {
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::st
     const auto [micro_batches, B, T] = std::array<long long, 3>{s.accumulate, s.B, s.T};
     std::printf("\n%s, recipe %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name,
                 micro_batches, B, T);
-    const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings, only).rows;
+    const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, capability()), clock, ceilings, only).rows;
     print_rows(rows);
     Json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"batch", B}, {"seq", T}};
     report["accumulate"] = micro_batches;
@@ -663,7 +663,7 @@ int main(int argc, char** argv) try {
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's properties failed");
     Clock clock;
-    const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, has_fp8()));
+    const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, capability()));
     std::printf("%s; measured ceilings:\n", device.name);
     for (const auto& [name, rate] : ceilings)
         std::printf("  %-34s %8.*f %s\n", name.c_str(), name == COPY ? 2 : 0, rate * 1e-12,

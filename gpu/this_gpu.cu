@@ -38,17 +38,13 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
 
 // The setup as this GPU runs it. Error if a kernel for it is missing.
 Setup on_this_gpu(Setup s) {
-    const bool fp8_gemm = capability() >= 89;
-    if (!fp8_gemm && s.recipe.x.fp8())
+    const bool fp8 = s.recipe.x.fp8();
+    s.recipe = recipe_on_gpu(s.recipe, capability());
+    if (fp8 && !s.recipe.x.fp8())
         std::fprintf(stderr,
                      "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
                      "run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
-    s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
-    if (s.recipe.x.fp8() && !(s.recipe.x.granularity == PER_TENSOR) && capability() != 90)
-        throw Error("--recipe ", s.recipe.name,
-                    " scales operands in rows or blocks, which needs a GPU of "
-                    "compute capability 9.0 (Hopper); use --recipe colossal, or --device cpu.");
     return s;
 }
 

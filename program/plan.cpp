@@ -236,9 +236,13 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     return plan;
 }
 
-Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
+Recipe recipe_on_gpu(const Recipe& r, int capability) {
     Recipe changed = r;
-    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
+    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
+    if (changed.x.fp8() && !(r.x.granularity == PER_TENSOR) && capability != 90)
+        throw Error("--recipe ", r.name,
+                    " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
+                    "(Hopper); use --recipe colossal, or --device cpu.");
     return changed;
 }
 

@@ -107,8 +107,9 @@ bool caches_weights(const Setup& s);
 // page_tables(), is the size of the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
-// The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
-Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
+// The recipe as a GPU of this compute capability (90 is 9.0) runs it: without FP8 GEMMs, the linear layers run
+// in the compute dtype. Error if a kernel is missing. dev/README.md has the table.
+Recipe recipe_on_gpu(const Recipe& r, int capability);
 // Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
 // input before it is quantized in groups, unless the forward pass reads it (coat-saved).
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
