@@ -1,7 +1,5 @@
-// data/checkpoint.cpp - saves and resumes a training run (checkpoint.h).
-//
-// OUT/step-000300 is a complete checkpoint, and was renamed to this name when it was. step-000300.tmp is
-// being written or removed, and never read.
+// data/checkpoint.cpp - saves and resumes a training run (checkpoint.h). OUT/step-000300 is a complete
+// checkpoint; step-000300.tmp is being written or removed, and never read.
 #include "checkpoint.h"
 
 #include <algorithm>
@@ -106,7 +104,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     std::error_code ignored;  // then the files cannot be written, which is an Error below
     if (writes) fs::remove_all(temporary, ignored), fs::create_directories(temporary, ignored);
     try {  // what fails on rank 0 does so after all ranks have sent all tensors
-        std::vector<TensorInfo> tensors;
+        std::vector<Tensor> tensors;
         for (const StateTensor& t : optimizer_table(setup)) tensors.push_back({t.name, t.dtype, t.shape});
         OutputFile file(writes ? path_in(temporary, OPTIMIZER_FILE) : "", safetensors_header(tensors));
         for (const StateTensor& t : optimizer_table(setup)) {

@@ -1,9 +1,9 @@
 // data/checkpoint.h - checkpoints: a training run, saved so that it resumes exactly (checkpoint.cpp).
 //
 // A checkpoint is a model folder (model_folder.h) that transformers opens as it is, with two more files:
-// optimizer.state (moments, delayed scales, and the remainders that complete the FP32 master weights; a
-// safetensors file, but its name must not say so) and trainer.json (the state of the training loop, and
-// hashes of all that a resumed run reads). Fine-tuning starts from a model folder without these two.
+// optimizer.state (moments, delayed scales, remainders of the FP32 master weights; a safetensors file, but
+// its name must not say so) and trainer.json (the state of the training loop, and hashes of what is read
+// again).
 #pragma once
 #include <string>
 
@@ -30,8 +30,7 @@ void create_folders(const std::string& folder);
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const Companions& companions = {}, int64_t keep = 2);
 
-// The folder itself if it is a checkpoint; otherwise the one in it of the largest step; empty if there is
-// none.
+// The folder itself if it is a checkpoint; else the one in it of the largest step; empty if there is none.
 std::string find_checkpoint(const std::string& folder);
 
 LoopState read_loop_state(const std::string& checkpoint);  // Error if a byte of trainer.json was changed

@@ -61,8 +61,7 @@ void write_fields(const std::vector<Field>& table, bool gpt2, ordered_json& j) {
             std::visit([&](auto* value) { j[name] = *value; }, field.value);
 }
 
-// Fields that change the arithmetic of a model without another tensor in its files, with the values that this
-// program implements.
+// Fields that change a model's arithmetic but not its tensors, with the values that are implemented.
 const json IMPLEMENTED = {
     {"hidden_act", {"silu", "swish"}}, {"use_sliding_window", {false}},
     {"partial_rotary_factor", {1.0}},  {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
@@ -167,10 +166,8 @@ const Tensor& tensor_of(const Safetensors& files, const Piece& piece) {
     return files.require(piece.theirs.substr(bare ? prefix.size() : 0), piece.shape, "BF16 F16 F32");
 }
 
-// Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
-// (reference.h, split_master). No arithmetic changes it.
-
-// The bits of element i of a tensor in a file, at any alignment. Files and machine are little-endian.
+// Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
+// remainder are cut from (reference.h, split_master). Files and machine are little-endian.
 uint32_t f32_bits(const Tensor& t, int64_t i) {
     const int width = t.dtype == "F32" ? 4 : 2;
     uint32_t bits = 0;
@@ -279,7 +276,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     const ModelConfig& c = model.setup().config;
     const bool writes = model.setup().rank == 0;
     const std::vector<Param> params = parameters(c);
-    std::vector<TensorInfo> tensors;
+    std::vector<Tensor> tensors;
     for (const Param& p : params)
         for (const Piece& piece : pieces(c, p)) tensors.push_back({piece.theirs, "BF16", piece.shape});
     OutputFile file(writes ? path_in(folder, "model.safetensors") : "", safetensors_header(tensors));

@@ -120,7 +120,7 @@ Fields read_json(const std::string& path) {
 }
 
 // Bytes of a tensor; -1 if its dtype is unknown or the product overflows. The number in a dtype is its bits.
-static int64_t bytes_of(const TensorInfo& t) {
+static int64_t bytes_of(const Tensor& t) {
     const size_t digits = t.dtype.find_first_of("0123456789");
     const int bits = t.dtype == "BOOL" ? 8 : digits == std::string::npos ? 0 : std::atoi(&t.dtype[digits]);
     int64_t bytes = bits == 8 || bits == 16 || bits == 32 || bits == 64 ? bits / 8 : -1;
@@ -148,22 +148,23 @@ void Safetensors::add(const std::string& path) {
     require(file.bytes() >= 8);
     std::memcpy(&length, file.data(), 8);
     require(length <= uint64_t(file.bytes()) - 8);
-    const uint8_t* start = file.data() + 8 + length;
+    const uint8_t* const start = file.data() + 8 + length;
     const int64_t room = file.bytes() - 8 - int64_t(length);
     int64_t left = room;
     Fields header = parse_json(path, file.data() + 8, int64_t(length));
     header.object.erase("__metadata__");
     for (const auto& [name, entry] : header.object.items()) {
         const Fields f{path + ", tensor " + name.substr(0, 100), entry};
-        const TensorInfo info{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
+        Tensor t{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
         const auto range = f.get<std::vector<int64_t>>("data_offsets");
-        const int64_t bytes = bytes_of(info);
-        if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes || range[1] > room)
+        t.bytes = bytes_of(t);
+        if (range.size() != 2 || t.bytes < 0 || range[1] - range[0] != t.bytes || range[1] > room)
             f.reject("data_offsets", "a range in the file, of as many bytes as dtype and shape say");
-        if (!tensors_.insert({name, {info, start + range[0], bytes}}).second)
+        t.data = start + range[0];
+        if (!tensors_.emplace(name, t).second)
             throw Error(path, " has tensor ", name,
                         ", which another file model*.safetensors also has; download the folder again.");
-        left -= bytes;
+        left -= t.bytes;
     }
     require(left == 0);  // no byte belongs to two tensors or to none
 }
@@ -179,10 +180,10 @@ const Tensor& Safetensors::require(const std::string& name, const std::vector<in
 }
 
 // The outer object is written by hand: adding to an ordered_json takes quadratic time.
-std::string safetensors_header(const std::vector<TensorInfo>& tensors) {
+std::string safetensors_header(const std::vector<Tensor>& tensors) {
     std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
     int64_t end = 0;
-    for (const TensorInfo& t : tensors) {
+    for (const Tensor& t : tensors) {
         const int64_t begin = end;
         end += bytes_of(t);
         const nlohmann::ordered_json entry = {

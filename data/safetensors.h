@@ -1,11 +1,10 @@
 // data/safetensors.h - files: read as memory, written and synced, JSON, and tensors in the safetensors format
 // (safetensors.cpp).
 //
-// All of data/ reads and writes through these functions. A file may come from anywhere and be wrong about
-// everything. What is wrong is an Error that names the file and, in JSON, the field and what was expected.
-//
-// The format (https://huggingface.co/docs/safetensors): an 8-byte little-endian length n; n bytes of JSON
-// {name: {dtype, shape, data_offsets}}; then the bytes of all tensors without gaps.
+// A file may come from anywhere and be wrong about everything. What is wrong is an Error that names the file
+// and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): an
+// 8-byte little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; then the bytes of all
+// tensors.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -31,14 +30,13 @@ inline std::string path_in(const std::string& folder, const std::string& file) {
     return (std::filesystem::path(folder) / file).string();
 }
 
-// A whole file as memory, read only. Pages are read when they are touched, so the file may be larger than
-// memory. To read a page that is no longer there, because the file became shorter, would end the program.
+// A whole file as memory, read only. Pages are read when they are touched, so it may be larger than memory.
+// To touch one that is no longer there, because the file became shorter, ends the program.
 class MappedFile {
 public:
     explicit MappedFile(const std::string& path);
     MappedFile(const MappedFile&) = delete;
     ~MappedFile();
-    const std::string& path() const { return path_; }
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
     void require_whole() const;  // Error if the file has become shorter
@@ -105,18 +103,15 @@ struct Fields {
     }
 };
 
-// The object in a text; Error if it is none, is nested too deep, or takes too much memory.
+// Error if the text is not an object, is nested too deep, or takes too much memory.
 Fields parse_json(const std::string& path, const void* data, int64_t bytes);
 Fields read_json(const std::string& path);
 
-struct TensorInfo {
+struct Tensor {
     std::string name, dtype;  // dtype as in the file: "BF16", "F8_E4M3", ...
     std::vector<int64_t> shape;
-};
-
-struct Tensor : TensorInfo {
-    const uint8_t* data;  // in the mapped file, at any alignment: copy values with memcpy
-    int64_t bytes;
+    const uint8_t* data = nullptr;  // of a file that is read, at any alignment: copy values with memcpy
+    int64_t bytes = 0;
 };
 
 // The tensors of one file, or of all files model*.safetensors of a folder: large models come in several.
@@ -137,6 +132,6 @@ private:
 };
 
 // What a safetensors file with these tensors begins with. Their bytes follow in this order.
-std::string safetensors_header(const std::vector<TensorInfo>& tensors);
+std::string safetensors_header(const std::vector<Tensor>& tensors);
 
 }  // namespace coat

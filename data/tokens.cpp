@@ -89,6 +89,7 @@ bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 // the byte order of their paths, in every locale. A link that leads nowhere, or to itself, is not a file.
 std::vector<std::string> files_of(const std::string& data) {
     std::vector<std::string> all;
+    std::set<std::string> seen;  // a file that is named twice is read once
     std::istringstream list(data);
     for (std::string item; std::getline(list, item, ',');) {
         std::error_code unreachable;
@@ -110,7 +111,8 @@ std::vector<std::string> files_of(const std::string& data) {
         std::sort(files.begin(), files.end());
         const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
         if (others != files.begin()) files.erase(others, files.end());
-        all.insert(all.end(), files.begin(), files.end());
+        for (const std::string& file : files)
+            if (!ends_with(file, "tokenizer.bin") && seen.insert(file).second) all.push_back(file);
     }
     return all;
 }
@@ -190,10 +192,7 @@ void read_token_file(const std::string& path, Corpus& c) {
 
 Corpus load_corpus(const std::string& data) {
     Corpus c;
-    std::vector<std::string> files;
-    std::set<std::string> seen;  // a file that is named twice is read once
-    for (const std::string& path : files_of(data))
-        if (!ends_with(path, "tokenizer.bin") && seen.insert(path).second) files.push_back(path);
+    const std::vector<std::string> files = files_of(data);
     const bool tokens = std::any_of(files.begin(), files.end(), is_token_file);
     const size_t used = tokens ? files.size() : read_texts(files, c);
     for (const std::string& path : files)

@@ -2,11 +2,10 @@
 //
 // A corpus is two streams of tokens: one to train on, one held out for validation. Text is read as bytes
 // (vocabulary 256). Token files have llm.c's format: a header of 256 int32 (magic, version, number of
-// tokens), then uint16 (magic 20240520) or uint32 (magic 20240801). Two things are ours. In uint32 the
-// highest bit marks a token that does not count as a target, say of a user's question. The fourth word of the
-// header is the
-// --seq of packed conversations, and 0 for text. llm.c's tokenizer file (magic 20240328), as tokenizer.bin
-// beside the token files, turns tokens into text. data/tokenize.py writes all of these.
+// tokens), then uint16 (magic 20240520) or uint32 (magic 20240801). Two things are ours: in uint32 the
+// highest bit marks a token that does not count as a target, say of a user's question, and the fourth word of
+// the header is the --seq of packed conversations, 0 for text. llm.c's tokenizer file (magic 20240328) beside
+// them, tokenizer.bin, turns tokens into text. data/tokenize.py writes all of these.
 #pragma once
 #include <cstdint>
 #include <memory>

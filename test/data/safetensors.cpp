@@ -27,10 +27,10 @@ std::string nested(int levels) {  // {"a": [[...]]}
 TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor is where the header says") {
     Folder folder;
     const std::string path = folder / "a.safetensors";
-    const std::vector<TensorInfo> tensors = {{"x", "F32", {2, 3}},
-                                             {"empty", "I64", {0, 5}},
-                                             {"scalar", "BF16", {}},
-                                             {"codes \"q\"", "F8_E4M3", {7}}};
+    const std::vector<Tensor> tensors = {{"x", "F32", {2, 3}},
+                                         {"empty", "I64", {0, 5}},
+                                         {"scalar", "BF16", {}},
+                                         {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
     OutputFile out(path, safetensors_header(tensors));
     for (const std::string& b : bytes) out.write(b.data(), int64_t(b.size()));
@@ -126,7 +126,7 @@ TEST_CASE("Safetensors: a wrong header is an error that names the file") {
 
 TEST_CASE("Safetensors: 40,000 tensors are written and read in seconds; a header without end is rejected") {
     Folder folder;
-    std::vector<TensorInfo> table;
+    std::vector<Tensor> table;
     for (int64_t i = 0; i < 40'000; i++) table.push_back({concat("tensor.", i), "U8", {0}});
     const auto begin = std::chrono::steady_clock::now();
     OutputFile(folder / "many", safetensors_header(table)).finish();

@@ -36,7 +36,7 @@ struct HuggingFace {
         write_file(folder + "/config.json", config.dump());
         for (size_t s = 0; s < shards; s++) {
             const std::string name = shards == 1 ? "model.safetensors" : concat("model-", s, ".safetensors");
-            std::vector<TensorInfo> tensors;
+            std::vector<Tensor> tensors;
             std::string data;
             for (size_t i = s; i < pieces.size(); i += shards) {
                 const Piece& p = pieces[i];
