@@ -220,16 +220,18 @@ template <class Table> const auto& find_row(const Table& table, std::string_view
 // Models
 
 struct Architecture {
-    const char* name;  // Hugging Face's model_type
-    bool rms;          // RMSNorm; else LayerNorm with a bias
-    bool rope;         // rotary positions; else learned ones
-    bool gated;        // SiLU(gate) * up; else GELU (tanh form)
-    bool qkv_bias;     // the linear layer of q, k and v has a bias
-    bool bias;         // the other linear layers have one
+    const char* name;      // Hugging Face's model_type
+    bool rms;              // RMSNorm; else LayerNorm with a bias
+    bool rope;             // rotary positions; else learned ones
+    bool gated;            // SiLU(gate) * up; else GELU (tanh form)
+    bool qkv_bias;         // the linear layer of q, k and v has a bias
+    bool bias;             // the other linear layers have one
+    bool qk_norm = false;  // RMSNorm of each head of q and of k, before RoPE
 };
 inline constexpr Architecture LLAMA{"llama", true, true, true, false, false};
 inline constexpr Architecture MISTRAL{"mistral", true, true, true, false, false};
 inline constexpr Architecture QWEN2{"qwen2", true, true, true, true, false};  // and Qwen2.5
+inline constexpr Architecture QWEN3{"qwen3", true, true, true, false, false, true};
 inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
 
 // RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
@@ -287,6 +289,9 @@ inline const std::vector<ModelConfig>& models() {
         {"mistral-7b",     MISTRAL, 32, 4096, 32, 8,  14336, 32768,  32768, false, 1e-5f, 1e6f},  // v0.3
         {"qwen2.5-0.5b",   QWEN2,   24, 896,  14, 2,  4864,  151936, 32768, true, 1e-6f, 1e6f},
         {"qwen2.5-7b",     QWEN2,   28, 3584, 28, 4,  18944, 152064, 131072, false, 1e-6f, 1e6f},
+        {"qwen3-0.6b",     QWEN3,   28, 1024, 16, 8,  3072,  151936, 40960, true, 1e-6f, 1e6f, 128},
+        {"qwen3-1.7b",     QWEN3,   28, 2048, 16, 8,  6144,  151936, 40960, true, 1e-6f, 1e6f, 128},
+        {"qwen3-8b",       QWEN3,   36, 4096, 32, 8,  12288, 151936, 40960, false, 1e-6f, 1e6f, 128},
         // clang-format on
     };
     return table;
@@ -348,7 +353,7 @@ struct SavedTensor {
     int64_t bytes(int64_t tokens) const { return quant.bytes(tokens, cols); }
 };
 
-enum class Part : uint8_t { Other, Norm, Linear };
+enum class Part : uint8_t { Other, Norm, HeadNorm, Linear };
 struct Operator {
     std::string name, reads, weights, writes;  // as --plan prints them
     std::vector<SavedTensor> saves = {};
@@ -370,10 +375,11 @@ inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const 
         // clang-format off
         {"norm 1", read, compute, x, {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear}}, Part::Norm,
          "norm1"},
-        {"q, k, v projection" + falls, x, w, arch.rope ? compute : attention, {}, Part::Linear, "qkv",
-         c.qkv_cols(), c.C, false, arch.qkv_bias},
-        {"rotary positions", compute, none, attention, {qkv}},
-        {"attention", attention, none, attention,
+        {"q, k, v projection" + falls, x, w, compute, {}, Part::Linear, "qkv", c.qkv_cols(), c.C, false,
+         arch.qkv_bias},
+        {"norm of each head of q and k", attention, compute, compute, {}, Part::HeadNorm, "qk_norm"},
+        {"rotary positions", compute, none, arch.qk_norm ? compute : attention},
+        {"attention", arch.qk_norm ? compute : attention, none, attention,
          {{Saved::Attention, "attention output", c.q_cols(), r.attention},
           {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32}}},
         {"attention output projection" + falls, x, w, compute, {}, Part::Linear, "attention_out", c.C,
@@ -389,7 +395,11 @@ inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const 
         {"residual add", compute, none, sum},
         // clang-format on
     };
-    if (!arch.rope) table[1].saves = {qkv}, table.erase(table.begin() + 2);
+    // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
+    Operator& saves_qkv = table[arch.rope && !arch.qk_norm ? 3 : 1];
+    saves_qkv.saves = {qkv}, saves_qkv.writes = attention;
+    if (!arch.rope) table.erase(table.begin() + 3);
+    if (!arch.qk_norm) table.erase(table.begin() + 2);
     return table;
 }
 
@@ -442,6 +452,10 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         for (const Operator& o : operators) {
             if (o.part == Part::Other) continue;
             const std::string name = "layers." + std::to_string(l) + "." + o.param;
+            if (o.part == Part::HeadNorm) {                            // in the bucket of qkv
+                add(name + ".weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
+                continue;
+            }
             if (!after_norm) bucket++;
             after_norm = o.part == Part::Norm;
             if (o.part == Part::Norm) norm(name);

@@ -472,6 +472,27 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
             }
 }
 
+// Qwen3: a head is a row of norm_forward(), with HS columns.
+template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv) {
+#pragma omp parallel for
+    for (int64_t n = 0; n < N; n++) {
+        Real *q = qkv + n * c.qkv_cols(), *k = q + c.q_cols();
+        norm_forward<Real>(true, Real(c.norm_eps), c.NH, c.HS(), q, weight, nullptr, q);
+        norm_forward<Real>(true, Real(c.norm_eps), c.NKV, c.HS(), k, weight + c.HS(), nullptr, k);
+    }
+}
+template <class Real>
+void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                        Real* dweight) {
+    for (int64_t n = 0; n < N; n++)  // one after the other, so that every sum runs over the rows in order
+        for (const bool k : {false, true}) {
+            const int64_t at = n * c.qkv_cols() + (k ? c.q_cols() : 0), of = k ? c.HS() : 0;
+            const std::vector<Real> dy(dqkv + at, dqkv + at + (k ? c.kv_cols() : c.q_cols()));
+            norm_backward<Real>(true, Real(c.norm_eps), k ? c.NKV : c.NH, c.HS(), qkv + at, weight + of,
+                                dy.data(), dqkv + at, dweight + of, nullptr);
+        }
+}
+
 template <class Real> static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
 
 // gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
@@ -656,8 +677,9 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 // The compiler generates a template only where it is used. These uses are for the callers in other files.
 template <class Real> auto instantiate() {
     return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, rope<Real>,
-                           activation_forward<Real>, activation_backward<Real>, attention_forward<Real>,
-                           attention_backward<Real>, cross_entropy<Real>);
+                           head_norm_forward<Real>, head_norm_backward<Real>, activation_forward<Real>,
+                           activation_backward<Real>, attention_forward<Real>, attention_backward<Real>,
+                           cross_entropy<Real>);
 }
 template auto instantiate<float>();
 template auto instantiate<double>();
@@ -912,6 +934,15 @@ private:
         return act;
     }
 
+    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads and RoPE, between
+    // which nothing is rounded (on a GPU they are one kernel).
+    Tensor attention_input(const std::string& layer, Tensor qkv) const {
+        if (!config.arch.qk_norm) return qkv;
+        head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
+        rope(config, B_, T_, qkv.data(), false);
+        return rounded(qkv);
+    }
+
     // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
 
     // residual (N, C) -> the same after the block: the residual stream plus the output of the last branch, in
@@ -926,11 +957,11 @@ private:
         // Norm 1 -> qkv -> RoPE
         const Tensor norm1 = norm(layer + "norm1", as_forward_reads(residual, s.norm1_input));
         Tensor qkv = linear_forward(layer + "qkv", norm1);
-        if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
+        if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them
-        qkv = rounded(load(s.qkv));
+        qkv = attention_input(layer, rounded(load(s.qkv)));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
         attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
@@ -976,10 +1007,17 @@ private:
         // Attention -> RoPE, in the compute dtype
         const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
-        attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(),
-                           dqkv.data());
+        attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
+                           dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
-        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
+        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
+        if (config.arch.qk_norm) {
+            const std::string name = layer + "qk_norm.weight";
+            Tensor dweight(2 * config.HS());
+            head_norm_backward(config, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            add_gradient(name, dweight);
+        }
+        dqkv = rounded(dqkv);
 
         // qkv -> norm 1 -> residual gradient
         const Tensor norm1_input = load(s.norm1_input);

@@ -114,6 +114,13 @@ template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
+// RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place; weight [of q | of k], (2 HS). Backward:
+// dqkv, in place, from that of the outputs, and dweight; qkv is the input of the norms.
+template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv);
+template <class Real>
+void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                        Real* dweight);
+
 // gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);

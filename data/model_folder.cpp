@@ -18,6 +18,7 @@ namespace {
 const std::pair<Architecture, const char*> ARCHITECTURES[] = {{LLAMA, "LlamaForCausalLM"},
                                                               {MISTRAL, "MistralForCausalLM"},
                                                               {QWEN2, "Qwen2ForCausalLM"},
+                                                              {QWEN3, "Qwen3ForCausalLM"},
                                                               {GPT2, "GPT2LMHeadModel"}};
 
 // A field of config.json that is a value of our model, with its names in all models but GPT-2, and in GPT-2.
@@ -113,6 +114,7 @@ const std::map<std::string, std::pair<std::vector<std::string>, std::vector<std:
     {"positions", {{}, {"transformer.wpe"}}},
     {"norm1", {{"input_layernorm"}, {"ln_1"}}},
     {"qkv", {{"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, {"attn.c_attn"}}},
+    {"qk_norm", {{"self_attn.q_norm", "self_attn.k_norm"}, {}}},
     {"attention_out", {{"self_attn.o_proj"}, {"attn.c_proj"}}},
     {"norm2", {{"post_attention_layernorm"}, {"ln_2"}}},
     {"gate_up", {{"mlp.gate_proj", "mlp.up_proj"}, {"mlp.c_fc"}}},

@@ -139,7 +139,7 @@ Json Flags::settings(bool of_this_machine) const {
 
 void print_help() {
     std::printf(
-        "./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
+        "./train trains a Llama, Mistral, Qwen or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
         "Without flags it trains a small model on C++ headers found on this machine. --help prints\n"
         "this. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
     const Flags standard;

@@ -103,6 +103,9 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         {"mistral-7b", "mistral", 32, 4096, 32, 8, 14336, 32768, 32768, false, 1e-5f, 1e6f, 7248023552},
         {"qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 4864, 151936, 32768, true, 1e-6f, 1e6f, 494032768},
         {"qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, false, 1e-6f, 1e6f, 7615616512},
+        {"qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 3072, 151936, 40960, true, 1e-6f, 1e6f, 596049920},
+        {"qwen3-1.7b", "qwen3", 28, 2048, 16, 8, 6144, 151936, 40960, true, 1e-6f, 1e6f, 1720574976},
+        {"qwen3-8b", "qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, false, 1e-6f, 1e6f, 8190735360},
     };
     REQUIRE(models().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
@@ -111,8 +114,9 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         CAPTURE(s.name);
         CHECK(c.name == s.name);
         CHECK(std::string(c.arch.name) == s.arch);
-        CHECK(std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.tied, c.head_size} ==
-              std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, 0});
+        CHECK(
+            std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.tied, c.head_size} ==
+            std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, c.arch.qk_norm ? 128 : 0});
         CHECK(c.norm_eps == s.norm_eps);
         CHECK(c.rope_theta == s.rope_theta);
         const RopeScaling& rope = c.rope_scaling;

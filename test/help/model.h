@@ -30,6 +30,7 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
     ModelConfig c{std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
     // Of a head's 8 frequencies one is kept, one is interpolated, and the others are divided.
     if (arch.rope && arch.qkv_bias) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+    if (arch.qk_norm) c.head_size = 32;
     return c;
 }
 // Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
@@ -71,9 +72,10 @@ inline bool supported(const Setup& s) {
 inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
     std::vector<Setup> all;
     const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
-                                              tiny_config(LLAMA, true), tiny_config(QWEN2, false)};
+                                              tiny_config(QWEN3, false), tiny_config(LLAMA, true),
+                                              tiny_config(QWEN2, false)};
     for (const Recipe& r : recipes())
-        for (int arch : {0, 1}) all.push_back(setup_of(r.name, configs[arch]));
+        for (int arch : {0, 1, 2}) all.push_back(setup_of(r.name, configs[arch]));
     for (const char* words : {"coat master", "coat attention", "coat gradients", "bf16 lean", "te gradients"})
         all.push_back(setup_of(words));
     for (const OptimizerFormat& o : optimizers()) all.push_back(setup_of(concat("coat moments ", o.name)));

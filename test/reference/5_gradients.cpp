@@ -26,21 +26,12 @@ std::vector<Case> model_cases() {
     return {{"Llama, untied, grouped queries", {"test", LLAMA, 2, 32, 4, 2, 48, 11, 16, false}},
             {"Llama, tied, one key head, its own head size",
              {"test", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16}},
+            // clang-format off
             {"Qwen2, untied, grouped queries, scaled frequencies",
-             {"test",
-              QWEN2,
-              2,
-              32,
-              4,
-              2,
-              48,
-              11,
-              16,
-              false,
-              1e-5f,
-              100.0f,
-              0,
-              {RopeScaling::Llama3, 4, 1, 2, 8}}},
+             {"test", QWEN2, 2, 32, 4, 2, 48, 11, 16, false, 1e-5f, 100.0f, 0, {RopeScaling::Llama3, 4, 1, 2, 8}}},
+            // clang-format on
+            {"Qwen3, tied, grouped queries, its own head size",
+             {"test", QWEN3, 2, 16, 4, 2, 32, 11, 16, true, 1e-3f, 100.0f, 8}},
             {"GPT-2", {"test", GPT2, 2, 16, 2, 2, 32, 11, 16, true}}};
 }
 
@@ -225,7 +216,7 @@ TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their fo
     //  groups   bf16 with attention in FP8 groups: those of bf16, and 4 of E4M3 (q, k, v and the output)
     // No gradient depends on all of them, and residual connections dilute them, so this is an upper bound.
     FRESH_RANDOM(rng);
-    for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
+    for (const Architecture& arch : {LLAMA, QWEN2, QWEN3, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
         const int64_t B = 4, T = 32;
         const std::vector<std::vector<float>> start = starting_weights(c, rng);  // the same for all recipes
