@@ -31,6 +31,7 @@ using namespace gpu;
 struct Block {
     View saved[6];        // by Saved (model.h, saved_per_layer)
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
+    size_t qk_norm;       // Qwen3's
     LinearLayer qkv, attention_out, gate_up, down;
 };
 
@@ -51,7 +52,7 @@ public:
     }
 
 private:
-    const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated;
+    const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated, qk_norm_ = config_.arch.qk_norm;
     // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8
     // codes over FP8 groups, or both in the compute dtype) and scaling is per tensor. By then nothing else
     // reads them. The gradient of q, k, v replaces them if it is no larger.
@@ -118,10 +119,10 @@ private:
             // saved input (in coat-saved from the residual stream) while its codes are made
             b.qkv.forward(norm(as_forward_reads(norm1)), qkv);
             // rotary positions
-            if (rotary_) rope_forward(rope(), qkv, cuda_);
+            if (rotary_ && !qk_norm_) rope_forward(rope(), qkv, cuda_);
             save_attention(qkv, saved_qkv);
             // attention: causal, within each sequence of T tokens -> (N, q_cols)
-            attention_forward(attention(), qkv.data, out.data, log_sum_exp(b), cuda_);
+            attention_forward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), cuda_);
             save_attention(out, saved_out);
             // attention output projection: (N, q_cols) -> (N, C)
             b.attention_out.measure_x_amax(stored(saved_out));
@@ -197,11 +198,15 @@ private:
             begin_bucket(b.qkv.bucket);
             const View qkv = load_attention(saved(b, Saved::Qkv)), out = load_attention(saved_out);
             void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention())));
-            attention_backward(attention(), qkv.data, out.data, log_sum_exp(b), dout.data, dqkv.data,
-                               workspace, cuda_);
+            attention_backward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), dout.data,
+                               dqkv.data, workspace, cuda_);
+            // norm of each head of q and k, with rotary positions
+            if (qk_norm_)
+                head_norm_backward(head_norm(b), qkv, dqkv, b.qkv.g_amax(), state_.gradient(b.qk_norm),
+                                   arena_.take<float>(COLUMN_PARTIALS * rope().rotated_cols), cuda_);
         }
         // rotary positions
-        if (rotary_) rope_backward(rope(), dqkv, b.qkv.g_amax(), cuda_);
+        if (rotary_ && !qk_norm_) rope_backward(rope(), dqkv, b.qkv.g_amax(), cuda_);
         // q, k, v projection, dgrad; norm 1; wgrad
         const Operand g8 = b.qkv.gradient_operand(stored(dqkv), rotary_ ? nullptr : b.qkv.g_amax());
         dgrad_and_norm(b.qkv, g8, norm1, b.norm1, l > 0 ? blocks_[l - 1].down.g_amax() : nullptr);
@@ -288,6 +293,14 @@ private:
         return x;
     }
 
+    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads.
+    View attention_input(const Block& b, const View& qkv) {
+        if (!qk_norm_) return qkv;
+        const View normed = compute_view(N_, qkv.cols);
+        head_norm_forward(head_norm(b), qkv, normed, cuda_);
+        return normed;
+    }
+
     // --- Head
     // The final norm's output and the logits (n, padded_V) of the tokens from `first` on.
     struct HeadPart {
@@ -365,6 +378,9 @@ private:
     Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
     Rope rope() const { return {rope_table_, T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
+    HeadNorm head_norm(const Block& b) const {
+        return {state_.weight(b.qk_norm).data, config_.norm_eps, config_.q_cols(), rope()};
+    }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
     QuantStats* stats_of(Kind k) const { return state_.stats_of(k); }
 
@@ -375,6 +391,7 @@ private:
         Block b{{},
                 state_.number(name + "norm1.weight"),
                 state_.number(name + "norm2.weight"),
+                qk_norm_ ? state_.number(name + "qk_norm.weight") : 0,
                 linear("qkv"),
                 linear("attention_out"),
                 linear("gate_up"),

@@ -69,7 +69,7 @@ TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest:
 // Every recipe and mode, with one and with two micro-batches, and with several ranks.
 template <class Check> void for_every_setup(Check check) {
     for (const Recipe& recipe : recipes())
-        for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
+        for (const Architecture& arch : {LLAMA, QWEN3, GPT2})
             for (const std::string flags : {"", " attention", " master", " gradients", " lean"}) {
                 Setup setup = setup_of(recipe.name + flags, tiny_config(arch, arch.bias), 3, 20);
                 if (!supported(setup)) continue;

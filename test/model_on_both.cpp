@@ -116,12 +116,15 @@ GPU_MODEL_TEST("step: loss, every gradient, logits and report against the refere
     for (const Setup& s : setups(rng, count(40, 2))) check_step(rng, s);
     for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute dtype
         for (bool tied : {true, false}) check_step(rng, setup_of(r.name, wide_heads(tied), 2, 80));
-        for (const Architecture& arch : {QWEN2, GPT2})
+        for (const Architecture& arch : {QWEN2, QWEN3, GPT2})
             check_step(rng, setup_of(r.name, tiny_config(arch, true), 3, 7));
         for (int64_t accumulate : {3, 8})  // gradients in the compute dtype, and in FP32
             check_step(rng, setup_of(r.name, tiny_config(QWEN2, false), 2, 16, accumulate));
     }
-    check_step(rng, setup_of("coat attention", wide_heads(false), 2, 80));
+    ModelConfig wide = wide_heads(false);
+    check_step(rng, setup_of("coat attention", wide, 2, 80));
+    wide.arch = QWEN3, wide.head_size = 128;
+    for (const char* words : {"coat attention", "bf16"}) check_step(rng, setup_of(words, wide, 2, 80));
 }
 
 GPU_MODEL_TEST("step: recipes that no row of the table has") {

@@ -57,7 +57,7 @@ RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R ti
     };
     std::vector<Row> rows = {{"fp32", LLAMA, 1, 2, false},      {"fp32", LLAMA, 1, most, false},
                              {"fp32", GPT2, 2, 3, false},       {"bf16", GPT2, 5, 2, false},
-                             {"coat", LLAMA, 3, 2, false},      {"coat gradients", LLAMA, 1, 5, false},
+                             {"coat", QWEN3, 3, 2, false},      {"coat gradients", LLAMA, 1, 5, false},
                              {"coat lean", QWEN2, 1, 5, false}, {"fp32", LLAMA, 2, 2, true},
                              {"coat", LLAMA, 5, 2, true}};
     if (make == make_gpu)
@@ -101,7 +101,7 @@ RANKS_PROPERTY("the same bits every time, in every recipe and mode") {
 
 RANKS_PROPERTY("they write the checkpoints of one rank, and fewer of them continue with the same bits") {
     const int64_t fewer = std::max<int64_t>(1, most - 1);
-    for (const auto& [words, arch] : {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN2}}) {
+    for (const auto& [words, arch] : {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN3}}) {
         INFO(words, ", ", std::string(arch.name), ", ", most, " ranks");
         Folder folder;
         const int64_t all = std::max<int64_t>(5, most * fewer);  // more than four: FP32 sums

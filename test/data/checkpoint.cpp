@@ -75,7 +75,7 @@ struct Damage {
 
 TEST_CASE(
     "checkpoint: is read back bit for bit, with every optimizer and memory mode; so are state and config") {
-    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, GPT2})
+    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2})
         for (bool tied : {true, false})
             for (const OptimizerFormat& optimizer : optimizers())
                 for (bool master : {true, false}) {

@@ -182,7 +182,7 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
         write_file(path, config.dump());
         check_error([&] { read_model_config(folder.path.string()); }, folder.path.string(), says);
     };
-    for (const auto& [field, value, says] : std::vector<Row>{{"model_type", "qwen3", ""},
+    for (const auto& [field, value, says] : std::vector<Row>{{"model_type", "qwen3_moe", "qwen3"},
                                                              {"head_dim", 0, ""},
                                                              {"vocab_size", 0, ""},
                                                              {"model_type", 3, ""},
@@ -242,7 +242,7 @@ TEST_CASE("load_weights: reads a Hugging Face folder of every architecture, dtyp
     gpt2.pieces.push_back({"", "transformer.h.0.attn.bias", 16, 16});  // a buffer
     gpt2.pieces.push_back({"", "transformer.h.0.attn.masked_bias", 1, 1});
     for (HuggingFace f : {hugging_face_llama(), hugging_face_llama("mistral"), hugging_face_llama("qwen2"),
-                          gpt2, hugging_face_gpt2("")})
+                          hugging_face_llama("qwen3"), gpt2, hugging_face_gpt2("")})
         for (const auto& [dtype, bits] : {std::pair{"F32", ~0u}, {"F16", 0xFFFFE000u}, {"BF16", 0xFFFF0000u}})
             for (size_t shards : {1, 3}) {
                 INFO(f.config.at("model_type").get<std::string>(), ", ", dtype, ", ", shards, " shards");
@@ -349,6 +349,7 @@ TEST_CASE("load_weights: tensors that are missing, unknown or of another shape c
                                f.pieces.push_back({"", "lm_head.weight", 50, 32});
                            }},
                           {"qwen2", "v_proj.bias", [&](F& f) { erase(f, "v_proj.bias"); }},
+                          {"qwen3", "k_norm.weight", [&](F& f) { erase(f, "k_norm.weight"); }},
                           {"qwen2", "v_proj.bias", [](F& f) { f.at("v_proj.bias").shape = {32}; }}})
         for (size_t shards : {1, 2}) {
             CAPTURE(row.says);

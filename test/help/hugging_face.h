@@ -114,6 +114,9 @@ inline HuggingFace hugging_face_llama(const char* type = "llama") {
                    {"rope_theta", 12345.0},
                    {"tie_word_embeddings", false}}};
     if (type == std::string("mistral")) f.config["sliding_window"] = nullptr;
+    if (type == std::string("qwen3"))
+        for (const char* name : {"q_norm.weight", "k_norm.weight"})
+            f.pieces.push_back({l + "qk_norm.weight", a + name, 8, 1});
     for (const auto& [name, rows] : {std::pair{"q_proj.bias", 32}, {"k_proj.bias", 16}, {"v_proj.bias", 16}})
         if (type == std::string("qwen2")) f.pieces.push_back({l + "qkv.bias", a + name, rows, 1});
     return f;
