@@ -3,9 +3,9 @@
 //
 // For each sequence and query head, with k and v of its key/value head (NH / NKV query heads share one):
 //   s = q k^T / sqrt(HS), keys after the query masked;   p = softmax(s);   out = p v.
-// There are three implementations: plain CUDA cores (FP32, and head sizes other than 64 and 128); the tensor
-// cores of Ampere and later GPUs (mma.sync); and Hopper's instructions (wgmma and TMA, attention_sm90.cu).
-// All accumulate in FP32 and sum in a fixed order, so the same input always gives the same bits.
+// There are two implementations: one for any GPU from Ampere on (BF16 on tensor cores through mma.sync, FP32
+// on CUDA cores), and one with Hopper's instructions (wgmma and TMA, attention_sm90.cu; BF16, head sizes 64,
+// 128). Both accumulate in FP32 and sum in a fixed order, so the same input always gives the same bits.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -27,7 +27,7 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
 
 // Best is the fastest implementation that the shape and the GPU allow. Tests and benchmarks ask for
 // the others.
-enum class AttentionKernel { Best, Simple, TensorCores, Hopper };
+enum class AttentionKernel { Best, AnyGpu, Hopper };
 
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
 // FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.

@@ -1,5 +1,6 @@
-// attention_common.cuh - what attention.cu and attention_sm90.cu share: dot products, and the online softmax
-// on the registers of a tensor core; then the entry points of the Hopper kernels, which attention.cu calls.
+// attention_common.cuh - what attention.cu and attention_sm90.cu share: the online softmax on the registers
+// of a tensor core, and what backward prepares; then the entry points of the Hopper kernels, which
+// attention.cu calls.
 #pragma once
 #include "attention.cuh"
 #include "tensor.cuh"
@@ -25,15 +26,12 @@ inline __device__ float2 load_shared2(uint32_t address) {
     return x;
 }
 
-// sum + the dot product of two chunks of eight elements
-template <class Real>
-__device__ float dot(const typename Dense<Real>::Raw& a, const typename Dense<Real>::Raw& b, float sum = 0) {
-    Values x, y;
-    const Dense<Real> convert{};
-    convert.values(a, x);
-    convert.values(b, y);
-    for (int i = 0; i < CHUNK; i++) sum += x[i] * y[i];
-    return sum;
+inline __device__ float4 load_shared4(uint32_t address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address));
+    return x;
 }
 
 // A tensor core spreads its output (16 rows, 2 R columns) over the registers of a warp. Lane l holds,
@@ -80,6 +78,68 @@ __device__ void softmax(float (&s)[R], float (&max)[2], float (&sum)[2], float (
         s[i] = fast_exp2(s[i] * scale - base[i / 2 % 2]);
         sum[i / 2 % 2] += s[i];
     }
+}
+
+// The workspace of a backward pass, by tiles of `queries` queries: (B, NH, tiles, ...). The Hopper kernels
+// alone have what follows the statistics.
+struct Scratch {
+    float* stats;  // (2, queries): lse / ln 2 (infinity beyond T, so that p is zero there), and delta
+    float* dq;     // (queries, HS) FP32, not multiplied by the scale yet; columns permuted as in store_dq
+    int* added;    // how many blocks have added their part of dq
+    int* next;     // one value: the number of the next block to start
+    int tiles;     // per head
+
+    Scratch(const AttentionShape& s, int queries, void* workspace)
+        : stats(static_cast<float*>(workspace)), tiles(int(ceil_div(s.T, queries))) {
+        const int64_t all = s.B * s.NH * tiles;
+        dq = stats + all * 2 * queries;
+        added = reinterpret_cast<int*>(dq + all * queries * s.HS);
+        next = added + all;
+    }
+};
+
+// Computes Scratch::stats from lse and delta = rowsum(dout * out). COLS / 8 neighbouring threads share a row;
+// all loads of a thread are in flight together. Grid (NH, tiles, B).
+constexpr int PREPARE_THREADS = 256;
+template <class Real, int COLS, int QUERIES>
+__global__ void __launch_bounds__(PREPARE_THREADS)
+    prepare_kernel(Dims d, Scratch scratch, const Real* out, const Real* dout, const float* lse,
+                   bool hopper) {
+    constexpr int LANES = COLS / CHUNK, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
+    const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
+    const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
+    const Dense<Real> convert{};
+    typename Dense<Real>::Raw o[ROWS], g[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int t = blockIdx.y * QUERIES + first + i * STEP;
+        const int64_t at = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
+        const bool live = t < d.T && lane * CHUNK < d.HS;
+        o[i] = live ? Dense<Real>{const_cast<Real*>(out)}.load(at) : typename Dense<Real>::Raw{};
+        g[i] = live ? Dense<Real>{const_cast<Real*>(dout)}.load(at) : typename Dense<Real>::Raw{};
+    }
+    float* const stats = scratch.stats + tile * 2 * QUERIES;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
+        Values x, y;
+        convert.values(o[i], x);
+        convert.values(g[i], y);
+        float delta = 0;
+        for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
+        for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
+        if (lane != 0) continue;
+        stats[row] = t < d.T ? lse[head * d.T + t] * LOG2_E : INFINITY;
+        stats[QUERIES + row] = delta;
+    }
+    if (hopper && threadIdx.x == 0) scratch.added[tile] = 0, *scratch.next = 0;
+}
+template <class Real, int COLS, int QUERIES>
+void prepare(const AttentionShape& s, const Scratch& scratch, const void* out, const void* dout,
+             const float* lse, bool hopper, cudaStream_t stream) {
+    const dim3 grid(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
+    launch("attention", prepare_kernel<Real, COLS, QUERIES>, grid, PREPARE_THREADS, 0, stream, dims(s),
+           scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
 }
 
 }  // namespace coat::flash

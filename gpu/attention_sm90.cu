@@ -531,54 +531,8 @@ template <int HS_, int QUERIES_> struct Backward {  // sizes, and where things a
 using Backward64 = Backward<64, 128>;  // as many queries as registers allow: fewer barriers per query
 using Backward128 = Backward<128, 64>;
 
-// The workspace, by tiles of QUERIES queries: (B, NH, tiles, ...).
-struct Scratch {
-    float* stats;  // (2, QUERIES): lse / ln 2 (infinity beyond T, so that p is zero there), and delta
-    float* dq;     // (QUERIES, HS) FP32, not multiplied by the scale yet; columns permuted as in store_dq
-    int* added;    // how many blocks have added their part of dq
-    int* next;     // one value: the number of the next block to start
-    int tiles;     // per head
-
-    Scratch(const AttentionShape& s, int queries, void* workspace)
-        : stats(static_cast<float*>(workspace)), tiles(int(ceil_div(s.T, queries))) {
-        const int64_t all = s.B * s.NH * tiles;
-        dq = stats + all * 2 * queries;
-        added = reinterpret_cast<int*>(dq + all * queries * s.HS);
-        next = added + all;
-    }
-};
-
 // prepare_kernel and finish_kernel: grid (NH, tiles, B), one block per tile (QUERIES, HS).
 constexpr int TILE_THREADS = 256;
-
-// Computes Scratch::stats from lse and delta = rowsum(dout * out), and resets the counters. HS / 8
-// neighbouring threads share a row; all loads of a thread are in flight together.
-using Chunk = Dense<bf16>::Raw;
-template <class F>
-__global__ void __launch_bounds__(TILE_THREADS)
-    prepare_kernel(Dims d, Scratch scratch, const Chunk* out, const Chunk* dout, const float* lse) {
-    constexpr int LANES = F::HS / 8, STEP = TILE_THREADS / LANES, ROWS = F::QUERIES / STEP;
-    const int h = blockIdx.x, b = blockIdx.z, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
-    const int64_t head = int64_t(b) * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
-    Chunk o[ROWS], g[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int t = blockIdx.y * F::QUERIES + first + i * STEP;
-        const int64_t at = ((int64_t(b) * d.T + t) * d.NH + h) * LANES + lane;
-        o[i] = t < d.T ? out[at] : Chunk{}, g[i] = t < d.T ? dout[at] : Chunk{};
-    }
-    float* stats = scratch.stats + tile * 2 * F::QUERIES;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int row = first + i * STEP, t = blockIdx.y * F::QUERIES + row;
-        float delta = dot<bf16>(o[i], g[i]);
-        for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
-        if (lane != 0) continue;
-        stats[row] = t < d.T ? lse[head * d.T + t] * LOG2_E : INFINITY;
-        stats[F::QUERIES + row] = delta;
-    }
-    if (threadIdx.x == 0) scratch.added[tile] = 0, *scratch.next = 0;
-}
 
 // What one block does: its tile of keys, and a walk over every query head of the group and, in each,
 // the tiles of queries that see these keys. Each role of the block has its own copy. The block's
@@ -830,8 +784,7 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
               void* dqkv, void* workspace, cudaStream_t stream) {
     const Scratch scratch(s, F::QUERIES, workspace);
     const dim3 tiles(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
-    launch("attention", prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
-           static_cast<const Chunk*>(out), static_cast<const Chunk*>(dout), lse);
+    prepare<bf16, F::HS, F::QUERIES>(s, scratch, out, dout, lse, true, stream);
     launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
            F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
            tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);

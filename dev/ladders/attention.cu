@@ -1,5 +1,5 @@
-// attention.cu - a ladder of five kernels: causal attention forward, from naive to fast. Kernels 3 to 5 are
-// the ones that train (attention.cu, attention_sm90.cu), each on the GPUs that support it.
+// attention.cu - a ladder of four kernels: causal attention forward, from naive to fast. Kernels 3 and 4
+// are the ones that train (attention.cu, attention_sm90.cu), each on the GPUs that support it.
 //
 //   make build/ladder_attention && build/ladder_attention
 //
@@ -8,20 +8,17 @@
 // 2  Online softmax: one thread per query walks over the keys with a running maximum and sum, so no T x T
 //    matrix exists. It is bound by the loads of k and v, which every thread repeats, and by a query and an
 //    output that do not fit into registers.
-// 3  A block shares tiles of k and v in shared memory, and a warp shares a query. It is bound by shared
-//    memory: one load per multiplication.
-// 4  Tensor cores (mma.sync): a warp owns 32 queries, p stays in registers between the two matmuls, and tiles
+// 3  Tensor cores (mma.sync): a warp owns 32 queries, p stays in registers between the two matmuls, and tiles
 //    are copied ahead (cp.async).
-// 5  Hopper: matmuls run asynchronously on operands in shared memory (wgmma), a dedicated thread moves tiles
+// 4  Hopper: matmuls run asynchronously on operands in shared memory (wgmma), a dedicated thread moves tiles
 //    (TMA), and the exponentials of one warpgroup overlap with the matmuls of another.
 //
 // H200, B 4, T 2048, 32 heads of 128, L2 flushed:
 //   kernel  error      ms      TFLOP/s
 //   1       2.6e-03   317.3        0.4
 //   2       2.6e-03    40.5        3.4
-//   3       2.6e-03    17.6        7.8
-//   4       2.6e-03     0.527      261
-//   5       2.6e-03     0.261      527
+//   3       2.6e-03     0.527      261
+//   4       2.6e-03     0.261      527
 //
 // Backward on the same GPU, TFLOP/s, in the order in which it was built:   head 128   head 64
 //   mma.sync, two passes (dk and dv; dq)                                       174       158
@@ -126,12 +123,9 @@ void run(int kernel, const Shape& s, const Buffers& b) {
             break;
         case 2: kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, b.qkv, b.out); break;
         case 3:
-            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Simple);
+            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::AnyGpu);
             break;
         case 4:
-            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::TensorCores);
-            break;
-        case 5:
             attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Hopper);
             break;
     }
@@ -208,8 +202,8 @@ int main() try {
     const double flops = 4.0 * large.B * large.NH * large.T * double(large.T) * large.HS / 2;
     printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n",
            large.B, large.T, large.NH, large.HS);
-    for (int kernel = 1; kernel <= (major == 9 ? 5 : 4); kernel++) {
-        const float ms = milliseconds(kernel, large, timed, kernel < 4 ? 3 : 20);
+    for (int kernel = 1; kernel <= (major == 9 ? 4 : 3); kernel++) {
+        const float ms = milliseconds(kernel, large, timed, kernel < 3 ? 3 : 20);
         printf("%d       %.1e    %-8.3f %.1f\n", kernel, error(kernel, small, checked), ms,
                flops / ms * 1e-9);
     }

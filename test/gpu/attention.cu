@@ -1,5 +1,5 @@
-// attention.cu - attention_forward and attention_backward against the CPU reference: the kernels on CUDA
-// cores, on tensor cores and on Hopper.
+// attention.cu - attention_forward and attention_backward against the CPU reference: the kernels of
+// any GPU and those of Hopper.
 //
 // The tolerance of every element follows from what the kernels round: p and ds to BF16 before they enter a
 // tensor core, sums to FP32, and the result to BF16. See Bounds. These tests seldom notice a missing wait in
@@ -222,25 +222,19 @@ void check_long(Format f, int64_t HS, AttentionKernel kernel) {
     for (Inputs kind : {Inputs::HeavyTails, Inputs::LargeLogits}) check({1, 300, 2, 2, HS, f}, kernel, kind);
 }
 
-// The head sizes and formats for which the kernel on CUDA cores is the best one, and one for which it is not.
-void check_on_cuda_cores(void (*check_sizes)(Format, int64_t, AttentionKernel)) {
-    for (int64_t HS : {8, 32, 80, 128, 256}) check_sizes(Format::F32, HS, AttentionKernel::Best);
-    for (int64_t HS : {32, 80, 256}) check_sizes(Format::BF16, HS, AttentionKernel::Best);
-    check_sizes(Format::BF16, 64, AttentionKernel::Simple);
+// Head sizes that fill the columns of a tile, and others.
+void check_on_any_gpu(void (*check_sizes)(Format, int64_t, AttentionKernel)) {
+    for (int64_t HS : {8, 32, 64, 80, 128, 256}) check_sizes(Format::F32, HS, AttentionKernel::AnyGpu);
+    for (int64_t HS : {32, 64, 80, 128, 256}) check_sizes(Format::BF16, HS, AttentionKernel::AnyGpu);
 }
 
 }  // namespace
 
-GPU_TEST_CASE("attention_forward and attention_backward on CUDA cores: fp32 and bf16, many head sizes") {
-    check_on_cuda_cores(check_short);
+GPU_TEST_CASE("attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
+    check_on_any_gpu(check_short);
 }
-GPU_TEST_CASE("long attention_forward and attention_backward on CUDA cores: fp32 and bf16, many head sizes") {
-    check_on_cuda_cores(check_long);
-}
-
-GPU_TEST_CASE("attention_forward and attention_backward on tensor cores: head sizes 64 and 128") {
-    for (auto check_sizes : {check_short, check_long})
-        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
+GPU_TEST_CASE("long attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
+    check_on_any_gpu(check_long);
 }
 
 TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head sizes 64 and 128" *
@@ -283,9 +277,7 @@ GPU_TEST_CASE("attention_forward and attention_backward: unsupported head sizes 
             attention_backward(s, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kernel),
             Error);
     };
-    for (AttentionKernel kernel : {AttentionKernel::TensorCores, AttentionKernel::Hopper}) {
-        check_rejected({1, 16, 2, 2, 80, Format::BF16}, kernel);
-        check_rejected({1, 16, 2, 2, 64, Format::F32}, kernel);
-    }
+    check_rejected({1, 16, 2, 2, 80, Format::BF16}, AttentionKernel::Hopper);
+    check_rejected({1, 16, 2, 2, 64, Format::F32}, AttentionKernel::Hopper);
     if (!hopper()) check_rejected({1, 16, 2, 2, 64, Format::BF16}, AttentionKernel::Hopper);
 }
