@@ -14,36 +14,32 @@ using Json = nlohmann::ordered_json;
 // What --resume does with a flag. Here: it belongs to this machine, and no checkpoint has it. Free: it is
 // that of the checkpoint unless another is given. Future: so, too, but another changes the steps to come, and
 // the checkpoints say so. Same: another would change what the saved state means, and is an error.
-enum class Resume : uint8_t { Here, Free, Future, Same };
+enum Resume : uint8_t { HERE, FREE, FUTURE, SAME };
 
-struct Choice {
-    const char* name;
-};
 struct Flag {
     const char* name;
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
     Resume resume;
-    const char* about;                 // a line for --help
-    int64_t least = 0;                 // of a number
-    const char* gpu = nullptr;         // the default on a GPU, if it is another
-    std::vector<Choice> choices = {};  // empty: any text
+    const char* about;          // a line for --help
+    int64_t least = 0;          // of a number
+    const char* gpu = nullptr;  // the default on a GPU, if it is another
+    const char* words = "";     // the texts that it may have; "": any
 };
 
-constexpr Resume HERE = Resume::Here, FREE = Resume::Free, FUTURE = Resume::Future, SAME = Resume::Same;
 // clang-format off
 const Flag TABLE[] = {
     {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one", 0, nullptr,
-     {{"auto"}, {"cpu"}, {"gpu"}}},
+     "auto cpu gpu"},
     {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", 1},
     {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", 0, "llama-30m"},
     {"recipe", &Flags::recipe, SAME, "formats of weights, activations and gradients"},
     {"optimizer", &Flags::optimizer, SAME, "formats of the moments; default: the recipe's"},
     {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8", 0, nullptr,
-     {{"compute"}, {"groups"}}},
+     "compute groups"},
     {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically", 0, nullptr,
-     {{"exact"}, {"none"}}},
+     "exact none"},
     {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward", 0, nullptr,
-     {{"kept"}, {"none"}}},
+     "kept none"},
     {"data", &Flags::data, FREE, "text, folders of it, token files (.bin), by commas"},
     {"batch", &Flags::batch, SAME, "sequences per micro-batch", 1, "32"},
     {"seq", &Flags::seq, SAME, "tokens per sequence", 1, "1024"},
@@ -76,7 +72,8 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
     auto parse = [&](auto member) {
         using T = std::decay_t<decltype(flags.*member)>;
         if constexpr (std::is_same_v<T, std::string>) {
-            if (!flag.choices.empty()) find_row(flag.choices, text, concat("--", flag.name).c_str());
+            if (*flag.words && concat(" ", flag.words, " ").find(" " + text + " ") == text.npos)
+                throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
             flags.*member = text;
         } else if constexpr (std::is_same_v<T, bool>) {
             flags.*member = true;

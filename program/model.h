@@ -2,8 +2,7 @@
 // state that a checkpoint holds, and the Model that train.cpp drives.
 //
 // reference.cpp implements Model on the CPU and model.cu on the GPU, independently, so that a test that
-// compares the two can fail. Arithmetic is here only where both must have the same bits: first weights, and
-// the random bits of stochastic rounding.
+// compares the two can fail. Arithmetic that both share is here: first weights, and random bits.
 #pragma once
 #include <algorithm>
 #include <functional>

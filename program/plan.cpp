@@ -252,7 +252,6 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
 // The table, then what its cells cannot say.
 static void print_precision(const Setup& s) {
     const Recipe& r = s.recipe;
-    const LinearFormats q = linear_formats(s);
     std::printf(
         "Precision plan: formats and scales of what operators read, write and save for backward\n"
         "  recipe %s: %s\n"
@@ -270,14 +269,7 @@ static void print_precision(const Setup& s) {
                         o.weights.c_str(), o.writes.c_str(), saves.empty() ? "-" : saves.c_str());
         }
     }
-    auto sums = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
-    if (q.x.fp8())
-        std::printf("\n  FP8 GEMMs on Hopper accumulate: %s in fprop, %s in dgrad, %s in wgrad.\n", sums(0),
-                    sums(1), sums(2));
-    if (q.x.fp8() && r.scaling == Scaling::Delayed)
-        std::printf("  Delayed scaling: a scale comes from the largest amax of the last %d steps.\n",
-                    r.history);
-    if (q.fallback)
+    if (linear_formats(s).fallback)
         std::printf("\n  Linear layers fall back to %s: --batch x --seq is %ld tokens, no multiple of 16.\n",
                     info(r.compute).name, s.B * s.T);
 }

@@ -24,9 +24,8 @@ void validate(const Setup& s);
 using PrecisionPart = std::pair<std::string, std::vector<Operator>>;  // of a step: "backward", "update", ...
 std::vector<PrecisionPart> precision_plan(const Setup& s);
 
-// The memory of a run. Everything but the workspace lives from one operator to the next. The workspace is
-// what operators need only while they run (one layer's FP8 operands, logits, partial sums): on a GPU,
-// gpu_memory_plan() adds its rows.
+// The memory of a run. The workspace is what operators need only while they run (one layer's FP8 operands,
+// logits, partial sums): on a GPU, gpu_memory_plan() adds its rows.
 enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace, All };
 
 struct MemoryRow {
@@ -49,8 +48,7 @@ Setup bf16_baseline(Setup s);
 // One GPU. All tensors lie in one allocation (gpu/arena.cuh).
 
 inline constexpr int64_t GPU_ALIGNMENT = 256;
-// What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
-// on driver and GPU.
+// What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 // A GPU maps what the other ranks of its machine have allocated, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
@@ -79,8 +77,7 @@ std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weigh
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 
 std::vector<ShardPlace> shard_places(const Setup& s);  // by parameter
-// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
-// its gradient first and the embedding last.
+// Elements of the largest bucket, and of a tied embedding, to whose gradient the head adds first.
 struct BucketElements {
     int64_t largest = 0, embedding = 0;
 };
@@ -103,8 +100,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by
 // Whether it pays off to make all FP8 weights once per step: if several micro-batches use them.
 // gpu/this_gpu.cu does not do it if memory is short.
 bool caches_weights(const Setup& s);
-// memory_plan() with the rows that a GPU adds, if it can run this: then the total, less GPU_CONTEXT and
-// page_tables(), is the size of the allocation.
+// memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it: without FP8 GEMMs, the linear layers run

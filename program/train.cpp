@@ -35,10 +35,8 @@ struct Run {
     ProcessGroup* processes = nullptr;  // all ranks, also if there is only this one
     std::string weights;     // the folder that the run starts from, or continues; empty: random weights
     std::string checkpoint;  // the last one of this run; empty: there is none
-    LoopState state{
-        0, 0, 0,
-        Json::object()};    // its settings are those of the run that is continued, until require_same()
-    Companions companions;  // of `weights`, for the checkpoints
+    LoopState state;         // its settings are those of the run that is continued, until require_same()
+    Companions companions;   // of `weights`, for the checkpoints
     Corpus corpus;
     std::unique_ptr<Model> model;
     double flops = 0, peak = 0;  // of training on a token; of the GPU, in TFLOP/s, 0 if it is not known
@@ -131,17 +129,14 @@ double validate(Run& run) {
     const Loader loader = held_out(run);
     const int64_t batches = std::clamp<int64_t>(loader.windows() / run.setup.B, 1, MOST_BATCHES),
                   ranks = run.setup.ranks;
-    struct Part {  // of one batch
-        double loss, targets;
-    };
     double loss = 0, targets = 0;
     for (int64_t first = 0; first < batches; first += ranks) {  // one batch for each rank
         read_batches(run, loader, std::min(first + run.setup.rank, batches - 1), 1);
         const double counted = double(counted_targets(run.targets.data(), run.batch_tokens()));
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
-        const std::vector<Part> parts = run.processes->all_gather(Part{mean * counted, counted});
+        const auto parts = run.processes->all_gather(std::array<double, 2>{mean * counted, counted});
         for (int64_t r = 0; r < std::min(ranks, batches - first); r++)
-            loss += parts[r].loss, targets += parts[r].targets;
+            loss += parts[r][0], targets += parts[r][1];
     }
     if (targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
     loss /= targets;
@@ -208,29 +203,17 @@ void print_quantization(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it.
 
-// The last save of a run: if it fails, it is tried again every minute until it succeeds or a signal comes.
-// Returns the exit code.
+// The last save of a run: if it fails, it is tried again every minute until it succeeds or a signal comes,
+// which is returned.
 int save_last(Run& run) {
+    interrupted = 0;
     while (!save(run)) {
         print_error("The run tries again every minute; Ctrl-C ends it.");
         usleep(useconds_t(minute() * 1e6));  // until a signal comes
         const std::vector<int> signals = run.processes->all_gather(int(interrupted));
-        const int signal = *std::max_element(signals.begin(), signals.end());
-        if (signal) return 128 + signal;
+        if (const int signal = *std::max_element(signals.begin(), signals.end())) return signal;
     }
     return 0;
-}
-
-// Returns the exit code that shells expect after a signal.
-int stop_early(Run& run, int signal) {
-    if (run.unsaved) interrupted = 0, save_last(run);
-    else std::printf("Step %ld was skipped; the last good checkpoint stays.\n", run.state.step);
-    if (run.checkpoint.empty())
-        std::printf("Interrupted after step %ld; nothing was saved.\n", run.state.step);
-    else
-        std::printf("Interrupted after step %ld: continue with --resume %s\n", run.state.step,
-                    printable(run.flags.out).c_str());
-    return 128 + signal;
 }
 
 // One optimizer step on all micro-batches. Of `ranks` consecutive micro-batches every rank has one. So all
@@ -246,27 +229,33 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
     return run.model->step(run.tokens.data(), run.targets.data(), adamw);
 }
 
-// took: seconds of this step. left: of the run; it also counts validations, samples and saves.
+// A line of output and a record of the log. took: seconds of this step. left: of the run; it also counts
+// validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12,
-                 part = run.peak ? tflops / run.peak : 0;
-    const char* const skipped = !result.skipped  ? ""
-                                : result.targets ? " | skipped: not finite"
-                                                 : " | skipped: no token counts";
-    const std::string of_peak = run.peak ? concat(", ", std::lround(100 * part), "% of peak") : "",
-                      steps = std::to_string(run.flags.steps);
-    std::printf("step %*ld/%s | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s",
-                int(steps.size()), run.state.step, steps.c_str(), result.loss, result.grad_norm, lr,
-                took * 1e3, rate, duration(left).c_str(), skipped);
-    std::printf(" | %.3g TFLOP/s%s\n", tflops, of_peak.c_str());
-    run.print_log("step", {{"loss", result.loss},
-                           {"grad_norm", result.grad_norm},
-                           {"lr", lr},
-                           {"ms", took * 1e3},
-                           {"tokens_per_second", rate},
-                           {"tflops", tflops},
-                           {"part_of_peak", part},
-                           {"skipped", result.skipped}});
+    const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12;
+    const struct {
+        const char *name, *format;
+        double value;
+    } fields[] = {
+        {"loss", " | loss %.4f", result.loss},
+        {"grad_norm", " | norm %.4f", result.grad_norm},
+        {"lr", " | lr %.3e", lr},
+        {"ms", " | %.0f ms", took * 1e3},
+        {"tokens_per_second", " | %.0f tok/s", rate},
+        {"tflops", " | %.3g TFLOP/s", tflops},
+        {"percent_of_peak", run.peak ? ", %.0f%% of peak" : "", run.peak ? 100 * tflops / run.peak : 0}};
+    const std::string steps = std::to_string(run.flags.steps);
+    Json line = {{"skipped", result.skipped}};
+    std::printf("step %*ld/%s", int(steps.size()), run.state.step, steps.c_str());
+    for (const auto& [name, format, value] : fields) {
+        std::printf(format, value);
+        line[name] = value;
+    }
+    std::printf(" | %s left%s\n", duration(left).c_str(),
+                !result.skipped  ? ""
+                : result.targets ? " | skipped: not finite"
+                                 : " | skipped: no token counts");
+    run.print_log("step", line);
 }
 
 // Returns the exit code.
@@ -305,7 +294,13 @@ int loop(Run& run) {
         const auto all =
             run.processes->all_gather(std::array<int, 2>{interrupted, now() - saved_at >= 30 * minute()});
         const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
-        if (signal && !last) return stop_early(run, signal);
+        if (signal && !last) {
+            if (run.unsaved) save_last(run);
+            std::printf("Interrupted after step %ld%s\n", state.step,
+                        run.checkpoint.empty() ? "; nothing was saved."
+                                               : printable(": continue with --resume " + flags.out).c_str());
+            return 128 + signal;
+        }
         if (!last && every(flags.eval_every)) validate(run);
         if (every(flags.sample_every) || (last && flags.sample_every)) sample(run);
         // Without --save-every about every half hour.
@@ -313,7 +308,7 @@ int loop(Run& run) {
             save(run), saved_at = now();
     }
     const double validation = validate(run);
-    const int code = save_last(run);
+    const int signal = save_last(run);
     print_quantization(run);
     const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
     const double seconds = now() - started;
@@ -326,7 +321,7 @@ int loop(Run& run) {
                           {"skipped", skipped},
                           {"seconds", seconds},
                           {"tokens_per_second", rate}});
-    return code;
+    return signal ? 128 + signal : 0;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -516,6 +511,7 @@ void finish_step_at_signal() {
 // `processes` belongs to main(), which after an error tells the other ranks of it.
 int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
     Run run;
+    run.state.settings = Json::object();
     Flags& flags = run.flags;
     flags.parse(argc, argv);
     if (flags.help) return print_help(), 0;
