@@ -74,17 +74,10 @@ constexpr HeadShape HEADS[] = {
 
 TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
     FRESH_RANDOM(rng);
-    struct Size {
+    const struct {
         int64_t M, N, K;
-    };
-    for (Size z : {Size{1, 1, 1},
-                   {3, 5, 7},
-                   {16, 16, 16},
-                   {17, 33, 65},
-                   {64, 48, 130},
-                   {1, 100, 3},
-                   {129, 1, 20},
-                   {5, 70, 300}})
+    } sizes[] = {{1, 1, 1}, {3, 5, 7}, {16, 16, 16}, {17, 33, 65}, {1, 100, 3}, {129, 1, 20}, {5, 70, 600}};
+    for (const auto& z : sizes)
         for (int layout = 0; layout < 8; layout++) {
             const bool a_transposed = layout & 1, b_transposed = layout & 2, zero = layout & 4;
             const Vector a = rng.normals<double>(z.M * z.K), b = rng.normals<double>(z.K * z.N),
@@ -115,7 +108,7 @@ TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
         }
 }
 
-TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
+TEST_CASE("norm_forward, norm_backward: RMSNorm, LayerNorm match their definition and finite differences") {
     FRESH_RANDOM(rng);
     for (bool rms : {true, false})
         for (int64_t C : {1, 2, 7, 16, 33}) {
@@ -124,12 +117,22 @@ TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
             const Vector x = rng.normals<double>(N * C, 2), weight = rng.normals<double>(C),
                          bias = rng.normals<double>(C), dy = rng.normals<double>(N * C);
             const double eps = 1e-2;  // large, so that a backward without eps fails
-            auto loss = [&](const Vector& x_, const Vector& weight_, const Vector& bias_) {
+            auto forward = [&](const Vector& x_, const Vector& weight_, const Vector& bias_) {
                 Vector y(x_.size(), NOT_WRITTEN);
                 norm_forward(rms, eps, N, C, x_.data(), weight_.data(), rms ? nullptr : bias_.data(),
                              y.data());
-                return dot(y, dy);
+                return y;
             };
+            const Vector y = forward(x, weight, bias);
+            for (size_t i = 0; i < y.size(); i++) {
+                const double* row = &x[i / size_t(C) * size_t(C)];
+                double mean = 0, square = 0;
+                for (int64_t c = 0; c < C && !rms; c++) mean += row[c] / double(C);
+                for (int64_t c = 0; c < C; c++) square += (row[c] - mean) * (row[c] - mean) / double(C);
+                const size_t c = i % size_t(C);
+                CHECK(std::fabs(y[i] - (x[i] - mean) / std::sqrt(square + eps) * weight[c] -
+                                (rms ? 0 : bias[c])) < 1e-13);
+            }
             // The operator adds to the gradients of weight and bias.
             Vector dx(x.size(), NOT_WRITTEN), dweight(weight.size(), 10), dbias(weight.size(), 20);
             norm_backward(rms, eps, N, C, x.data(), weight.data(), dy.data(), dx.data(), dweight.data(),
@@ -137,31 +140,13 @@ TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
             for (double& v : dweight) v -= 10;
             for (double& v : dbias) v -= 20;
             check_gradient(
-                "x", [&](const Vector& z) { return loss(z, weight, bias); }, x, dx);
+                "x", [&](const Vector& z) { return dot(forward(z, weight, bias), dy); }, x, dx);
             check_gradient(
-                "weight", [&](const Vector& z) { return loss(x, z, bias); }, weight, dweight);
+                "weight", [&](const Vector& z) { return dot(forward(x, z, bias), dy); }, weight, dweight);
             check_gradient(
-                "bias", [&](const Vector& z) { return loss(x, weight, z); }, bias,
+                "bias", [&](const Vector& z) { return dot(forward(x, weight, z), dy); }, bias,
                 rms ? Vector(weight.size()) : dbias);
         }
-}
-
-TEST_CASE("norm_forward: RMSNorm and LayerNorm match their definition") {
-    FRESH_RANDOM(rng);
-    const int64_t C = 37;
-    const Vector x = rng.normals<double>(C, 3), weight = rng.normals<double>(C),
-                 bias = rng.normals<double>(C);
-    double mean = 0, square = 0, variance = 0;
-    for (double v : x) mean += v / C, square += v * v / C;
-    for (double v : x) variance += (v - mean) * (v - mean) / C;
-    Vector rms(size_t(C), NOT_WRITTEN), layer(size_t(C), NOT_WRITTEN);
-    norm_forward<double>(true, 1e-5, 1, C, x.data(), weight.data(), nullptr, rms.data());
-    norm_forward<double>(false, 1e-5, 1, C, x.data(), weight.data(), bias.data(), layer.data());
-    for (size_t i = 0; i < x.size(); i++) {
-        CHECK(std::fabs(rms[i] - x[i] / std::sqrt(square + 1e-5) * weight[i]) < 1e-13);
-        CHECK(std::fabs(layer[i] - ((x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i])) <
-              1e-13);
-    }
 }
 
 TEST_CASE("activation_forward, activation_backward: SwiGLU, GELU match definition and finite differences") {
@@ -203,31 +188,26 @@ TEST_CASE("activation_forward, activation_backward: finite in FP32 for inputs of
         }
 }
 
-TEST_CASE("rope_frequency: scaling of type llama3 and linear gives the values of transformers") {
+TEST_CASE("rope_frequency: scaling of type llama3 gives the values of transformers") {
     // What transformers 5.17 computes for the published Llama 3.2 (factor 32) and 3.1 (factor 8), in double.
-    const struct {
-        const char* model;
-        int64_t i;
-        double frequency;
-    } rows[] = {{"llama-3.2-1b", 0, 1.0},
-                {"llama-3.2-1b", 1, 6.636012376961e-01},
-                {"llama-3.2-1b", 14, 3.211445994753e-03},  // the last that is kept
-                {"llama-3.2-1b", 15, 1.290547928209e-03},
-                {"llama-3.2-1b", 16, 4.295567965594e-04},
-                {"llama-3.2-1b", 17, 9.708287802628e-05},
-                {"llama-3.2-1b", 18, 1.946163818483e-05},  // the first that is divided by 32
-                {"llama-3.2-1b", 31, 9.418306725435e-08},
-                {"llama-3.1-8b", 28, 3.211445994753e-03},
-                {"llama-3.1-8b", 29, 2.166570763503e-03},
-                {"llama-3.1-8b", 31, 8.567514129196e-04},
-                {"llama-3.1-8b", 34, 1.785078127680e-04},
-                {"llama-3.1-8b", 35, 9.556212353965e-05},
-                {"llama-3.1-8b", 63, 3.068925988915e-07}};
-    for (const auto& row : rows) {
-        CAPTURE(row.model);
-        CAPTURE(row.i);
-        CHECK(rope_frequency(find_row(models(), row.model, ""), row.i) ==
-              doctest::Approx(row.frequency).epsilon(1e-11));
+    // In the first, 14 is the last that is kept, and 18 the first that is divided.
+    const std::tuple<const char*, int64_t, double> rows[] = {{"llama-3.2-1b", 0, 1.0},
+                                                             {"llama-3.2-1b", 1, 6.636012376961e-01},
+                                                             {"llama-3.2-1b", 14, 3.211445994753e-03},
+                                                             {"llama-3.2-1b", 15, 1.290547928209e-03},
+                                                             {"llama-3.2-1b", 16, 4.295567965594e-04},
+                                                             {"llama-3.2-1b", 17, 9.708287802628e-05},
+                                                             {"llama-3.2-1b", 18, 1.946163818483e-05},
+                                                             {"llama-3.2-1b", 31, 9.418306725435e-08},
+                                                             {"llama-3.1-8b", 28, 3.211445994753e-03},
+                                                             {"llama-3.1-8b", 29, 2.166570763503e-03},
+                                                             {"llama-3.1-8b", 31, 8.567514129196e-04},
+                                                             {"llama-3.1-8b", 34, 1.785078127680e-04},
+                                                             {"llama-3.1-8b", 35, 9.556212353965e-05},
+                                                             {"llama-3.1-8b", 63, 3.068925988915e-07}};
+    for (const auto& [model, i, frequency] : rows) {
+        INFO(model, " ", i);
+        CHECK(rope_frequency(find_row(models(), model, ""), i) == doctest::Approx(frequency).epsilon(1e-11));
     }
     const ModelConfig c = find_row(models(), "llama-2-7b", "");
     for (int i = 0; i < 64; i++)
@@ -264,37 +244,26 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inv
     }
 }
 
-TEST_CASE("attention_forward: matches its definition, for grouped queries and any length") {
+TEST_CASE("attention_forward, attention_backward: match their definition and finite differences") {
     FRESH_RANDOM(rng);
     for (HeadShape z : HEADS) {
         const ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
-        const Vector qkv = rng.normals<double>(z.B * z.T * c.qkv_cols());
-        Vector out(size_t(z.B * z.T * c.q_cols()), NOT_WRITTEN), lse(size_t(z.B * c.NH * z.T), NOT_WRITTEN),
-            expected = out, expected_lse = lse;
-        attention_forward(c, z.B, z.T, qkv.data(), out.data(), lse.data());
-        attention_by_definition(c, z.B, z.T, qkv, expected, expected_lse);
-        CHECK(relative_error(out, expected) < 1e-13);
-        CHECK(relative_error(lse, expected_lse) < 1e-13);
-    }
-}
-
-TEST_CASE("attention_backward: matches finite differences, for grouped queries and any length") {
-    FRESH_RANDOM(rng);
-    for (HeadShape z : HEADS) {
-        const ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
-        const Vector qkv = rng.normals<double>(z.B * z.T * c.qkv_cols());
-        Vector out(size_t(z.B * z.T * c.q_cols())), lse(size_t(z.B * c.NH * z.T)),
-            dqkv(qkv.size(), NOT_WRITTEN);
-        const Vector dout = rng.normals<double>(int64_t(out.size()));
-        attention_forward(c, z.B, z.T, qkv.data(), out.data(), lse.data());
-        attention_backward(c, z.B, z.T, qkv.data(), out.data(), lse.data(), dout.data(), dqkv.data());
-        auto loss = [&](const Vector& x) {
-            Vector o(out.size()), l(lse.size());
-            attention_forward(c, z.B, z.T, x.data(), o.data(), l.data());
-            return dot(o, dout);
-        };
         INFO("B ", z.B, " T ", z.T, " heads ", z.NH, "/", z.NKV);
-        check_gradient("qkv", loss, qkv, dqkv);
+        const Vector qkv = rng.normals<double>(z.B * z.T * c.qkv_cols()),
+                     dout = rng.normals<double>(z.B * z.T * c.q_cols());
+        Vector lse(size_t(z.B * c.NH * z.T), NOT_WRITTEN), expected(dout.size()),
+            expected_lse = lse, dqkv(qkv.size(), NOT_WRITTEN);
+        auto forward = [&](const Vector& x) {
+            Vector y(dout.size(), NOT_WRITTEN);
+            attention_forward(c, z.B, z.T, x.data(), y.data(), lse.data());
+            return y;
+        };
+        const Vector out = forward(qkv);
+        attention_by_definition(c, z.B, z.T, qkv, expected, expected_lse);
+        CHECK((relative_error(out, expected) < 1e-13 && relative_error(lse, expected_lse) < 1e-13));
+        attention_backward(c, z.B, z.T, qkv.data(), out.data(), lse.data(), dout.data(), dqkv.data());
+        check_gradient(
+            "qkv", [&](const Vector& x) { return dot(forward(x), dout); }, qkv, dqkv);
     }
 }
 

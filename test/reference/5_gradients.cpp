@@ -205,102 +205,54 @@ TEST_CASE("gradients: fp32 matches double up to FP32 rounding") {
     }
 }
 
-TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their formats") {
+TEST_CASE("gradients: bf16 and FP8 differ from fp32 by the rounding of their formats") {
     // Every rounding on the way to a gradient adds an independent relative error with the rms of its format.
-    // In a GEMM the errors of both operands add as the root of the sum of their squares. The longest way
-    // through a layer has these roundings:
-    //  bf16     forward 4 weights and 12 activations; backward 8
-    //  coat     those of bf16; forward 11 of E4M3 (2 norm inputs, activation input, 4 linear inputs, 4
-    //  weights);
-    //           backward 4 of E5M2
-    //  groups   bf16 with attention in FP8 groups: those of bf16, and 4 of E4M3 (q, k, v and the output)
-    // No gradient depends on all of them, and residual connections dilute them, so this is an upper bound.
+    // In a GEMM the errors of both operands add as the root of the sum of their squares. No gradient depends
+    // on all roundings, and residual connections dilute them, so this is an upper bound. The longest way
+    // through a layer has these:
+    //  bf16       forward 4 weights and 12 activations; backward 8
+    //  coat       those of bf16; forward 11 of E4M3 (2 norm inputs, activation input, 4 linear inputs, 4
+    //             weights); backward 4 of E5M2
+    //  attention  4 of E4M3 (q, k, v and the output) in groups
+    //  others     those of bf16; in each of 4 linear layers x and w forward, g and w (or x) backward. Per row
+    //             or per group, w has other codes in each GEMM, so its two roundings count separately
     FRESH_RANDOM(rng);
+    const double e4m3 = rms_error(Format::E4M3), e5m2 = rms_error(Format::E5M2);
     for (const Architecture& arch : {LLAMA, QWEN2, QWEN3, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
-        const int64_t B = 4, T = 32;
+        const int64_t B = 5, T = 32;  // 160 tokens: groups of 128 with a tail
         const std::vector<std::vector<float>> start = starting_weights(c, rng);  // the same for all recipes
         const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
                                    targets = random_tokens(c, rng, B * T);
-        const GradientRun exact = gradients_of(setup_of("fp32", c, B, T), start, tokens, targets);
-        const GradientRun bf16 = gradients_of(setup_of("bf16", c, B, T), start, tokens, targets);
-        const GradientRun coat = gradients_of(setup_of("coat", c, B, T), start, tokens, targets);
-        Setup in_groups = setup_of("bf16", c, B, T);
-        in_groups.recipe.attention = Q_GROUP;
-        const GradientRun groups = gradients_of(in_groups, start, tokens, targets);
-        in_groups.recipe = find_row(recipes(), "coat", "");
-        in_groups.recipe.attention = Q_GROUP;
-        const GradientRun coat_groups = gradients_of(in_groups, start, tokens, targets);
-        const double e_bf16 = rms_error(Format::BF16), e4m3 = rms_error(Format::E4M3),
-                     e5m2 = rms_error(Format::E5M2), L = double(c.L);
-        const double bound_bf16 = std::sqrt(24 * L) * e_bf16;
-        const double bound_coat = std::sqrt(L * (11 * e4m3 * e4m3 + 4 * e5m2 * e5m2)) + bound_bf16;
-        const double four = std::sqrt(4 * L) * e4m3, bound_groups = four + bound_bf16;
-        const double bound_coat_groups = std::hypot(bound_coat - bound_bf16, four) + bound_bf16;
-        CHECK(std::fabs(bf16.loss - exact.loss) <= bound_bf16 * exact.loss);
-        CHECK(std::fabs(groups.loss - exact.loss) <= bound_groups * exact.loss);
-        CHECK(std::fabs(coat.loss - exact.loss) <= bound_coat * exact.loss);
-        const std::vector<Param> params = parameters(c);
-        for (size_t p = 0; p < params.size(); p++) {
-            const double of_bf16 = relative_error(bf16.gradients[p], exact.gradients[p]),
-                         of_coat = relative_error(coat.gradients[p], exact.gradients[p]);
-            INFO(std::string(arch.name), " ", params[p].name, ": bf16 ", of_bf16, " (", bound_bf16,
-                 "), coat ", of_coat, " (", bound_coat, ")");
-            CHECK(of_bf16 <= bound_bf16);
-            CHECK(of_coat <= bound_coat);
-            CHECK(of_bf16 > 0);
-            CHECK(of_coat > of_bf16);
-            if (params[p].role.linear) CHECK(of_coat > e4m3 / 2);  // FP8 is in use
-            const double of_groups = relative_error(groups.gradients[p], exact.gradients[p]);
-            const double of_both = relative_error(coat_groups.gradients[p], exact.gradients[p]);
-            INFO("bf16 with attention in groups ", of_groups, " (", bound_groups, "), coat ", of_both, " (",
-                 bound_coat_groups, ")");
-            CHECK(of_groups <= bound_groups);
-            CHECK(of_both <= bound_coat_groups);
-            CHECK(coat_groups.gradients[p] != coat.gradients[p]);
-            const bool reads_groups =
-                params[p].role.linear && params[p].name.find("attention_out") != std::string::npos;
-            if (reads_groups) CHECK(of_groups > e4m3 / 2);
-        }
-    }
-}
-
-TEST_CASE("gradients: recipes with FP8 in linear layers differ from fp32 by the rounding of operands") {
-    // As above: the longest way through a layer has four linear layers. Each rounds x and w forward, and g
-    // and w (or x) backward. With one scale per tensor or per block, w has the same codes in both GEMMs; per
-    // row or per group it does not, so its two roundings count separately.
-    FRESH_RANDOM(rng);
-    for (const Architecture& arch : {LLAMA, GPT2}) {
-        const ModelConfig c = tiny_config(arch, true);
-        const int64_t B = 5, T = 32;  // 160 tokens: groups of 128 with a tail
-        const std::vector<std::vector<float>> start = starting_weights(c, rng);
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
-                                   targets = random_tokens(c, rng, B * T);
-        const GradientRun exact = gradients_of(setup_of("fp32", c, B, T), start, tokens, targets);
-        const GradientRun bf16 = gradients_of(setup_of("bf16", c, B, T), start, tokens, targets);
-        const double L = double(c.L), bound_bf16 = std::sqrt(24 * L) * rms_error(Format::BF16);
+        auto run = [&](const std::string& words) {
+            return gradients_of(setup_of(words, c, B, T), start, tokens, targets);
+        };
+        const GradientRun exact = run("fp32"), bf16 = run("bf16");
+        const double bound_bf16 = std::sqrt(24.0 * double(c.L)) * rms_error(Format::BF16);
         std::vector<GradientRun> runs;
-        for (const char* name : {"te", "colossal", "rowwise", "deepseek"}) {
-            const Recipe r = find_row(recipes(), name, "");
-            runs.push_back(gradients_of(setup_of(name, c, B, T), start, tokens, targets));
-            const double x = rms_error(r.x.format), w = rms_error(r.w.format), g = rms_error(r.g.format);
-            const double bound = std::sqrt(4 * L * (x * x + w * w + g * g + w * w)) + bound_bf16;
+        for (const char* words :
+             {"bf16", "bf16 attention", "coat", "coat attention", "te", "colossal", "rowwise", "deepseek"}) {
+            const Recipe r = setup_of(words).recipe;
+            const bool fp8 = r.x.fp8(), attention = r.attention.fp8();
+            double squares = attention ? 4 * e4m3 * e4m3 : 0;
+            if (r.nonlinear.fp8()) squares += 11 * e4m3 * e4m3 + 4 * e5m2 * e5m2;
+            else if (fp8) squares += 4 * (3 * e4m3 * e4m3 + std::pow(rms_error(r.g.format), 2));
+            const double bound = std::sqrt(double(c.L) * squares) + bound_bf16;
+            runs.push_back(run(words));
             CHECK(std::fabs(runs.back().loss - exact.loss) <= bound * exact.loss);
             const std::vector<Param> params = parameters(c);
             for (size_t p = 0; p < params.size(); p++) {
                 const double error = relative_error(runs.back().gradients[p], exact.gradients[p]);
-                INFO(std::string(arch.name), " ", std::string(name), " ", params[p].name, ": ", error, " (",
-                     bound, ")");
-                CHECK(error <= bound);
-                CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
-                if (params[p].role.linear) CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is in use
+                INFO(std::string(arch.name), " ", words, " ", params[p].name, ": ", error, " (", bound, ")");
+                CHECK((error > 0 && error <= bound));
+                if (fp8) CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
+                const bool reads_groups =
+                    attention && params[p].name.find("attention_out") != std::string::npos;
+                if (params[p].role.linear && (fp8 || reads_groups)) CHECK(error > e4m3 / 2);  // FP8 is in use
             }
+            // te ran the step twice, so its delayed scales equal the just-in-time scales of colossal.
+            for (size_t other = 0; other + 1 < runs.size(); other++)
+                CHECK((runs[other].gradients == runs.back().gradients) == (other == 4 && runs.size() == 6));
         }
-        for (size_t a = 0; a < runs.size(); a++)
-            for (size_t b = 0; b < a; b++) {
-                // te ran the step twice, so its delayed scales equal the just-in-time scales of colossal.
-                const bool alike = b == 0 && a == 1;
-                CHECK((runs[a].gradients == runs[b].gradients) == alike);
-            }
     }
 }
