@@ -72,8 +72,8 @@ void quantize_groups(const View& x, const View& groups, bool write_back, const A
         launch("quantize_groups", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
                x.rows, groups_of(groups), write_back, activation.reads_saved, activation.place);
     };
-    const Producer<LazyOp::Stored, Dense<bf16>> one{dense<bf16>(x.data), x.cols};
-    const Producer<LazyOp::Stored, Dense<bf16>, true> halves{dense<bf16>(x.data), x.cols / 2};
+    const Producer<LazyOp::Stored, Dense<bf16>> one{dense<bf16>(x.data), x.cols, stored(x)};
+    const Producer<LazyOp::Stored, Dense<bf16>, true> halves{dense<bf16>(x.data), x.cols / 2, stored(x)};
     if (!activation.place) run(one, std::false_type());
     else if (activation.gated) run(halves, std::true_type());
     else run(one, std::true_type());

@@ -20,7 +20,6 @@
 //   Network      forward and backward of one micro-batch, block by block in the order of the --plan print-out
 #include "gpu/attention.cuh"
 #include "gpu/gpu_model.cuh"
-#include "gpu/norm.cuh"
 #include "gpu/report.cuh"
 
 namespace coat {
@@ -92,7 +91,9 @@ private:
         begin_bucket(0);
         gpu::embedding_backward(residual_gradient(), order_, token_rows_, tokens, state_.gradient(embedding_),
                                 cuda_);
-        if (!rotary_) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
+        if (!rotary_)
+            gpu::embedding_backward(residual_gradient(), nullptr, nullptr, T_, state_.gradient(positions_),
+                                    cuda_);
         end_bucket(0);
     }
     void last_logits(void* logits) override {

@@ -31,7 +31,6 @@
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../gpu/layers.cuh"
-#include "../gpu/norm.cuh"
 #include "../program/plan.h"
 
 namespace {
@@ -476,7 +475,7 @@ private:
              [&] { gpu::embedding_backward(x, rows, pieces, distinct, table, nullptr); });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
-                 [&] { positions_backward(x, setup_.T, positions, nullptr); });
+                 [&] { gpu::embedding_backward(x, nullptr, nullptr, setup_.T, positions, nullptr); });
     }
     void head() {
         const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();

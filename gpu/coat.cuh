@@ -8,8 +8,10 @@
 //     updates the amax itself, which saves the first pass. Either way the amax is taken in two stages (group
 //     scaling): a maximum for each warp, then an atomicMax.
 //   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
-//     them; columns are a multiple of 16. Pointers are 16-byte aligned. The compute dtype is the recipe's:
-//     BF16, or FP32 where nothing is FP8.
+//     them, but a multiple of 16 for transposed codes; columns are a multiple of 16. Pointers are 16-byte
+//     aligned. All views of a call are in the compute dtype unless a comment says otherwise. It is the
+//     recipe's: BF16, or FP32 where nothing is FP8. Gradients of parameters are added to, in their own
+//     format (BF16 or FP32).
 #pragma once
 #include "tensor.cuh"
 
@@ -64,5 +66,28 @@ void quantize_groups(const View& x, const View& groups, bool write_back, const A
 
 // Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
 void convert(const View& x, const View& out, cudaStream_t s);
+
+// --- Residual add and norm (gpu/norm.cu)
+
+// sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
+// is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
+// the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
+// (coat.h, forward_reads_groups).
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
+                  AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens = nullptr, int64_t T = 1);
+// The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).
+inline void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
+                              const View& x_out, const Norm& next, bool reads_saved, AmaxAndScale* y_amax,
+                              cudaStream_t s) {
+    residual_add(embedding, positions, x_out, next, reads_saved, y_amax, s, tokens, T);
+}
+
+// g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
+// C). g_in may be no tensor, g_out may be g_in. Leaves n.stats again and, if g_amax is not null, the amax of
+// g_out. dweight, dbias (C) are added to; dbias is no tensor for RMSNorm. Workspace:
+// norm_backward_workspace(C) bytes.
+size_t norm_backward_workspace(int64_t C);
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
 
 }  // namespace coat::gpu

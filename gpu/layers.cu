@@ -445,19 +445,13 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
     if (threadIdx.y == 0 && col < C) gradient.add(rows.token * C + col, total);
 }
 
-static void sum_rows(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                     int64_t period, const View& gradient, cudaStream_t s) {
-    const dim3 grid(static_cast<unsigned>(count), blocks(g.cols, COLUMN_THREADS * CHUNK));
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        const View& gradient, cudaStream_t s) {
+    const int64_t n = tokens ? count : std::min(count, g.rows);
+    const dim3 grid(static_cast<unsigned>(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
     launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
-           s, either_dense(g), static_cast<int>(g.rows), g.cols, order, tokens, static_cast<int>(period),
+           s, either_dense(g), static_cast<int>(g.rows), g.cols, order, tokens, static_cast<int>(count),
            either_dense(gradient));
-}
-void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
-                        int64_t number_of_tokens, const View& gradient, cudaStream_t s) {
-    sum_rows(g, order, tokens, number_of_tokens, 0, gradient, s);
-}
-void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
-    sum_rows(g, nullptr, nullptr, std::min(T, g.rows), T, gradient, s);
 }
 
 }  // namespace coat::gpu

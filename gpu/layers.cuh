@@ -1,7 +1,7 @@
 // gpu/layers.cuh - what any transformer has around its GEMMs, attention and norms: RoPE, loss, gradients of
-// biases, and the embedding's backward pass (layers.cu). Its forward pass is a residual add (norm.cuh).
+// biases, and the embedding's backward pass (layers.cu). Its forward pass is a residual add (coat.cuh).
 //
-// Tensors, parameter gradients and launches are as norm.cuh says.
+// Tensors, parameter gradients and launches are as coat.cuh says.
 #pragma once
 #include "../program/model.h"
 #include "coat.cuh"
@@ -66,11 +66,10 @@ struct EmbeddingOrder {
     std::vector<TokenRows> tokens;  // at most N
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and tokens are on the
-// device.
-void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
-                        int64_t number_of_tokens, const View& gradient, cudaStream_t s);
-// gradient (max_T, C): row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
-void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
+// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows), of `count` tokens; order and
+// tokens are on the device. Without them, gradient (max_T, C): row[t] = round(row[t] + sum over the batch of
+// g's rows b*T + t), of T = count positions.
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        const View& gradient, cudaStream_t s);
 
 }  // namespace coat::gpu

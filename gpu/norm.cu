@@ -1,12 +1,10 @@
 // gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
-// the paper needs of them (interface: norm.cuh; how tensors are read and written: tensor.cuh).
+// the paper needs of them (interface: coat.cuh; how tensors are read and written: tensor.cuh).
 //
 // Forward, the kernel that adds has whole rows in registers. So it also quantizes them for the norm, and
 // takes their statistics and the amax of the norm's output. It does not store that output: the quantizer of
 // the next GEMM's operand computes it (coat.cu). Backward, one kernel goes through the rows and sums the
 // gradients of weight and bias in passing.
-#include "norm.cuh"
-
 #include "layers.cuh"
 
 namespace coat::gpu {
@@ -76,55 +74,49 @@ static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, boo
 // ===========================================================================================================
 // Residual and norm, forward
 
-// What is added. residual_add: x + y by rows (N, C), the residual stream and a branch. embedding_forward:
-// x[token] + y[position].
-template <class Compute> struct Addends {
-    Dense<Compute> x, y;    // y may be no tensor
-    const int32_t* tokens;  // (N); null: rows of x and y have the same number
-    int64_t T, rows, C;     // the position of a row is row % T
-};
-
+// x + y by rows (N, C), the residual stream and a branch, which may be no tensor. With tokens (N):
+// x[token] + y[position], where the position of a row is row % period.
 // Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
 // statistics and the amax of its output.
 template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
-                    bool rms, float eps, AmaxAndScale* y_amax) {
-    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
-    const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
-                  y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
+    residual_kernel(Dense<T> x, Dense<T> y, const int32_t* tokens, int64_t period, Dense<T> x_out, Storage in,
+                    const Norm next, AmaxAndScale* y_amax) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, rows = next.in.rows, C = next.in.cols;
+    const int64_t x_row = tokens && row < rows ? tokens[row] : row,
+                  y_row = tokens ? uint32_t(row) % uint32_t(period) : row;
     typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= a.rows || row_column(c) >= C) continue;
-        raw_x[c] = a.x.load(x_row * C + row_column(c));
-        if (a.y.data) raw_y[c] = a.y.load(y_row * C + row_column(c));
+        if (row >= rows || row_column(c) >= C) continue;
+        raw_x[c] = x.load(x_row * C + row_column(c));
+        if (y.data) raw_y[c] = y.load(y_row * C + row_column(c));
     }
     Values v[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t col = row_column(c), i = row * C + col;
-        const bool live = row < a.rows && col < C;
-        Values sum, y;
-        a.x.values(raw_x[c], sum);
-        a.y.values(raw_y[c], y);
-        if (a.y.data)
-            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
+        const bool live = row < rows && col < C;
+        Values sum, added;
+        x.values(raw_x[c], sum);
+        y.values(raw_y[c], added);
+        if (y.data)
+            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_and_store(i, sum, live);
         in.round_and_store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
         if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
-    const float2 st = row_stats(v, C, rms, eps);
-    if (row < a.rows && threadIdx.x == 0) stats[row] = st;
+    const float2 st = row_stats(v, C, next.rms, next.eps);
+    if (row < rows && threadIdx.x == 0) next.stats[row] = st;
     if (!y_amax) return;
     uint32_t top = 0;
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= a.rows || row_column(c) >= C) continue;
+        if (row >= rows || row_column(c) >= C) continue;
         Values weight, bias;
-        parameters.load(row_column(c), weight, bias);
+        load_parameters<T>(next, row_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
             top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
     }
@@ -133,16 +125,13 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 void residual_add(const View& x, const View& y, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens, int64_t T) {
-    const int64_t rows = next.in.rows, C = next.in.cols;
-    const dim3 block = row_block(C);
+    const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
         using F = typename decltype(in)::Compute;
-        const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
-        const NormParameters<F> parameters{dense<F>(next.weight), dense<F>(next.bias)};
         const auto kernel =
             reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
-        launch("residual", kernel, blocks(rows, block.y), block, 0, s, sum, dense<F>(x_out.data), in,
-               parameters, next.stats, next.rms, next.eps, y_amax);
+        launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<F>(x.data),
+               dense<F>(y.data), tokens, T, dense<F>(x_out.data), in, next, y_amax);
     });
 }
 
@@ -175,40 +164,32 @@ static __device__ void write_partials(const float4* sums, int C, float* partials
     }
 }
 
-template <class Storage> struct NormBackward {  // the arguments of the kernel
-    using T = typename Storage::Compute;
-    Storage in;
-    Dense<T> weight, dy, g_in, g_out;
-    int64_t rows, C;
-    float eps;
-    float2* stats;
-    AmaxAndScale* g_amax;
-    float* partials;
-};
-
-template <class Storage, bool RMS>
-static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
-    using T = typename Storage::Compute;
+template <class Storage, bool RMS, class T = typename Storage::Compute>
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    norm_backward_kernel(const Norm n, Storage input, Dense<T> dy_out, Dense<T> g_in, Dense<T> g_out,
+                         AmaxAndScale* g_amax, float* partials) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    const Dense<T> weight = dense<T>(n.weight);
     constexpr bool EARLY =
         sizeof(T) < 4;                // g_in is loaded with the rest; FP32 rows leave no registers for it
     extern __shared__ float4 sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
-    const int64_t quarter = a.C / 4;
+    const int64_t quarter = C / 4;
     float4 *const dweight = sums + threadIdx.y * quarter, *const dbias = dweight + blockDim.y * quarter;
     for (int64_t i = threadIdx.x; i < quarter; i += blockDim.x) {
         dweight[i] = float4{};
         if (!RMS) dbias[i] = float4{};
     }
     __syncthreads();
-    const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
+    const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
     bool turn = false;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
          first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
-        const int64_t row = first + threadIdx.y, element = row * a.C + threadIdx.x * CHUNK;
-        auto live = [&](int c) { return row < a.rows && row_column(c) < a.C; };
+        const int64_t row = first + threadIdx.y, element = row * C + threadIdx.x * CHUNK;
+        auto live = [&](int c) { return row < rows && row_column(c) < C; };
         auto offset = [&](int c) { return static_cast<uint32_t>(c * blockDim.x * CHUNK); };
-        const Storage in = a.in.from(element);
-        const Dense<T> dy = a.dy.from(element), g_in = a.g_in.from(element);
+        const Storage in = input.from(element);
+        const Dense<T> dy = dy_out.from(element), g = g_in.from(element);
         typename Storage::Raw raw_x[ROW_CHUNKS] = {};
         typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
 #pragma unroll
@@ -216,17 +197,17 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(co
             if (!live(c)) continue;
             raw_x[c] = in.load(offset(c));
             raw_dy[c] = dy.load(offset(c));
-            if (EARLY && a.g_in.data) raw_g[c] = g_in.load(offset(c));
+            if (EARLY && g_in.data) raw_g[c] = g.load(offset(c));
         }
         auto dy_and_weight = [&](int c, Values& d, Values& w) {
             dy.values(raw_dy[c], d);
-            a.weight.values(a.weight.load(row_column(c)), w);
+            weight.values(weight.load(row_column(c)), w);
         };
         Values x[ROW_CHUNKS];
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
-        if (!RMS) st = row_stats(x, a.C, false, a.eps);
+        if (!RMS) st = row_stats(x, C, false, n.eps);
         // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
         // so that the threads of a row exchange both sums at once.
         float sum[2] = {0, 0};
@@ -244,31 +225,31 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(co
         }
         if (RMS && turn) row_sum<1>(sum);  // two places in turn
         else row_sum<2>(sum);
-        if (RMS) st.y = inverse_root(sum[0], a.C, a.eps);
-        if (row < a.rows && threadIdx.x == 0) a.stats[row] = st;
+        if (RMS) st.y = inverse_root(sum[0], C, n.eps);
+        if (row < rows && threadIdx.x == 0) n.stats[row] = st;
         const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values d, w, g;
+            Values d, w, dx;
             dy_and_weight(c, d, w);
-            if (!EARLY && a.g_in.data) raw_g[c] = g_in.load(offset(c));
-            g_in.values(raw_g[c], g);
-            if (!RMS) add_columns(dbias, a.C, row_column(c), d);
+            if (!EARLY && g_in.data) raw_g[c] = g.load(offset(c));
+            g.values(raw_g[c], dx);
+            if (!RMS) add_columns(dbias, C, row_column(c), d);
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
-                g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
+                dx[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
                 d[j] *= xhat;
             }
-            add_columns(dweight, a.C, row_column(c), d);
-            a.g_out.from(element).round_and_store(offset(c), g, true);
-            top = larger_magnitude(top, g);
+            add_columns(dweight, C, row_column(c), d);
+            g_out.from(element).round_and_store(offset(c), dx, true);
+            top = larger_magnitude(top, dx);
         }
     }
-    if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
+    if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude(top));
     __syncthreads();
-    write_partials(sums, a.C, a.partials);
-    if (!RMS) write_partials(sums + blockDim.y * quarter, a.C, a.partials + gridDim.x * a.C);
+    write_partials(sums, C, partials);
+    if (!RMS) write_partials(sums + blockDim.y * quarter, C, partials + gridDim.x * C);
 }
 
 // A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
@@ -287,13 +268,10 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        NormBackward<Storage> a{};
-        a.in = in, a.weight = dense<T>(n.weight), a.dy = dense<T>(dy.data);
-        a.g_in = dense<T>(g_in.data), a.g_out = dense<T>(g_out.data), a.g_amax = g_amax;
-        a.rows = rows, a.C = C, a.eps = n.eps, a.stats = n.stats, a.partials = workspace;
         const auto kernel =
             n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
-        launch("norm_backward", kernel, grid, block, shared, s, a);
+        launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<T>(dy.data), dense<T>(g_in.data),
+               dense<T>(g_out.data), g_amax, workspace);
     });
     reduce_partials(workspace, grid, dweight, s);
     if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);

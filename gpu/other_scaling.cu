@@ -98,29 +98,22 @@ void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
 // ===========================================================================================================
 // 2. Delayed scaling (te)
 
-// A block has one operand's history, which moves up by one from its end on: what is read has not been
+// A warp has one operand's history, which moves up by one from its end on: what is read has not been
 // overwritten yet.
-constexpr int HISTORY_THREADS = 256;
-static __global__ void __launch_bounds__(HISTORY_THREADS)
-    end_delayed_step_kernel(AmaxAndScale* scales, float* histories, int length, int margin, float fmax,
-                            const uint32_t* skipped, uint32_t* empty) {
-    __shared__ uint32_t most;
+static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, float* histories, int length, int margin,
+                                               float fmax, const uint32_t* skipped, uint32_t* empty) {
     if (*skipped) return;
     AmaxAndScale& tensor = scales[blockIdx.x];
     float* history = histories + int64_t(blockIdx.x) * length;
-    const float amax = tensor.amax;
-    if (threadIdx.x == 0) most = 0;
-    uint32_t top = 0;
-    for (int first = (length - 1) / HISTORY_THREADS * HISTORY_THREADS; first >= 0; first -= HISTORY_THREADS) {
+    uint32_t most = 0;
+    for (int first = (length - 1) / 32 * 32; first >= 0; first -= 32) {
         const int i = first + threadIdx.x;
-        const float value = i >= length ? 0.0f : i == 0 ? amax : history[i - 1];
-        __syncthreads();
+        const float value = i >= length ? 0.0f : i == 0 ? tensor.amax : history[i - 1];
+        __syncwarp();
         if (i < length) history[i] = value;
-        top = max(top, magnitude(value));
+        most = max(most, magnitude(value));
     }
-    top = __reduce_max_sync(0xFFFFFFFFu, top);
-    if (threadIdx.x % 32 == 0) atomicMax(&most, top);
-    __syncthreads();
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
     if (threadIdx.x != 0) return;
     const float wanted = ldexpf(__uint_as_float(most), margin);
     if (wanted > 0 && wanted < INFINITY) tensor.from_history = scale_of(fmax, wanted);
@@ -130,8 +123,8 @@ static __global__ void __launch_bounds__(HISTORY_THREADS)
 
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    launch("end_delayed_step", end_delayed_step_kernel, static_cast<unsigned>(n), HISTORY_THREADS, 0, s,
-           scales, histories, length, margin, info(fp8).max, skipped, empty);
+    launch("end_delayed_step", end_delayed_step_kernel, static_cast<unsigned>(n), 32, 0, s, scales, histories,
+           length, margin, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu

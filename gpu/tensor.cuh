@@ -172,13 +172,11 @@ inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
 }
 inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {  // eight codes of v * inverse
     uint32_t half[4];
-    if (e5m2) {
+    auto encode_as = [&](bool e5m2) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) half[i] = encode2(true, v[2 * i] * inverse, v[2 * i + 1] * inverse);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) half[i] = encode2(false, v[2 * i] * inverse, v[2 * i + 1] * inverse);
-    }
+        for (int i = 0; i < 4; i++) half[i] = encode2(e5m2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    };
+    e5m2 ? encode_as(true) : encode_as(false);  // one branch for all
     return {half[0] | half[1] << 16, half[2] | half[3] << 16};
 }
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
@@ -330,7 +328,9 @@ struct Groups {
     }
 };
 
-template <class T> Dense<T> dense(const void* p) { return {static_cast<T*>(const_cast<void*>(p))}; }
+template <class T> __host__ __device__ Dense<T> dense(const void* p) {
+    return {static_cast<T*>(const_cast<void*>(p))};
+}
 inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
@@ -396,16 +396,12 @@ inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.q
 inline __device__ float normalized(float x, float2 stats, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), weight, bias);
 }
-template <class T> struct NormParameters {
-    Dense<T> weight, bias;
-
-    __device__ void load(int64_t col, Values& w, Values& b) const {
-        weight.values(weight.load(col), w);
+template <class T> __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
+    Dense<T>::values(dense<T>(n.weight).load(col).words, weight);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) b[j] = 0;
-        if (bias.data) bias.values(bias.load(col), b);
-    }
-};
+    for (int j = 0; j < CHUNK; j++) bias[j] = 0;
+    if (n.bias) Dense<T>::values(dense<T>(n.bias).load(col).words, bias);
+}
 
 #endif  // __CUDACC__
 

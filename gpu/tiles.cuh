@@ -116,7 +116,8 @@ struct TransposeTile {
         return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
 };
-// Writes the block's tiles, one for each plane, to out, which is (columns, rows). All threads call it.
+// Writes the block's tiles, one for each plane, to out, which is (columns, rows), rows a multiple of 16. All
+// threads call it.
 template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
                                  uint8_t* out) {
@@ -131,16 +132,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = row0 + piece * 16;
             if (col >= cols || row >= rows) continue;
-            const uint4 q = tiles[p].rows16(col, piece);
-            uint8_t* to = out + (p * width + col0 + col) * rows + row;
-            if (rows % 16 == 0) {
-                put(to, q);
-                continue;
-            }
-            const uint32_t words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-            for (int j = 0; j < 16; j++)
-                if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+            put(out + (p * width + col0 + col) * rows + row, tiles[p].rows16(col, piece));
         }
 }
 
@@ -201,16 +193,14 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     static constexpr int BYTES = sizeof(Raw::in) + (BACKWARD ? sizeof(Raw::dact) : NORM ? 16 : 0);
     Storage in;  // (N, INPUTS * width)
     int64_t width;
-    Dense<Compute> dact{};  // (N, width)
-    NormParameters<Compute> parameters{};
-    const float2* stats = nullptr;  // (N)
+    Lazy of;
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor at;
 #pragma unroll
         for (int h = 0; h < INPUTS; h++) at.in[h] = in.from((row * INPUTS + h) * width + col);
-        if (BACKWARD) at.dact = dact.from(row * width + col);
-        if (NORM) at.stats = stats + row, parameters.load(col, at.weight, at.bias);
+        if (BACKWARD) at.dact = dense<Compute>(of.dact.data).from(row * width + col);
+        if (NORM) at.stats = of.norm.stats + row, load_parameters<Compute>(of.norm, col, at.weight, at.bias);
         return at;
     }
     __device__ Raw load(const Cursor& at, int i) const {
@@ -225,7 +215,7 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
         Values x[INPUTS], d;
 #pragma unroll
         for (int h = 0; h < INPUTS; h++) in.values(raw.in[h], x[h]);
-        if (BACKWARD) dact.values(raw.dact, d);
+        if (BACKWARD) at.dact.values(raw.dact, d);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             const float first = x[0][j], second = x[INPUTS - 1][j];
@@ -242,21 +232,16 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
 template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f) {
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
-        using T = typename Storage::Compute;
-        auto with = [&](auto producer) {
-            producer.in = in, producer.width = x.input.cols / producer.INPUTS;
-            producer.dact = dense<T>(x.dact.data), producer.stats = x.norm.stats;
-            producer.parameters = {dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
-            f(producer);
-        };
-        if constexpr (BF16_ONLY && !std::is_same_v<T, bf16>)
+        const int64_t cols = x.input.cols;
+        if constexpr (BF16_ONLY && !std::is_same_v<typename Storage::Compute, bf16>)
             require(false, "FP8 goes with the compute dtype BF16, not with FP32");
-        else if (x.op == LazyOp::Stored) with(Producer<LazyOp::Stored, Storage>{});
-        else if (x.op == LazyOp::Norm) with(Producer<LazyOp::Norm, Storage>{});
-        else if (x.op == LazyOp::Activation && x.gated) with(Producer<LazyOp::Activation, Storage, true>{});
-        else if (x.op == LazyOp::Activation) with(Producer<LazyOp::Activation, Storage>{});
-        else if (x.gated) with(Producer<LazyOp::ActivationBackward, Storage, true>{});
-        else with(Producer<LazyOp::ActivationBackward, Storage>{});
+        else if (x.op == LazyOp::Stored) f(Producer<LazyOp::Stored, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Norm) f(Producer<LazyOp::Norm, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Activation && x.gated)
+            f(Producer<LazyOp::Activation, Storage, true>{in, cols / 2, x});
+        else if (x.op == LazyOp::Activation) f(Producer<LazyOp::Activation, Storage>{in, cols, x});
+        else if (x.gated) f(Producer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
+        else f(Producer<LazyOp::ActivationBackward, Storage>{in, cols, x});
     });
 }
 

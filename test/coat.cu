@@ -9,7 +9,7 @@ using namespace coat::test;
 namespace {
 
 const Shape SHAPES[] = {{1, 16},    {7, 48},    {16, 128},  {100, 112},
-                        {129, 144}, {128, 256}, {257, 400}, {384, 512}};
+                        {144, 144}, {128, 256}, {257, 400}, {272, 400}};
 
 // Statistics of errors. They are added to what is there: to that of another tensor, which `got` starts from.
 constexpr QuantStats BEFORE{0.5, 0.25, 3, 2, 1};
@@ -58,11 +58,11 @@ void check_all_formats(const Floats& x, Shape s) {
         check_quantized(out, x);
         QuantStats wanted;
         reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
-        if (out.for_gemm() && !q.granularity.symmetric())  // the transpose has its own scales and errors
+        if (out.transposes() && !q.granularity.symmetric())  // the transpose has its own scales and errors
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
         if (q == Q_GROUP) check_groups(x, out);
-        if (!(q == Q_E4M3)) continue;
+        if (!(q == Q_E4M3) || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.rows * s.cols);
         gpu::transpose_codes(out.view(), column_major.get(), 0);
         CHECK(same_bytes(column_major.read(), out.transposed.read()));
@@ -203,7 +203,7 @@ GPU_TEST_CASE("activation and activation_backward: values, and everything that i
     FRESH_RANDOM(rng);
     for (RecipeFormats formats : RECIPE_FORMATS)
         for (bool gated : {true, false})
-            for (Shape s : {Shape{1, 16}, {33, 48}, {130, 144}, {256, 352}}) {
+            for (Shape s : {Shape{1, 16}, {33, 48}, {144, 144}, {256, 352}}) {
                 if (too_long(s.rows * s.cols)) continue;
                 INFO(s.cols, gated ? " gated" : "");
                 const int64_t n = s.rows * s.cols, inputs = gated ? 2 * n : n;

@@ -9,7 +9,6 @@
 
 #include "../../gpu/adamw.cuh"
 #include "../../gpu/coat.cuh"
-#include "../../gpu/norm.cuh"
 #include "../../reference.h"
 
 namespace ladder {
