@@ -296,37 +296,39 @@ template <int HS_, int CONSUMERS_> struct Forward {  // sizes, and where things 
     static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160,
                          PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
     static constexpr int Q_BYTES = QUERIES * HS * 2, KV_BYTES = KEYS * HS * 2;
-    static constexpr int K = Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
-    static constexpr int BARRIERS = O + Q_BYTES, ITEM = BARRIERS + (2 + 4 * STAGES) * 8;
-    static constexpr int SHARED = ITEM + 16 + 1024;  // 1024: for alignment
+    static constexpr int K = STAGES * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
+    static constexpr int BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 6 * STAGES * 8;
+    static constexpr int SHARED = ITEMS + 4 * STAGES + 1024;  // 1024: for alignment
 
     uint32_t base;
-    __device__ uint32_t q() const { return base; }
+    __device__ uint32_t q(int stage) const { return base + stage * Q_BYTES; }
     __device__ uint32_t k(int stage) const { return base + K + stage * KV_BYTES; }
     __device__ uint32_t v(int stage) const { return base + V + stage * KV_BYTES; }
-    __device__ uint32_t item() const { return base + ITEM; }     // which item of the work q belongs to
-    enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };  // barriers; the last four for each stage
-    __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
+    __device__ uint32_t item(int stage) const { return base + ITEMS + 4 * stage; }  // that q belongs to
+    enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };                     // barriers of each stage
+    __device__ Barrier barrier(int i, int stage) const { return {base + BARRIERS + 8 * (i + 6 * stage)}; }
     __device__ void init_barriers() const {
         // Even: `full`, one arrival, by the producer. Odd: `empty`, one arrival per consumer warp.
-        for (int i = 0; i < 2 + 4 * STAGES; i++) barrier(i).init(i % 2 ? CONSUMERS * 4 : 1);
+        for (int i = 0; i < 6 * STAGES; i++) barrier(i, 0).init(i % 2 ? CONSUMERS * 4 : 1);
         fence_barrier_init();
-    }
-    __device__ static int key_tiles(const Dims& d, int tile) {  // tiles of keys that a tile of queries sees
-        return min(((tile + 1) * QUERIES + KEYS - 1) / KEYS, (d.T + KEYS - 1) / KEYS);
     }
 };
 
 // The work of a forward pass: one item is a tile of queries of one head. Blocks take items from a
 // counter, so that no multiprocessor is idle until the end. The longest tiles come first. Heads are
 // handled in sections whose keys and values fit in the L2 cache.
+struct Item {
+    int b, h, first, end;  // queries from first to end, or less than a tile of them
+};
 struct Work {
     int tiles, heads, section;  // tiles of queries per head, heads of all sequences, heads in a section
     __host__ __device__ int total() const { return tiles * heads; }
-    __device__ void find(int item, int& tile, int& head) const {
-        const int first = item / (section * tiles) * section, here = min(section, heads - first);
-        const int i = item - first * tiles;
-        tile = tiles - 1 - i / here, head = first + i % here;
+    // If the tiles do not fill the sequence, the first is short: it sees the fewest keys, so it wastes least.
+    template <class F> __device__ Item find(const Dims& d, int number) const {
+        const int before = number / (section * tiles) * section, here = min(section, heads - before);
+        const int i = number - before * tiles, head = before + i % here;
+        const int end = (d.T + 63) / 64 * 64 - i / here * F::QUERIES;
+        return {head / d.NH, head % d.NH, max(end - F::QUERIES, 0), min(end, d.T)};
     }
 };
 
@@ -342,34 +344,36 @@ std::atomic<unsigned> launches{0};
 template <class F>
 __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Dims& d, const Work& work,
                                  Counter* counter) {
-    Ring<F::STAGES> ring;
-    for (uint32_t parity = 0;; parity ^= 1) {
-        const int item = atomicAdd(&counter->next, 1);
-        smem.barrier(F::Q_EMPTY).wait(parity ^ 1);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem.item()), "r"(item) : "memory");
-        if (item >= work.total()) break;
-        int tile, head;
-        work.find(item, tile, head);
-        const int b = head / d.NH, h = head % d.NH, kv = h / d.group();
-        smem.barrier(F::Q_FULL).arrive_and_expect(F::Q_BYTES);
-        load_tile<F::HS, F::QUERIES>(smem.q(), qkv, smem.barrier(F::Q_FULL), h * F::HS, tile * F::QUERIES, b);
-        for (int n = F::key_tiles(d, tile) - 1; n >= 0; n--, ring.next()) {
+    Ring<F::STAGES> q, kv;
+    for (;; q.next()) {
+        const int number = atomicAdd(&counter->next, 1);
+        const Barrier q_full = smem.barrier(F::Q_FULL, q.stage);
+        smem.barrier(F::Q_EMPTY, q.stage).wait(q.parity ^ 1);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem.item(q.stage)), "r"(number) : "memory");
+        if (number >= work.total()) {
+            q_full.arrive();  // the consumers leave
+            break;
+        }
+        const Item item = work.find<F>(d, number);
+        q_full.arrive_and_expect(F::Q_BYTES);
+        load_tile<F::HS, F::QUERIES>(smem.q(q.stage), qkv, q_full, item.h * F::HS, item.first, item.b);
+        for (int n = (item.end - 1) / F::KEYS; n >= 0; n--, kv.next()) {
             auto load = [&](uint32_t to, int full, int empty, int column_head) {
-                const Barrier arrived = smem.barrier(full, ring.stage);
-                smem.barrier(empty, ring.stage).wait(ring.parity ^ 1);
+                const Barrier arrived = smem.barrier(full, kv.stage);
+                smem.barrier(empty, kv.stage).wait(kv.parity ^ 1);
                 arrived.arrive_and_expect(F::KV_BYTES);
-                load_tile<F::HS, F::KEYS>(to, qkv, arrived, column_head * F::HS, n * F::KEYS, b);
+                load_tile<F::HS, F::KEYS>(to, qkv, arrived, column_head * F::HS, n * F::KEYS, item.b);
             };
-            load(smem.k(ring.stage), F::K_FULL, F::K_EMPTY, d.NH + kv);
-            load(smem.v(ring.stage), F::V_FULL, F::V_EMPTY, d.NH + d.NKV + kv);
+            load(smem.k(kv.stage), F::K_FULL, F::K_EMPTY, d.NH + item.h / d.group());
+            load(smem.v(kv.stage), F::V_FULL, F::V_EMPTY, d.NH + d.NKV + item.h / d.group());
         }
     }
-    smem.barrier(F::Q_FULL).arrive();  // with an item after the last one, on which the consumers leave
     __threadfence();
     if (atomicAdd(&counter->left, 1) == int(gridDim.x) - 1) counter->next = 0, counter->left = 0;
 }
 
-// A consumer warpgroup: 64 queries of each item; from the diagonal tile of keys back to the first.
+// A consumer warpgroup: 64 queries of each item; from the diagonal tile of keys back to the first. The scores
+// of a tile run together with the output of the tile before, also from one item to the next.
 template <class F>
 __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Dims& d, const Work& work,
                                  float* lse) {
@@ -378,85 +382,106 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
     // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % F::CONSUMERS;
     const int own_barrier = 1 + F::CONSUMERS + warpgroup;
-    const uint32_t q = smem.q() + warpgroup * BOX_BYTES, staged = smem.base + F::O + warpgroup * BOX_BYTES;
+    const uint32_t staged = smem.base + F::O + warpgroup * BOX_BYTES;
     const float scale = d.scale * LOG2_E;
-    Ring<F::STAGES> k, v;
+    float s[F::KEYS / 2], o[HS / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2], factor[2];
+    uint32_t p[F::KEYS / 16][4];
+    Ring<F::STAGES> q, k, v;
+    Item item{}, old{};  // of the scores, of the output
+    int n = 0;           // tile of keys of the scores
+    bool add = false;    // to o, which is not initialized
     if (warpgroup == F::CONSUMERS - 1) arrive_named(next_turn, 2 * WARPGROUP);  // to warpgroup 0
 
-    for (uint32_t parity = 0;; parity ^= 1) {
-        smem.barrier(F::Q_FULL).wait(parity);
-        int item = 0, tile, head;
-        if (threadIdx.x % WARP == 0)
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(item) : "r"(smem.item()) : "memory");
-        item = __shfl_sync(~0u, item, 0);
-        if (item >= work.total()) break;
-        work.find(item, tile, head);
-        const int first_row = tile * F::QUERIES + warpgroup * 64, row = first_row + fragment_row();
-
-        float s[F::KEYS / 2], o[HS / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
-        uint32_t p[F::KEYS / 16][4];
-        int n = F::key_tiles(d, tile) - 1;
-        bool add = false;          // to o, which is not initialized
-        auto start_output = [&] {  // o += p v
-            smem.barrier(F::V_FULL, v.stage).wait(v.parity);
-            start_accumulate<F::KEYS>(o, p, smem.v(v.stage), add);
-        };
-        auto finish_scores = [&] {  // s becomes p in FP32
-            release(smem.barrier(F::K_EMPTY, k.stage));
-            k.next();
-            if ((n + 1) * F::KEYS - 1 > first_row) mask(s, n * F::KEYS - row);
-            softmax(s, max, sum, shrink, scale);
-        };
-        auto finish_output = [&] {
-            wgmma_wait<0>(o, p);
-            release(smem.barrier(F::V_EMPTY, v.stage));
-            v.next();
-        };
-
+    auto begin_item = [&] {  // false: there is none
+        int number;
+        smem.barrier(F::Q_FULL, q.stage).wait(q.parity);
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(number) : "r"(smem.item(q.stage)) : "memory");
+        item = work.find<F>(d, number);
+        n = (item.end - 1) / F::KEYS;
+        return number < work.total();
+    };
+    auto start_item_scores = [&] {  // s = q k^T
         smem.barrier(F::K_FULL, k.stage).wait(k.parity);
-        start_scores<HS, F::QUERIES>(s, q, smem.k(k.stage));
-        wgmma_wait<0>(s);
-        finish_scores();
-        to_operand(p, s);
-        for (n--; n >= 0; n--) {
-            smem.barrier(F::K_FULL, k.stage).wait(k.parity);
-            sync_named(my_turn, 2 * WARPGROUP);
-            start_scores<HS, F::QUERIES>(s, q, smem.k(k.stage));
-            start_output();  // of the tile before
-            add = true;
-            arrive_named(next_turn, 2 * WARPGROUP);
-            wgmma_wait<1>(s);
-            finish_scores();
-            finish_output();
-            to_operand(p, s);
+        sync_named(my_turn, 2 * WARPGROUP);
+        start_scores<HS, F::QUERIES>(s, smem.q(q.stage) + warpgroup * BOX_BYTES, smem.k(k.stage));
+    };
+    auto finish_scores = [&] {  // s becomes p in FP32
+        const int first_row = item.first + warpgroup * 64;
+        release(smem.barrier(F::K_EMPTY, k.stage));
+        k.next();
+        if ((n + 1) * F::KEYS - 1 > first_row) mask(s, n * F::KEYS - first_row - fragment_row());
+        softmax(s, max, sum, shrink, scale);
+    };
+    auto start_output = [&] {  // o += p v
+        smem.barrier(F::V_FULL, v.stage).wait(v.parity);
+        start_accumulate<F::KEYS>(o, p, smem.v(v.stage), add);
+    };
+    auto finish_output = [&] {
+        wgmma_wait<0>(o, p);
+        release(smem.barrier(F::V_EMPTY, v.stage));
+        v.next();
+    };
+    auto scale_output = [&] {
 #pragma unroll
-            for (int i = 0; i < HS / 2; i++) o[i] *= shrink[i / 2 % 2];
-        }
-        release(smem.barrier(F::Q_EMPTY));
-        start_output();
-        const int b = head / d.NH, h = head % d.NH;
-        float inverse[2];
+        for (int i = 0; i < HS / 2; i++) o[i] *= factor[i / 2 % 2];
+    };
+    auto finish_statistics = [&] {  // of the rows of an item; makes factor
         for (int r = 0; r < 2; r++) {
+            const int row = item.first + warpgroup * 64 + fragment_row() + 8 * r;
             sum[r] = quad_sum(sum[r]);
-            inverse[r] = 1.0f / sum[r];
-            if (threadIdx.x % 4 == 0 && row + 8 * r < d.T)
-                lse[(int64_t(b) * d.NH + h) * d.T + row + 8 * r] = max[r] * d.scale + logf(sum[r]);
+            factor[r] = 1.0f / sum[r];
+            if (threadIdx.x % 4 == 0 && row < item.end)
+                lse[(int64_t(item.b) * d.NH + item.h) * d.T + row] = max[r] * d.scale + logf(sum[r]);
+            max[r] = -INFINITY, sum[r] = 0;
         }
-        if (leader) bulk_wait_read();  // the output of the item before has left shared memory
-        finish_output();
-#pragma unroll
-        for (int i = 0; i < HS / 2; i++) o[i] *= inverse[i / 2 % 2];
+    };
+    auto write_output = [&] {
+        const int first_row = old.first + warpgroup * 64;
         uint32_t result[HS / 16][4];
         to_operand(result, o);
+        if (leader) bulk_wait_read();  // the output of the item before has left shared memory
         sync_named(own_barrier, WARPGROUP);
         store_tile<F::QUERIES>(staged, result);
         fence_async_shared();
         sync_named(own_barrier, WARPGROUP);
-        if (leader && first_row < d.T) {
-            store_rows<HS, F::QUERIES>(out, staged, h * HS, first_row, b);
-            bulk_commit();
+        if (!leader || first_row >= old.end) return;
+        store_rows<HS, F::QUERIES>(out, staged, old.h * HS, first_row, old.b);
+        bulk_commit();
+    };
+
+    begin_item();
+    start_item_scores();
+    arrive_named(next_turn, 2 * WARPGROUP);
+    wgmma_wait<0>(s);
+    finish_scores();
+    to_operand(p, s);
+    for (;;) {
+        const bool last = n == 0;  // tile of its item
+        old = item;
+        if (last) {
+            release(smem.barrier(F::Q_EMPTY, q.stage));
+            q.next();
+            finish_statistics();
+            if (!begin_item()) break;
+        } else {
+            n--;
         }
+        start_item_scores();
+        start_output();
+        arrive_named(next_turn, 2 * WARPGROUP);
+        wgmma_wait<1>(s);
+        finish_scores();
+        finish_output();
+        to_operand(p, s);
+        if (!last) factor[0] = shrink[0], factor[1] = shrink[1];
+        scale_output();
+        if (last) write_output();
+        add = !last;
     }
+    start_output();
+    finish_output();
+    scale_output();
+    write_output();
     if (leader) bulk_wait_read();
 }
 
