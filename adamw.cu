@@ -269,7 +269,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     if (first >= last) return 0;
     const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
     const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
-    const Weights weights = a.w.from<typename W::Value>(start + segment.to_weight, start);
+    const Weights weights = a.w.from<typename W::Value>(start);
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + first_of_lane();
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + first_of_lane();
     const WindowScales scales(segment, groups);

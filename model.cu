@@ -12,7 +12,7 @@
 //
 // The parts, each of which uses those before it:
 //   Device       settings, memory and stream of this GPU                              (gpu/state.cuh)
-//   Peers        the other GPUs                                                       (gpu/comm.cuh)
+//   Peers        the other GPUs                                                       (gpu/peers.cuh)
 //   State        weights, gradients, scales and moments, by parameter; the update     (gpu/state.cuh)
 //   Exchange     which gradients and weights travel between GPUs, and when            (gpu/exchange.cuh)
 //   LinearLayer  its GEMMs, and the operands that they read                           (gpu/linear.cuh)

@@ -1198,7 +1198,8 @@ private:
         Floats mine(kept.count);
         for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
         auto to = weights[i].begin();
-        for (const Floats& part : all_gather(mine)) to = std::copy(part.begin(), part.end(), to);
+        for (const Floats& part : params[i].rows > 1 ? all_gather(mine) : std::vector<Floats>{mine})
+            to = std::copy(part.begin(), part.end(), to);
         int16_t unused;
         for (int64_t e = 0; e < params[i].size(); e++) split_master(weights[i][e], &s.weight[e], &unused);
     }
@@ -1237,14 +1238,14 @@ private:
         auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
         auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
-        const Slice weight = kept_weight(setup_, params[i]), state = owned(setup_, params[i]);
+        const Slice own = owned(setup_, params[i]);
         ParamState& s = states_[i];
-        std::map<std::string, Place> places = {{"", part(s.weight, weight)}, {".m", whole(s.m.codes)},
-                                               {".m.max", whole(s.m.max)},   {".m.k", whole(s.m.k)},
-                                               {".v", whole(s.v.codes)},     {".v.max", whole(s.v.max)},
+        std::map<std::string, Place> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
+                                               {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
+                                               {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                {".v.k", whole(s.v.k)}};
-        if (setup_.master) places[".remainder"] = part(s.remainder, state);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], state);
+        if (setup_.master) places[".remainder"] = part(s.remainder, own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
         for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {
             DelayedScale& d = delayed_scales[i][o];
             places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);

@@ -15,14 +15,14 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
         : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
-          peers_(setup_, device_.memory, arena_, cuda_), exchange_(device_, state_, peers_),
+          connected_(connect_gpus(setup_, device_.memory, arena_, cuda_)), exchange_(device_, state_, peers_),
           state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
                                            caches_weights},
           tokens_(arena_.take<int32_t>(batch_tokens())), targets_(arena_.take<int32_t>(batch_tokens())),
           order_(arena_.take<int32_t>(batch_tokens())), token_rows_(arena_.take<TokenRows>(batch_tokens())) {
         clear(device_.results, sizeof(Results), cuda_);
         state_.initialize();
-        weights_changed(false);
+        weights_changed();
     }
 
     // Goes through a micro-batch and an update that launch nothing. Returns the bytes that they take.
@@ -48,7 +48,7 @@ public:
         }
         peers_.make_compute_wait();
         if (setup_.keep_gradients) state_.update(adamw);
-        weights_changed(true);
+        weights_changed();
         state_.end_delayed_step();
         const Outcome outcome = finish();
         all_loaded_ = true;
@@ -101,9 +101,7 @@ public:
     void write(const std::string& name, const void* in) override {
         peers_.make_compute_wait();
         state_.write(name, in);
-        // In the fp32 recipe a remainder is the lower half of the FP32 weight. Only its owner has written it,
-        // so the weights must be sent again.
-        weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
+        weights_changed();
     }
     const Setup& setup() const override { return setup_; }
 
@@ -128,7 +126,8 @@ protected:
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t cuda_ = device_.stream;
     Gemms gemms_;
-    Peers peers_;
+    const std::unique_ptr<Peers> connected_;
+    Peers& peers_ = *connected_;
     Exchange exchange_;
     State state_;
     LinearContext linear_;
@@ -205,9 +204,9 @@ private:
         make_cached_weights();
         cache_is_valid_ = true;
     }
-    void weights_changed(bool send) {  // send: as in Exchange
+    void weights_changed() {
         cache_is_valid_ = false;
-        exchange_.weights_changed(send);
+        exchange_.weights_changed();
     }
 
     // One micro-batch. Forward and backward are replayed from a CUDA graph, unless a launch may differ from

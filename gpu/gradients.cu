@@ -63,8 +63,11 @@ static __global__ void __launch_bounds__(STATE_THREADS)
                           GradientState* state) {
     double mine = 0;
     for (int64_t c = threadIdx.x; c < shard_units; c += STATE_THREADS) {
-        double sum = 0;  // of all ranks; one at most is not 0
-        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_units) + 1 + c];
+        double sum = 0;  // the largest of all ranks; NaN counts as such
+        for (int64_t r = 0; r < ranks; r++) {
+            const double theirs = sums[r * (1 + shard_units) + 1 + c];
+            if (theirs > sum || isnan(theirs)) sum = theirs;
+        }
         mine += sum;
     }
     const double squares = block_sum<STATE_THREADS>(mine);

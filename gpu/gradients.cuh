@@ -28,8 +28,8 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
                       int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
                       double* sums, cudaStream_t s);
-// Adds them to the state: those of all ranks, (ranks, 1 + shard_units), of which one at most is not 0 for a
-// shard unit. clip: the limit of the norm; 0: none.
+// Adds them to the state: those of all ranks, (ranks, 1 + shard_units). For a shard unit of a matrix one of
+// them at most is not 0, for one of a vector they are equal. clip: the limit of the norm; 0: none.
 void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
                    cudaStream_t s);
 

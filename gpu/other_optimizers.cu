@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(THREADS)
     const Segment segment = a.segments[blockIdx.y];
     if (a.state->skip || a.in_fp8_groups(segment)) return;
     if (maxima && !scaled(segment.m) && !scaled(segment.v)) return;
-    const Weights weights = a.w.from<typename W::Value>(segment.offset + segment.to_weight, segment.offset);
+    const Weights weights = a.w.from<typename W::Value>(segment.offset);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
     for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK; i < segment.size;

@@ -9,18 +9,17 @@
 namespace coat::gpu {
 constexpr int SIMPLE_THREADS = 256;
 
-// i counts from the slice's first element. Any of values, weights and remainders may be null. The weight is
-// the master rounded to nearest; ties go away from zero, so that the remainder fits.
-static __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
-                                         int64_t count, int64_t padded, float std, bool ones, int64_t used,
-                                         uint64_t seed, uint64_t index) {
+// i counts from the slice's first element. The weight is the master rounded to nearest; ties go away from
+// zero, so that the remainder fits.
+static __global__ void initialize_kernel(Weights w, ShardPlace at, int64_t padded, float std, bool ones,
+                                         int64_t used, uint64_t seed, uint64_t index) {
     const int64_t i = int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x;
     if (i >= padded) return;
-    const float value = i < count ? initial(std, ones, used, seed, index, first + i) : 0.0f;
+    const float value = i < at.own.count ? initial(std, ones, used, seed, index, at.own.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
-    if (values) values[i] = value;
-    if (weights) weights[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    if (remainders) remainders[i] = static_cast<int16_t>(bits & 0xFFFFu);
+    if (w.format == Format::F32) static_cast<float*>(w.values)[at.at + i] = value;
+    else static_cast<uint16_t*>(w.values)[at.at + i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    if (w.remainder) w.remainder[at.at + i] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
 // Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
@@ -40,17 +39,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
-    const bool f32 = w.format == Format::F32;
-    auto run = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
-        const int64_t n = padded(slice);
-        if (n > 0)
-            launch("initialize", initialize_kernel, blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s, values,
-                   weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, used, seed,
-                   index);
-    };
-    run(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
-        f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
-    if (w.remainder) run(at.state, nullptr, nullptr, w.remainder + at.state_at);
+    const int64_t n = padded(at.own);
+    if (n > 0)
+        launch("initialize", initialize_kernel, blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s, w, at, n,
+               p.init_std, p.role.weight, used, seed, index);
 }
 
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {

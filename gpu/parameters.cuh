@@ -19,9 +19,9 @@ struct Weights {
     int16_t* remainder;  // (total); null if the weights are FP32, or have no master
     Format format;
 
-    // Counted from these elements on: of the weights, which are T, and of the remainders.
-    template <class T> __device__ Weights from(int64_t weight, int64_t state) const {
-        return {static_cast<T*>(values) + weight, remainder ? remainder + state : nullptr, format};
+    // Counted from this element on; the weights are T.
+    template <class T> __device__ Weights from(int64_t i) const {
+        return {static_cast<T*>(values) + i, remainder ? remainder + i : nullptr, format};
     }
 };
 
@@ -32,20 +32,19 @@ struct MomentView {
     float *max, *k;  // k is null without expansion
     Format format;
 };
-// What this rank updates of one parameter: a row of a table on the device. With one rank all orders are the
-// flat order, so to_weight and to_flat are 0.
+// What this rank updates of one parameter: a row of a table on the device. With one rank its order is the
+// flat order, so to_flat is 0.
 struct Segment {
-    int64_t offset, size;  // among the rank's masters and gradients; elements
+    int64_t offset, size;  // among the rank's weights, masters and gradients; elements
     MomentView m, v;
     bool decays;
     AmaxAndScale* amax;      // of the new weights; may be null
-    int64_t to_weight = 0;   // what to add to an offset to find the weight among the rank's weights,
-    int64_t to_flat = 0;     // and to find the element in the flat order
+    int64_t to_flat = 0;     // what to add to an offset to find the element in the flat order
     int64_t shard_unit = 0;  // number of its first shard unit among those of all parameters
 };
 
-// The first values of a parameter (model.h, initial()): the slice `weight` of it at element weight_at, and
-// the remainders of the slice `state` at state_at. used: used_elements() of model.h; the rest is 0.
+// The first values of what a rank owns of a parameter (model.h, initial()). used: used_elements() of model.h;
+// the rest is 0.
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 

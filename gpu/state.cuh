@@ -8,9 +8,9 @@
 #include "coat.cuh"
 #include "../program/plan.h"
 #include "arena.cuh"
-#include "comm.cuh"
 #include "gradients.cuh"
 #include "other_scaling.cuh"
+#include "peers.cuh"
 #include "report.cuh"
 
 namespace coat::gpu {
@@ -111,15 +111,13 @@ public:
         if (peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
-    // The weights of a parameter that this rank keeps; and of a matrix those that it owns, as a view with
-    // MOMENT_GROUP columns, because they need not be whole rows.
+    // The weights of a parameter that this rank owns; and as a view with MOMENT_GROUP columns, because of a
+    // matrix they need not be whole rows.
     uint8_t* kept_weights(size_t i) const {
-        return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * weight_bytes;
+        return static_cast<uint8_t*>(weights_.values) + shards[i].at * weight_bytes;
     }
     View owned_weight(size_t i) const {
-        uint8_t* const first =
-            kept_weights(i) + (shards[i].state.first - shards[i].weight.first) * weight_bytes;
-        return {first, nullptr, shards[i].state.count / MOMENT_GROUP, MOMENT_GROUP, compute};
+        return {kept_weights(i), nullptr, shards[i].own.count / MOMENT_GROUP, MOMENT_GROUP, compute};
     }
     View gradient(size_t i) const {
         return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
@@ -131,7 +129,7 @@ public:
     // The gradients that this rank's update reads (model.h, owned()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
-        const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
+        const int64_t in_bucket = shards[i].at - shards[buckets[bucket].first].at;
         return sums_[bucket] + in_bucket * gradient_bytes;
     }
     // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
@@ -198,7 +196,7 @@ public:
                      end = whole_step ? params.size() : buckets[bucket].last;
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
-        const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
+        const Slice range{first.at, last.at + padded(last.own) - first.at};
         const int64_t sums = 1 + shard_units(begin, end);
         Results* const results = device_.results;
         GradientState* const state = &results->outcome.gradients;
@@ -228,7 +226,7 @@ public:
     // For the quantization report: the error of storing the moments of a bucket.
     void measure(int64_t bucket, QuantReport& report) const {
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
-            const Slice& slice = shards[i].state;
+            const Slice& slice = shards[i].own;
             measure_moments(setup.optimizer, moment(i, false), moment(i, true), gradient_from(i, slice.first),
                             gradient_quant.format, slice.count, report, cuda_);
         }
@@ -266,7 +264,7 @@ private:
     Device& device_;
     Peers& peers_;
     const cudaStream_t cuda_;
-    // What comes from other ranks is taken first (comm.cuh): sums of squares of gradients, and scales.
+    // What comes from other ranks is taken first (peers.cuh): sums of squares of gradients, and scales.
     double* const squares_;
     AmaxAndScale* const scales_of_ranks_;
     const Weights weights_;
@@ -286,12 +284,11 @@ private:
         return shards[end - 1].shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) -
                shards[begin].shard_unit;
     }
-    int64_t kept_state() const { return shards.back().state_at + padded(shards.back().state); }  // elements
+    int64_t elements() const { return shards.back().at + padded(shards.back().own); }  // that it owns
     Weights take_weights() {
-        const int64_t kept = shards.back().weight_at + padded(shards.back().weight);
-        void* const values = device_.arena.take(kept * weight_bytes);
+        void* const values = device_.arena.take(elements() * weight_bytes);
         const bool beside = setup.master && compute.format != Format::F32;
-        return {values, beside ? device_.arena.take<int16_t>(kept_state()) : nullptr, compute.format};
+        return {values, beside ? device_.arena.take<int16_t>(elements()) : nullptr, compute.format};
     }
     void take_moments() {
         const OptimizerFormat& o = setup.optimizer;
@@ -300,7 +297,7 @@ private:
         for (const bool second : {false, true})
             for (size_t i = 0; i < params.size(); i++) {
                 const Format f = params[i].moment(second ? o.v : o.m);
-                void* const codes = arena.take(padded(shards[i].state) * info(f).bytes);
+                void* const codes = arena.take(padded(shards[i].own) * info(f).bytes);
                 of_parameters_[second].push_back({codes, nullptr, nullptr, f});
             }
         // One scale per tensor has two places: the old one decodes until everything is encoded with the new
@@ -309,7 +306,7 @@ private:
         for (std::vector<MomentView>& moments : of_parameters_)
             for (size_t i = 0; i < params.size(); i++) {
                 MomentView& m = moments[i];
-                const int64_t scales = o.scales(m.format, shards[i].state.count);
+                const int64_t scales = o.scales(m.format, shards[i].own.count);
                 if (is_scaled(m.format)) m.max = arena.take<float>(scales * copies);
                 if (o.expands(m.format)) m.k = arena.take<float>(scales);
             }
@@ -325,9 +322,8 @@ private:
         const int64_t each = gradient_bytes, saved = setup.config.L * saved_layer_bytes(setup);
         const bool several = peers_.several(), kept = setup.keep_gradients;
         const int64_t first = kept ? gradients_offset(setup) : 0;
-        saved_ = arena.take(kept ? std::max(saved, first + kept_state() * each) : saved);
-        for (const BucketRange& b : buckets)
-            sums_.push_back(saved_ + first + shards[b.first].state_at * each);
+        saved_ = arena.take(kept ? std::max(saved, first + elements() * each) : saved);
+        for (const BucketRange& b : buckets) sums_.push_back(saved_ + first + shards[b.first].at * each);
         if (kept && !several) {
             gradients_ = sums_;
             return;
@@ -342,17 +338,19 @@ private:
         if (several) sums_.assign(buckets.size(), arena.take(std::max(e.largest, e.embedding) * each));
     }
 
-    int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
+    int64_t groups(size_t i) const { return ceil_div(shards[i].own.count, MOMENT_GROUP); }
     const MomentView& moment(size_t i, bool second) const { return of_parameters_[second][i]; }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
-        Segment s{at.state_at,     at.state.count, moment(i, false),
-                  moment(i, true), p.role.decay,   p.role.linear ? scale(i) : nullptr};
-        s.to_weight = at.weight_at + at.state.first - at.weight.first - s.offset;
-        s.to_flat = p.offset + at.state.first - s.offset;
-        s.shard_unit = at.shard_unit + at.state.first / SHARD_UNIT;
-        return s;
+        return {at.at,
+                at.own.count,
+                moment(i, false),
+                moment(i, true),
+                p.role.decay,
+                p.role.linear ? scale(i) : nullptr,
+                p.offset + at.own.first - at.at,
+                at.shard_unit + at.own.first / SHARD_UNIT};
     }
     float* history(int64_t linear, LinearOperand o) const {
         return histories_ + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
@@ -372,10 +370,10 @@ private:
     }
     // Where a tensor is, for those that are stored as read() and write() pass them.
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
-        const int64_t kept = shards[i].state.count;
-        if (suffix.empty()) return {kept_weights(i), shards[i].weight.count * 2};
+        const int64_t kept = shards[i].own.count;
+        if (suffix.empty()) return {kept_weights(i), kept * 2};
         if (suffix == ".remainder" && weights_.remainder)
-            return {weights_.remainder + shards[i].state_at, kept * 2};
+            return {weights_.remainder + shards[i].at, kept * 2};
         for (const bool second : {false, true}) {
             const MomentView m = moment(i, second);
             const std::string of = second ? ".v" : ".m";
@@ -403,13 +401,10 @@ private:
         const auto [data, bytes] = find(name, i, suffix);
         copy(out ? out : data, out ? data : in, bytes, cuda_);
     }
-    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu). What
-    // is kept of weights and of remainders are parts of one FP32 array.
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu).
     void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
-        const ShardPlace& at = shards[i];
-        const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
-                      count = (remainder ? at.state : at.weight).count;
-        uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i)) + skipped;
+        const int64_t count = shards[i].own.count;
+        uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i));
         std::vector<uint32_t> bits(static_cast<size_t>(count));
         copy(bits.data(), masters, count * 4, cuda_);
         device_.wait("Reading a tensor failed");
@@ -425,7 +420,7 @@ private:
         return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
     }
     void read_gradient(size_t i, float* out) const {
-        const int64_t n = shards[i].state.count;
+        const int64_t n = shards[i].own.count;
         copy(out, gradient_sums(i), n * gradient_bytes, cuda_);
         device_.wait("Reading a gradient failed");
         const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(out);

@@ -80,10 +80,11 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
     return table;
 }
 
-// The elements of a parameter that a rank owns: all ranks send it their gradients of these, it adds them, and
-// it alone has their master weights and moments and updates them. They are whole shard units, so that no
-// group of moments is cut and so that sums over shard units are the same for any number of ranks. A parameter
-// that is smaller than a shard unit belongs to the last rank.
+// The elements of a parameter that a rank owns: it adds all ranks' gradients of these, and keeps and updates
+// their weights, masters and moments. Of a matrix each rank owns a part, and the matrix is gathered just
+// before it is used (as ZeRO-3). The parts are whole shard units: no group of moments is cut, and sums over
+// shard units are the same for any number of ranks. A matrix that is smaller than a shard unit belongs to the
+// last rank. Of a vector, which is small, every rank owns the whole, and computes the same.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
@@ -95,12 +96,10 @@ inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
     return {begin, end - begin};
 }
 inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
-inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
-// The weights that a rank keeps in memory: of matrices those that it owns, and they are gathered just before
-// they are used (as ZeRO-3). Vectors are kept whole by every rank: they are small, and most kernels need one.
-inline Slice kept_weight(const Setup& s, const Param& p) {
-    return p.rows > 1 ? owned(s, p) : Slice{0, p.size()};
+inline Slice owned(const Param& p, int64_t rank, int64_t ranks) {
+    return p.rows > 1 ? slice_of(p.size(), rank, ranks) : Slice{0, p.size()};
 }
+inline Slice owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
 // four additions: one for each micro-batch, or two if the head is also the embedding. More are summed in
@@ -191,7 +190,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // one after the other, are the whole tensor, unless every rank keeps all of it.
 inline Slice kept(const Setup& s, const Param& p, const StateTensor& t) {
     if (t.per == 0) return {0, t.size()};
-    const Slice of = t.name == p.name ? kept_weight(s, p) : owned(s, p);
+    const Slice of = owned(s, p);
     const int64_t first = ceil_div(of.first, t.per);
     return {first, ceil_div(of.first + of.count, t.per) - first};
 }

@@ -97,15 +97,12 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
           moment("AdamW, second moment", s.optimizer.v)}}};
 }
 
-// A rank's weights lie one after the other, as do its masters, moments and sums of gradients. Each slice is
-// padded to whole groups of moments.
 std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
-    int64_t weight = 0, state = 0, unit = 0;
+    int64_t at = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({kept_weight(s, p), owned(s, p), weight, state, unit});
-        weight += padded(table.back().weight);
-        state += padded(table.back().state);
+        table.push_back({owned(s, p), at, unit});
+        at += padded(table.back().own);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
     return table;
@@ -206,7 +203,7 @@ int64_t gradients_offset(const Setup& s) {
     for (size_t i = 0; i < params.size(); i++) {
         const bool by_head = params[i].name == "embedding" && c.tied;
         const int64_t layers_alive = by_head ? c.L : std::min(c.L, ceil_div(params[i].bucket, 4));
-        offset = std::max(offset, layers_alive * layer_bytes - shards[i].state_at * gradient_bytes(s));
+        offset = std::max(offset, layers_alive * layer_bytes - shards[i].at * gradient_bytes(s));
     }
     return round_up(offset, GPU_ALIGNMENT);
 }

@@ -56,17 +56,13 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
     return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
 }
 
-// Where a rank has its part of a parameter, in elements. A rank keeps two arrays, its weights and its state
-// (masters, moments and sums of gradients), each with its parts of all parameters one after the other. With
-// one rank both are the flat order. For example rank 1 of 2, if p0 is a vector and p1 a matrix:
-//   flat order     |-------- p0 --------|-------- p1 --------|
-//   its weights    |-------- p0 --------|-- p1 --|     weight_at of p1: the size of p0
-//   its state      |-- p0 --|-- p1 --|                 state_at of p1: the size of its part of p0
+// Where a rank has its part of a parameter, in elements: among its weights, and likewise among its masters,
+// moments and sums of gradients. Each has the parts of all parameters one after the other, padded to whole
+// groups of moments. With one rank that is the flat order.
 struct ShardPlace {
-    Slice weight, state;  // kept_weight(), owned()
-    int64_t weight_at;    // of the slice `weight`, among all weights of the rank
-    int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
-    int64_t shard_unit;   // number of the parameter's first shard unit among those of all parameters
+    Slice own;           // owned()
+    int64_t at;          // of its first element
+    int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
 };
 
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made

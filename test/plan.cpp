@@ -141,7 +141,7 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
                     const int64_t begin = gradients_offset(s), layer_bytes = saved_layer_bytes(s);
                     for (size_t i = 0; i < params.size(); i++) {
                         const Param& p = params[i];
-                        const int64_t first = begin + shards[i].state_at * info(gradient_format(s)).bytes;
+                        const int64_t first = begin + shards[i].at * info(gradient_format(s)).bytes;
                         const bool layer = p.name.compare(0, 7, "layers.") == 0;
                         const bool last = p.name == "positions" || (p.name == "embedding" && !s.config.tied);
                         // When p's gradient is written, the activations of this many layers are still needed.

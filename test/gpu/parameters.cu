@@ -5,12 +5,6 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
-ShardPlace whole(const Param& p) { return {{0, p.size()}, {0, p.size()}, p.offset, p.offset, 0}; }
-
-}  // namespace
-
 GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference") {
     ModelConfig c = find_row(models(), "gpt2-tiny", "--model");
     c.V = 65, c.L = 1;
@@ -21,7 +15,8 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
         Buffer<int16_t> remainder(total);
         for (size_t i = 0; i < params.size(); i++)
             gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i],
-                            whole(params[i]), i, used_elements(c, params[i]), 7, 0);
+                            {{0, params[i].size()}, params[i].offset, 0}, i, used_elements(c, params[i]), 7,
+                            0);
         const Bytes got = values.read();
         const auto remainders = remainder.read();
         int64_t wrong = 0;

@@ -1,0 +1,84 @@
+// gpu/peers.cuh - the other GPUs of a run, and how they send each other bytes (copies.cu, nccl.cu).
+//
+// There is one operation: ranks send bytes. Sums are not its business: a library's order depends on the
+// number of GPUs, and so would the bits. add_gradients() in gradients.cu adds in the order of the ranks.
+// What is received lies in buffers that all ranks take first, in the same order and with the same sizes. So
+// the address of a place here also names that place at any other rank.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "../program/model.h"
+#include "../program/ranks.h"
+#include "arena.cuh"
+#include "cuda.cuh"
+
+namespace coat::gpu {
+
+// What one rank sends to another. All ranks list the same transfers in the same order; one from a rank to
+// itself counts for nothing.
+struct Transfer {
+    int64_t from, to;
+    const uint8_t* send;  // at `from`
+    uint8_t* receive;     // the address here of the place at `to`
+    int64_t bytes;
+};
+
+// What travels does so on a stream of its own, beside the computation. Objects of this class are alone, or in
+// a dry run: nothing travels.
+class Peers {
+public:
+    Peers(const Setup& s, cudaStream_t compute)
+        : rank(s.rank), count(s.ranks), compute_(compute), stream_(compute == DRY_RUN) {}
+    virtual ~Peers() = default;
+
+    const int64_t rank, count;
+
+    bool several() const { return count > 1; }
+    cudaStream_t stream() const { return stream_; }
+    // What is launched on stream() from now on runs after what the computation has launched so far.
+    void wait_for_compute() { now_.record(compute_), now_.make_wait(stream_); }
+    // And the other way round.
+    void make_compute_wait() {
+        if (several()) then_.record(stream_), then_.make_wait(compute_);
+    }
+
+    // All transfers of one call belong together; what is launched on stream() afterwards finds them done. The
+    // host does not wait. A collective: every rank makes the same calls in the same order. If a rank ends,
+    // ranks.h ends the others.
+    virtual void exchange(const std::vector<Transfer>&) {}
+
+    // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
+    template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
+        for (int64_t from = 0; from < count; from++)
+            for (int64_t to = 0; to < count; to++) {
+                uint8_t* const place = whole + part(from).first;
+                transfers.push_back({from, to, place, place, part(from).count});
+            }
+    }
+    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation
+    // waits for it.
+    void all_gather(void* blocks, int64_t bytes) {
+        if (!several()) return;
+        std::vector<Transfer> transfers;
+        auto block = [&](int64_t r) { return Slice{r * bytes, bytes}; };
+        add_gather(static_cast<uint8_t*>(blocks), block, transfers);
+        wait_for_compute();
+        exchange(transfers);
+        make_compute_wait();
+    }
+
+private:
+    const cudaStream_t compute_;
+    const Stream stream_;
+    Event now_, then_;
+};
+
+// Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
+// multiprocessor from the computation. Otherwise NCCL does, or if a rank's environment variable COAT_NCCL
+// names a library (libnccl.so.2, or a path). memory: where the arena begins. compute: the stream of the
+// computation.
+std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& arena, cudaStream_t compute);
+std::unique_ptr<Peers> connect_by_nccl(const Setup& s, cudaStream_t compute, const std::string& library);
+
+}  // namespace coat::gpu
