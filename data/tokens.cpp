@@ -142,9 +142,9 @@ constexpr int64_t HEADER = 256 * 4;  // bytes
 constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801, MAGIC_VOCABULARY = 20240328;
 
 // A file of token pieces: for each token a byte with its length, and its bytes.
-std::vector<std::string> read_vocabulary(const std::string& path) {
+std::vector<std::string> read_vocabulary(const std::string& path, int32_t* end_token) {
     const MappedFile file(path);
-    int32_t header[3] = {};  // magic, version, number of tokens
+    int32_t header[4] = {};  // magic, version, number of tokens; in version 2 the token that ends a text
     if (file.bytes() >= HEADER) std::memcpy(header, file.data(), sizeof header);
     std::vector<std::string> pieces;
     const uint8_t *const end = file.data() + file.bytes(), *at = end;
@@ -153,6 +153,7 @@ std::vector<std::string> read_vocabulary(const std::string& path) {
         pieces.emplace_back(reinterpret_cast<const char*>(at + 1), *at);
     if (pieces.empty() || at != end || int64_t(pieces.size()) != header[2])
         throw Error(path, " is not a whole tokenizer file of llm.c; write it again with data/tokenize.py.");
+    *end_token = header[1] == 2 ? header[3] : -1;
     return pieces;
 }
 
@@ -181,7 +182,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     stream.append({file, file->data() + HEADER, width, count, file.get()});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
     if (!fs::exists(beside)) return;
-    const std::vector<std::string> pieces = read_vocabulary(beside);
+    const std::vector<std::string> pieces = read_vocabulary(beside, &c.end_token);
     if (c.vocabulary.empty()) c.vocabulary = pieces;
     if (pieces != c.vocabulary)
         throw Error("--data has token files of another tokenizer than ", beside,

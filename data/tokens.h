@@ -49,6 +49,7 @@ private:
 struct Corpus {
     TokenStream train, validation;
     std::vector<std::string> vocabulary;  // the bytes of each token; empty if token files come without
+    int32_t end_token = -1;               // that ends a text or an answer; -1: not known
     int64_t seq = 0;                      // of packed conversations; 0 for text
     std::string description;              // one line: which data, how many files, how many tokens
 

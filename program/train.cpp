@@ -148,9 +148,9 @@ double validate(Run& run) {
     return loss;
 }
 
-// Continues the beginning of the held-out text, if --seq has room. Each token costs a whole forward pass:
-// nothing is cached between them. The seed follows from the step, so a resumed run prints the samples of one
-// that was not stopped.
+// Continues the beginning of the held-out text, if --seq has room, up to the token that ends a text. Each
+// token costs a whole forward pass: nothing is cached between them. The seed follows from the step, so a
+// resumed run prints the samples of one that was not stopped.
 void sample(Run& run) {
     constexpr int64_t PROMPT = 16, LENGTH = 256;
     constexpr float TEMPERATURE = 0.8f;
@@ -163,6 +163,7 @@ void sample(Run& run) {
         const float top = *std::max_element(logits.begin(), logits.end());
         for (float& logit : logits) logit = std::exp((logit - top) / TEMPERATURE);
         tokens.push_back(std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random));
+        if (tokens.back() == run.corpus.end_token) break;
     }
     if (tokens.size() == PROMPT) return;
     std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,

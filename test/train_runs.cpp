@@ -312,6 +312,16 @@ TEST_CASE(
     require_success(train(folder, flags + "--recipe fp32 --model model --steps 1 --seed 2"));
     const std::vector<int32_t> other = logged(folder, "sample").at(0).at("tokens");
     CHECK(different.count(other) == 0);
+    // With token files a sample ends at the token that ends a text.
+    std::vector<std::string> bytes;
+    for (int byte = 0; byte < 256; byte++) bytes.push_back(std::string(1, char(byte)));
+    folder.write("tokens/text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
+    folder.write("tokens/tokenizer.bin", tokenizer_file(bytes, 'b'));
+    fs::remove(folder.path / "log");
+    require_success(train(folder, flags + "--recipe fp32 --model model --steps 1 --data tokens"));
+    const std::vector<int32_t> ended = logged(folder, "sample").at(0).at("tokens");
+    CHECK((ended.back() == 'b' && ended.size() < 256));
+    CHECK(std::find(ended.begin() + 16, ended.end(), 'b') == ended.end() - 1);
     // A sequence that has no room for more than the prompt gives no sample.
     CHECK(!contains(tiny(folder, "--steps 1 --sample-every 1 --out ''").out, "sample |"));
 }

@@ -179,6 +179,7 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
         CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
         CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>text 3");
         CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 260 && corpus.vocabulary[259] == "<|\u00e9|>"));
+        CHECK(corpus.end_token == 258);
     }
     require_success(folder.run("--tokenizer model --out tokens in/a --hold-out 0.25"));  // 2-byte tokens
     CHECK(fs::file_size(folder / "tokens/val.bin") == 1024 + 2 * (1 + large.size() / 4));

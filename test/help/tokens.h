@@ -30,8 +30,9 @@ std::string token_file(const std::vector<Token>& tokens, int32_t seq = 0, int32_
     return file_header({magic, version, int32_t(tokens.size()), seq})
         .append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token));
 }
-inline std::string tokenizer_file(const std::vector<std::string>& pieces) {
-    std::string file = file_header({20240328, 1, int32_t(pieces.size())});
+// end: the token that ends a text; -1: a file of version 1, which has none.
+inline std::string tokenizer_file(const std::vector<std::string>& pieces, int32_t end = -1) {
+    std::string file = file_header({20240328, end < 0 ? 1 : 2, int32_t(pieces.size()), end});
     for (const std::string& piece : pieces) file += char(piece.size()) + piece;
     return file;
 }
