@@ -2,9 +2,8 @@
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
-//               sums are FP32, they have the bits of one GPU that adds up as many micro-batches; if they are
-//               BF16, one GPU rounds more often. For equal bits a micro-batch must add to a gradient once; it
-//               adds more often to a tied embedding, and to the head if it has more than HEAD_TOKENS tokens.
+//               sums are FP32 and a micro-batch adds to each once, they have the bits of one GPU that adds up
+//               as many micro-batches. (To a tied embedding, and to the head of many tokens, it adds more.)
 //   weights     before a stage computes (the embeddings, a linear layer, or the head), its matrices are
 //               gathered into one of two buffers, while the stage before still computes with the other. A
 //               stage has the number of its bucket of gradients.
@@ -40,9 +39,8 @@ public:
     // --- Gradients
     // Makes the computation wait until what was in the place of a bucket's gradients has been sent.
     void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(cuda_); }
-    // The computation has launched all that writes a bucket's gradients of one micro-batch. Each rank gets
-    // the gradients of what it owns from all others, and adds them to its sums.
-    // first: of the micro-batches of the step.
+    // The computation has launched all that writes a bucket's gradients of one micro-batch (first: of the
+    // step). Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void add_bucket(int64_t bucket, bool first) {
         const BucketRange& b = state_.buckets[bucket];
         const int64_t me = peers_.rank, each = state_.gradient_bytes;

@@ -2,9 +2,8 @@
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along the
 // reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no E5M2 x E5M2.
-// The layouts of scales other than per-tensor are under "Outer Vector Scaling" and "128-element 1D and
-// 128x128 2D Block Scaling"; tensor.cuh (Operand) repeats them. cuBLAS is column-major, and there a row-major
-// matrix is its transpose: out^T = b^T a^T. So cuBLAS's operand A is our b.
+// tensor.cuh (Operand) has the layouts of scales. cuBLAS is column-major, and there a row-major matrix is its
+// transpose: out^T = b^T a^T. So cuBLAS's operand A is our b.
 #include "gemm.cuh"
 
 #include <algorithm>
@@ -80,48 +79,35 @@ size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     return static_cast<size_t>(std::find(std::begin(FAST_TILES), std::end(FAST_TILES), tile) - FAST_TILES);
 }
 
-}  // namespace
-
-struct Gemms::Call {
-    Side a, b;  // cuBLAS's A and B: our b and a
-    View out;
-    bool accumulate;
-    const void* bias;
-    cudaStream_t stream;
-};
-
-struct Gemms::Problem {  // what cuBLASLt knows of a shape
+// What cuBLASLt must know of out = a b, or out += a b. Accumulation is in FP32 (if fast, in fewer bits); the
+// epilogue adds the bias.
+struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;
-    cublasLtMatmulAlgo_t algorithm{};
 
-    // Accumulation is in FP32 (if fast, in fewer bits), alpha is 1, beta 0 or 1; the epilogue adds the bias.
-    Problem(const Call& c, bool fast_accumulation)
-        : a(layout(c.a.format, c.a.rows, c.a.cols)), b(layout(c.b.format, c.b.rows, c.b.cols)),
-          out(layout(c.out.quant.format, c.out.cols, c.out.rows)) {
+    // x, y: cuBLAS's A and B. Scales and bias are read from device memory when the GEMM runs.
+    Problem(const Side& x, const Side& y, const View& to, const void* bias, bool fast)
+        : a(layout(x.format, x.rows, x.cols)), b(layout(y.format, y.rows, y.cols)),
+          out(layout(to.quant.format, to.cols, to.rows)) {
         succeed(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), DESCRIBING);
-        set(CUBLASLT_MATMUL_DESC_TRANSA, c.a.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
-        set(CUBLASLT_MATMUL_DESC_TRANSB, c.b.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
-        if (is_fp8(c.a.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accumulation));
-        if (c.a.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, c.a.scale_mode);
-        if (c.b.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, c.b.scale_mode);
-        if (c.bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        if (c.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(c.out.quant.format));
-        set_pointers(c);
+        set(CUBLASLT_MATMUL_DESC_TRANSA, x.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
+        set(CUBLASLT_MATMUL_DESC_TRANSB, y.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
+        if (is_fp8(x.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
+        if (x.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, x.scale_mode);
+        if (y.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, y.scale_mode);
+        if (x.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, x.scale);
+        if (y.scale) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, y.scale);
+        if (!bias) return;
+        set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.quant.format));
+        set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
-
     template <class T> void set(cublasLtMatmulDescAttributes_t name, T value) {
         succeed(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value), DESCRIBING);
     }
-    // Scales and bias are read from device memory when the GEMM runs, so the host needs not know them.
-    void set_pointers(const Call& c) {
-        if (c.a.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.a.scale);
-        if (c.b.scale) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, c.b.scale);
-        if (c.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, c.bias);
-    }
 
-    // cuBLASLt's algorithms, at least one, by their tiles or in its own order. Partial sums in the output's
-    // format are excluded; by tile all are, so that the order of additions does not depend on the choice.
+    // cuBLASLt's algorithms, by their tiles or in its own order. Partial sums in the output's format are
+    // excluded; by tile all are, so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
         succeed(cublasLtMatmulPreferenceInit(&preference), DESCRIBING);
@@ -129,7 +115,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
             succeed(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value),
                     DESCRIBING);
         };
-        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
+        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(Gemms::SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                uint32_t(by_tile ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (auto name :
@@ -138,13 +124,11 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
             prefer(name, uint32_t(16));
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
-        const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out,
-                                                                     &preference, CANDIDATES, found, &n);
+        cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES, found,
+                                       &n);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status,
-                "cuBLASLt does not support a GEMM");
         if (by_tile)
             std::stable_sort(algorithms.begin(), algorithms.end(), [](const auto& x, const auto& y) {
                 return place_of_tile(x) < place_of_tile(y);
@@ -153,6 +137,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     }
 };
 
+}  // namespace
+
 Gemms::Gemms(void* scratch, const bool (&fast_accumulation)[3]) : scratch_(scratch) {
     std::copy(fast_accumulation, fast_accumulation + 3, fast_accumulation_);
 }
@@ -160,44 +146,38 @@ Gemms::~Gemms() {
     if (handle_) cublasLtDestroy(handle_);
 }
 
-// out = a b + beta out. The status is for the caller to judge: a candidate may fail, a chosen one may not.
-cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
-    const float one = 1, beta = c.accumulate ? 1 : 0;
-    const cublasStatus_t status =
-        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.data, &p.out,
-                       c.out.data, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
-    if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
-    return status;
-}
-
 void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
                 const void* bias, cudaStream_t s) {
     if (out.rows == 0 || s == DRY_RUN) return;
     if (!handle_) succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
-    const Side ca = side(b, kind != Gemm::Fprop, true), cb = side(a, kind == Gemm::Wgrad, false);
-    const Call call{ca, cb, out, accumulate, bias, s};
-    const int64_t depth = ca.transpose ? ca.rows : ca.cols, width = ca.transpose ? ca.cols : ca.rows;
-    const int64_t depth_b = cb.transpose ? cb.cols : cb.rows, height = cb.transpose ? cb.rows : cb.cols;
-    require(depth == depth_b && width == out.cols && height == out.rows, "the shapes of a GEMM do not fit");
-    std::unique_ptr<Problem>& p = problems_[{kind, ca.format, cb.format, out.quant.format, ca.scale_mode,
-                                             cb.scale_mode, out.rows, out.cols, depth, bias != nullptr}];
-    if (p) {
-        p->set_pointers(call);
-        succeed(launch(*p, p->algorithm, call), "A GEMM failed");
+    const Side x = side(b, kind != Gemm::Fprop, true), y = side(a, kind == Gemm::Wgrad, false);
+    const int64_t depth = x.transpose ? x.rows : x.cols, width = x.transpose ? x.cols : x.rows;
+    const int64_t depth_y = y.transpose ? y.cols : y.rows, height = y.transpose ? y.rows : y.cols;
+    require(depth == depth_y && width == out.cols && height == out.rows, "the shapes of a GEMM do not fit");
+    const bool fast = fast_accumulation_[static_cast<int>(kind)];
+    Problem p(x, y, out, bias, fast);
+    // A candidate may fail, a chosen algorithm may not.
+    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
+        const float one = 1, beta = accumulate ? 1 : 0;
+        status = cublasLtMatmul(handle_, &p.operation, &one, x.data, &p.a, y.data, &p.b, &beta, out.data,
+                                &p.out, out.data, &p.out, &algorithm, scratch_, SCRATCH, s);
+        if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
+        return status == CUBLAS_STATUS_SUCCESS;
+    };
+    const Key key{kind,     x.format, y.format, out.quant.format, x.scale_mode, y.scale_mode,
+                  out.rows, out.cols, depth,    bias != nullptr};
+    if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
+        launch(chosen->second);
     } else {  // the first GEMM of a shape: by the first algorithm that can be launched
-        const bool fast = fast_accumulation_[static_cast<int>(kind)],
-                   by_tile = (fast || ca.format == Format::BF16) && kind != Gemm::Wgrad &&
+        const bool by_tile = (fast || x.format == Format::BF16) && kind != Gemm::Wgrad &&
                              out.rows * out.cols >= LARGE &&
                              device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-        auto first = std::make_unique<Problem>(call, fast);
-        cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-        for (const cublasLtMatmulAlgo_t& candidate : first->candidates(handle_, by_tile)) {
-            status = launch(*first, first->algorithm = candidate, call);
-            if (status == CUBLAS_STATUS_SUCCESS) break;
-        }
-        succeed(status, "A GEMM failed");
-        p = std::move(first);
+        const std::vector<cublasLtMatmulAlgo_t> all = p.candidates(handle_, by_tile);
+        const auto first = std::find_if(all.begin(), all.end(), launch);
+        if (first != all.end()) algorithms_[key] = *first;
     }
+    succeed(status, "A GEMM failed");
 }
 
 }  // namespace coat::gpu

@@ -11,7 +11,6 @@
 #include <cublasLt.h>
 
 #include <map>
-#include <memory>
 #include <tuple>
 
 #include "tensor.cuh"
@@ -23,31 +22,24 @@ enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
-    // scratch: SCRATCH bytes of device memory; between GEMMs others may use it. fast_accumulation:
-    // for each Gemm, as in Recipe.
+    // scratch: SCRATCH bytes; between GEMMs others may use it. fast_accumulation: by Gemm, as in Recipe.
     Gemms(void* scratch, const bool (&fast_accumulation)[3]);
     ~Gemms();
     void* scratch() const { return scratch_; }
 
-    // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
-    // adds to it. bias (out), in out's format, or null: for Fprop. Shapes, formats or scales that no
-    // GEMM supports are an Error.
+    // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate` adds to
+    // it. bias (out), in out's format, or null: for Fprop. What no GEMM supports is an Error.
     void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
              const void* bias, cudaStream_t s);
 
 private:
-    struct Problem;
-    struct Call;
-    // Formats of a, b and out; scale modes of a and b; rows and columns of out, length of the
-    // reduction; whether there is a bias.
+    // Formats and scale modes of the operands; rows and columns of out; depth; whether there is a bias.
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
-
-    cublasStatus_t launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
 
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
     bool fast_accumulation_[3];
-    std::map<Key, std::unique_ptr<Problem>> problems_;  // null until the first launch succeeds
+    std::map<Key, cublasLtMatmulAlgo_t> algorithms_;  // as the first GEMM of a shape has chosen them
 };
 
 }  // namespace coat::gpu

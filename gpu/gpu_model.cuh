@@ -210,10 +210,9 @@ private:
     }
 
     // One micro-batch. Forward and backward are replayed from a CUDA graph, unless a launch may differ from
-    // the last one: in the first step of all, in which CUDA loads the kernels and each GEMM chooses its
-    // algorithm, while quantization is measured, when buckets are sent or updated on the way, and while an
-    // operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of the
-    // embedding.
+    // the last one: in the first step of all, which loads kernels and chooses the GEMMs' algorithms, while
+    // quantization is measured, when buckets are sent or updated on the way, and while an operand may lack
+    // its delayed scale. Meanwhile the host sorts the tokens for the gradient of the embedding.
     void run(int64_t micro_batch, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = micro_batch;
         linear_.assigns = assigns();

@@ -6,8 +6,7 @@
 
 namespace coat::gpu {
 
-// What a step knows of its gradients, on the device, so that the host need not wait. Cleared before the step;
-// each bucket adds to it.
+// What a step knows of its gradients, on the device. Cleared before the step; each bucket adds to it.
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
     float clip_factor;     // of the gradients, by clipping: limit / norm, or 1

@@ -2,9 +2,8 @@
 // moments, and its row in the table of an update (parameters.cu: first values); how kernels read and round
 // weights.
 //
-// All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset`
-// on. The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on
-// the given CUDA stream.
+// The padding of a parameter up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all
+// launch on the given CUDA stream.
 #pragma once
 #include "../program/plan.h"
 #include "tensor.cuh"

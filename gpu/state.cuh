@@ -92,18 +92,17 @@ public:
               device.arena.take<AmaxAndScale>(peers.several() * peers.count * number_of_scales())),
           weights_(take_weights()) {
         Arena& arena = device_.arena;
+        scales_ = arena.take<AmaxAndScale>(number_of_scales());
         take_moments();
         take_activations_and_gradients();
-        scales_ = arena.take<AmaxAndScale>(number_of_scales());
         segments_ = arena.take<Segment>(static_cast<int64_t>(params.size()));
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
         device_.wait("Copying the table of parameters failed");
-        for (size_t i = 0; i < params.size(); i++) numbers_[params[i].name] = i;
     }
 
-    size_t number(const std::string& param) const { return numbers_.at(param); }
+    size_t number(const std::string& param) const { return find(param).param; }
     // What layer l saves for backward, saved_layer_bytes().
     uint8_t* saved(int64_t l) const { return saved_ + l * saved_layer_bytes(setup); }
 
@@ -111,8 +110,8 @@ public:
         if (peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
-    // The weights of a parameter that this rank owns; and as a view with MOMENT_GROUP columns, because of a
-    // matrix they need not be whole rows.
+    // The weights of a parameter that this rank owns; as a view they have MOMENT_GROUP columns, because they
+    // need not be whole rows.
     uint8_t* kept_weights(size_t i) const {
         return static_cast<uint8_t*>(weights_.values) + shards[i].at * weight_bytes;
     }
@@ -166,9 +165,8 @@ public:
         device_.wait("Initializing the weights failed");
     }
 
-    // Clears the amaxes of inputs and gradients, and with delayed scaling those of weights: before each
-    // micro-batch if scaling is just in time, and before each step if it is delayed. (Just in time, the amax
-    // of a weight is in scale(i) and stays.)
+    // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
+    // if it is delayed. (Just in time, the amax of a weight is in scale(i) and stays.)
     void clear_amaxes() {
         if (cuda_ == DRY_RUN) return;
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
@@ -212,7 +210,7 @@ public:
     }
 
     // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
-    // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
+    // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
         if (!peers_.several()) return;
         const int64_t n = delayed_scaling() ? number_of_scales() : static_cast<int64_t>(params.size());
@@ -247,16 +245,16 @@ public:
     }
 
     void read(const std::string& name, void* out) const {
-        const auto [i, suffix] = parse(name);
-        if (suffix == ".gradient" && setup.keep_gradients) read_gradient(i, static_cast<float*>(out));
-        else transfer(name, i, suffix, out, nullptr);
+        const size_t stem = name.size() - std::min(name.size(), std::strlen(".gradient"));
+        if (setup.keep_gradients && name.substr(stem) == ".gradient")
+            read_gradient(number(name.substr(0, stem)), static_cast<float*>(out));
+        else transfer(name, out, nullptr);
         device_.wait("Reading a tensor failed");
     }
     void write(const std::string& name, const void* in) {
-        const auto [i, suffix] = parse(name);
-        transfer(name, i, suffix, nullptr, in);
+        transfer(name, nullptr, in);
         expect_missing_histories();
-        refresh_scale(i);
+        refresh_scale(find(name).param);
         device_.wait("Writing a tensor failed");
     }
 
@@ -268,9 +266,14 @@ private:
     double* const squares_;
     AmaxAndScale* const scales_of_ranks_;
     const Weights weights_;
-    std::map<std::string, size_t> numbers_;  // of parameters
-    // Moments, the first ones of all parameters and then the second ones; their scales; and the histories of
-    // delayed scaling.
+    // What read() and write() pass, by name: of which parameter it is, and where.
+    struct Tensor {
+        size_t param;
+        void* data;
+        int64_t bytes;
+    };
+    std::map<std::string, Tensor> tensors_;
+    // Moments with their scales, by parameter; behind them the histories of delayed scaling.
     uint8_t* moments_ = nullptr;
     int64_t moments_bytes_ = 0;
     std::vector<MomentView> of_parameters_[2];  // first and second moments
@@ -290,29 +293,42 @@ private:
         const bool beside = setup.master && compute.format != Format::F32;
         return {values, beside ? device_.arena.take<int16_t>(elements()) : nullptr, compute.format};
     }
+    // Takes the moments and histories, and notes where all tensors are.
     void take_moments() {
         const OptimizerFormat& o = setup.optimizer;
         Arena& arena = device_.arena;
         moments_ = arena.take(0);
-        for (const bool second : {false, true})
-            for (size_t i = 0; i < params.size(); i++) {
-                const Format f = params[i].moment(second ? o.v : o.m);
-                void* const codes = arena.take(padded(shards[i].own) * info(f).bytes);
-                of_parameters_[second].push_back({codes, nullptr, nullptr, f});
-            }
         // One scale per tensor has two places: the old one decodes until everything is encoded with the new
         // one.
-        const int64_t copies = o.group == 0 ? 2 : 1;
-        for (std::vector<MomentView>& moments : of_parameters_)
-            for (size_t i = 0; i < params.size(); i++) {
-                MomentView& m = moments[i];
-                const int64_t scales = o.scales(m.format, shards[i].own.count);
-                if (is_scaled(m.format)) m.max = arena.take<float>(scales * copies);
-                if (o.expands(m.format)) m.k = arena.take<float>(scales);
+        const int64_t copies = o.group == 0 ? 2 : 1, steps = delayed_scaling() ? setup.recipe.history : 0;
+        for (size_t i = 0; i < params.size(); i++) {
+            const std::string& name = params[i].name;
+            const int64_t count = shards[i].own.count;
+            tensors_[name] = {i, kept_weights(i), count * 2};
+            int16_t* const remainder = weights_.remainder ? weights_.remainder + shards[i].at : nullptr;
+            if (setup.master) tensors_[name + ".remainder"] = {i, remainder, count * 2};
+            for (const bool second : {false, true}) {
+                const Format f = params[i].moment(second ? o.v : o.m);
+                const int64_t scales = o.scales(f, count), bytes = info(f).bytes;
+                const std::string of = name + (second ? ".v" : ".m");
+                MomentView m{arena.take(padded(shards[i].own) * bytes), nullptr, nullptr, f};
+                tensors_[of] = {i, m.data, count * bytes};
+                if (is_scaled(f))
+                    tensors_[of + ".max"] = {i, m.max = arena.take<float>(scales * copies), scales * 4};
+                if (o.expands(f)) tensors_[of + ".k"] = {i, m.k = arena.take<float>(scales), scales * 4};
+                of_parameters_[second].push_back(m);
             }
-        const int64_t operands = delayed_scaling() ? number_of_operand_scales() : 0;
-        histories_ = arena.take<float>(operands * setup.recipe.history);
+        }
+        histories_ = arena.take<float>(number_of_operand_scales() * steps);
         moments_bytes_ = arena.take(0) - moments_;
+        for (size_t i = 0; i < params.size(); i++)
+            for (LinearOperand operand : LINEAR_OPERANDS) {
+                if (!delayed_scaling() || !params[i].role.linear) continue;
+                const std::string of = params[i].name + OPERAND_NAMES[static_cast<int>(operand)];
+                const int64_t linear = params[i].bucket - 1;
+                tensors_[of + ".history"] = {i, history(linear, operand), steps * 4};
+                tensors_[of + ".scale"] = {i, &operand_scales(operand)[linear].from_history, 4};
+            }
     }
     // Gradients that are kept may lie over saved activations (plan.h, gradients_offset). Those that are not
     // kept share one place, by bucket; with several ranks they alternate between two, so that one travels
@@ -363,42 +379,17 @@ private:
         if (compute.format != Format::F32) amax(stored(owned_weight(i)), scale(i), cuda_);
     }
 
-    // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max")
-    std::pair<size_t, std::string> parse(const std::string& name) const {
-        const size_t i = param_of(params, name);
-        return {i, name.substr(params[i].name.size())};
+    const Tensor& find(const std::string& name) const {
+        const auto found = tensors_.find(name);
+        if (found == tensors_.end()) throw Error("The model has no tensor " + name + ".");
+        return found->second;
     }
-    // Where a tensor is, for those that are stored as read() and write() pass them.
-    std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
-        const int64_t kept = shards[i].own.count;
-        if (suffix.empty()) return {kept_weights(i), kept * 2};
-        if (suffix == ".remainder" && weights_.remainder)
-            return {weights_.remainder + shards[i].at, kept * 2};
-        for (const bool second : {false, true}) {
-            const MomentView m = moment(i, second);
-            const std::string of = second ? ".v" : ".m";
-            const int64_t scales = setup.optimizer.scales(m.format, kept);
-            if (suffix == of) return {m.data, kept * info(m.format).bytes};
-            if (suffix == of + ".max" && m.max) return {m.max, scales * 4};
-            if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
-        }
-        for (LinearOperand o : LINEAR_OPERANDS) {
-            if (!delayed_scaling() || !params[i].role.linear) continue;
-            const std::string of = OPERAND_NAMES[static_cast<int>(o)];
-            const int64_t linear = params[i].bucket - 1;
-            if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
-            if (suffix == of + ".scale") return {&operand_scales(o)[linear].from_history, 4};
-        }
-        throw Error("The model has no tensor " + name + ".");
-    }
-
     // Copies a tensor to `out`, or replaces it by `in`.
-    void transfer(const std::string& name, size_t i, const std::string& suffix, void* out,
-                  const void* in) const {
-        if (compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder"))
-            return copy_half(i, !suffix.empty(), static_cast<uint16_t*>(out),
-                             static_cast<const uint16_t*>(in));
-        const auto [data, bytes] = find(name, i, suffix);
+    void transfer(const std::string& name, void* out, const void* in) const {
+        const auto& [i, data, bytes] = find(name);
+        const bool remainder = name == params[i].name + ".remainder";
+        if (compute.format == Format::F32 && (remainder || name == params[i].name))
+            return copy_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
         copy(out ? out : data, out ? data : in, bytes, cuda_);
     }
     // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu).
@@ -419,16 +410,15 @@ private:
     static uint32_t join(uint32_t weight, uint32_t remainder) {
         return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
     }
+    // As FP32, of which BF16 is the upper half.
     void read_gradient(size_t i, float* out) const {
-        const int64_t n = shards[i].own.count;
-        copy(out, gradient_sums(i), n * gradient_bytes, cuda_);
+        const int64_t n = shards[i].own.count, each = gradient_bytes;
+        std::vector<uint8_t> raw(n * each);
+        copy(raw.data(), gradient_sums(i), n * each, cuda_);
         device_.wait("Reading a gradient failed");
-        const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(out);
-        for (int64_t e = n;
-             e-- > 0 && gradient_bytes == 2;) {  // BF16: widened in place, from the last one on
-            const uint32_t bits = uint32_t(bytes[2 * e + 1]) << 24 | uint32_t(bytes[2 * e]) << 16;
-            std::memcpy(&out[e], &bits, 4);
-        }
+        std::fill_n(out, n, 0.0f);
+        for (int64_t e = 0; e < n; e++)
+            std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - each, &raw[e * each], each);
     }
 };
 

@@ -70,17 +70,12 @@ std::string coat::gpu_name() {
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
-    int local = setup.processes ? setup.processes->local() : 0;
+    int local = setup.processes ? setup.processes->local() : 0;  // number of the GPU
     const std::string missing = why_no_gpu(local);
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
-    int gpus = 0;
-    gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
-    if (std::getenv("COAT_SHARE_GPU")) local %= gpus;  // slow: for tests of several ranks on one GPU
-    if (local >= gpus)
-        throw Error("Rank ", setup.rank, " needs a GPU of its own, but it sees only ", gpus,
-                    "; use at most --ranks ", gpus,
-                    ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
-    gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
+    if (std::getenv("COAT_SHARE_GPU")) local = 0;  // slow: for tests of several ranks on one GPU
+    gpu::check(cudaSetDevice(local),
+               concat("Choosing GPU number ", local, " failed; each rank needs a GPU of its own").c_str());
     for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
