@@ -201,15 +201,15 @@ private:
             void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention())));
             attention_backward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), dout.data,
                                dqkv.data, workspace, cuda_);
-            // norm of each head of q and k, with rotary positions
+            // rotary positions; norm of each head of q and k
+            if (rotary_) rope_backward(rope(), dqkv, qk_norm_ ? nullptr : b.qkv.g_amax(), cuda_);
             if (qk_norm_)
-                head_norm_backward(head_norm(b), qkv, dqkv, b.qkv.g_amax(), state_.gradient(b.qk_norm),
+                head_norm_backward(head_norm(b), qkv, dqkv, state_.gradient(b.qk_norm),
                                    arena_.take<float>(COLUMN_PARTIALS * rope().rotated_cols), cuda_);
         }
-        // rotary positions
-        if (rotary_ && !qk_norm_) rope_backward(rope(), dqkv, b.qkv.g_amax(), cuda_);
         // q, k, v projection, dgrad; norm 1; wgrad
-        const Operand g8 = b.qkv.gradient_operand(stored(dqkv), rotary_ ? nullptr : b.qkv.g_amax());
+        const Operand g8 =
+            b.qkv.gradient_operand(stored(dqkv), rotary_ && !qk_norm_ ? nullptr : b.qkv.g_amax());
         dgrad_and_norm(b.qkv, g8, norm1, b.norm1, l > 0 ? blocks_[l - 1].down.g_amax() : nullptr);
         b.qkv.wgrad(g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -297,9 +297,11 @@ private:
     // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads.
     View attention_input(const Block& b, const View& qkv) {
         if (!qk_norm_) return qkv;
-        const View normed = compute_view(N_, qkv.cols);
-        head_norm_forward(head_norm(b), qkv, normed, cuda_);
-        return normed;
+        const View x = compute_view(N_, qkv.cols);
+        copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), cuda_);
+        head_norm_forward(head_norm(b), x, cuda_);
+        rope_forward(rope(), x, cuda_);
+        return x;
     }
 
     // --- Head
@@ -380,7 +382,8 @@ private:
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
     Rope rope() const { return {rope_table_, T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
     HeadNorm head_norm(const Block& b) const {
-        return {state_.weight(b.qk_norm).data, config_.norm_eps, config_.q_cols(), rope()};
+        return {state_.weight(b.qk_norm).data, config_.norm_eps, config_.HS(), config_.q_cols(),
+                config_.kv_cols()};
     }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
     QuantStats* stats_of(Kind k) const { return state_.stats_of(k); }

@@ -934,11 +934,11 @@ private:
         return act;
     }
 
-    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads and RoPE, between
-    // which nothing is rounded (on a GPU they are one kernel).
+    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads and RoPE.
     Tensor attention_input(const std::string& layer, Tensor qkv) const {
         if (!config.arch.qk_norm) return qkv;
         head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
+        qkv = rounded(qkv);
         rope(config, B_, T_, qkv.data(), false);
         return rounded(qkv);
     }
@@ -1010,14 +1010,14 @@ private:
         attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
                            dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
-        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
+        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
         if (config.arch.qk_norm) {
             const std::string name = layer + "qk_norm.weight";
             Tensor dweight(2 * config.HS());
             head_norm_backward(config, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
             add_gradient(name, dweight);
+            dqkv = rounded(dqkv);
         }
-        dqkv = rounded(dqkv);
 
         // qkv -> norm 1 -> residual gradient
         const Tensor norm1_input = load(s.norm1_input);

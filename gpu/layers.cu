@@ -107,14 +107,10 @@ void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStre
 }
 
 // ===========================================================================================================
-// Qwen3: y = x / rms(x) * weight for each head of q and of k, then RoPE; nothing is rounded in between
+// Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
 
-// A warp has a head of a row, and a lane the pairs lane, lane + 32, ... of it.
+// A warp has a head of a row. A lane has the columns lane, lane + 32, ... of the head.
 constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 256;
-static __device__ float2 rotated_pair(const Rope& rope, int64_t row, int i, float sign, float x, float y) {
-    const float2 angle = rope.table[row % rope.T * (rope.HS / 2) + i];
-    return {x * angle.x - y * sign * angle.y, y * angle.x + x * sign * angle.y};
-}
 static __device__ float sum_of_warp(float x) {  // with the same bits in every lane
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
@@ -123,88 +119,68 @@ static __device__ float sum_of_warp(float x) {  // with the same bits in every l
 
 template <class T>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_forward_kernel(HeadNorm n, const T* x, T* y, int64_t rows, int64_t cols) {
-    const int64_t row = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.rope.HS;
+    head_norm_forward_kernel(HeadNorm n, T* qkv, int64_t rows, int64_t cols) {
+    const int64_t row = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.HS;
     if (row >= rows) return;  // the whole warp
-    const int half = static_cast<int>(n.rope.HS) / 2, lane = threadIdx.x % 32;
-    const T *in = x + row * cols + col,
-            *w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.rope.HS);
-    T* out = y + row * cols + col;
+    const T* const w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
+    T* const x = qkv + row * cols + col;
     float squares = 0;
-    for (int i = lane; i < 2 * half; i += 32) squares += float(in[i]) * float(in[i]);
-    const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.rope.HS) + n.eps);
-    for (int i = lane, j = lane + half; i < half; i += 32, j += 32) {
-        float2 pair{float(in[i]), float(in[j])};
-        if (col < n.rope.rotated_cols)  // else v
-            pair = rotated_pair(n.rope, row, i, 1, pair.x * r * float(w[i]), pair.y * r * float(w[j]));
-        out[i] = T(pair.x), out[j] = T(pair.y);
-    }
+    for (int i = threadIdx.x % 32; i < n.HS; i += 32) squares += float(x[i]) * float(x[i]);
+    const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.HS) + n.eps);
+    for (int i = threadIdx.x % 32; i < n.HS; i += 32) x[i] = T(float(x[i]) * r * float(w[i]));
 }
 
-// With x^ = x r, r = 1 / rms(x) and d = dy weight, where dy is rotated back first:
-//   dx = (d - x^ mean(d x^)) r,  dweight = sum(dy x^)
-// A warp has a head of every COLUMN_PARTIALS-th row, and sums up its part of dweight.
+// dx = (dy weight - x r mean(dy weight x r)) r,  dweight = sum(dy x r). A warp has a head of every
+// COLUMN_PARTIALS-th row, and sums up its part of dweight.
 template <class T>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_backward_kernel(HeadNorm n, const T* x, T* dqkv, int64_t rows, int64_t cols, float* partials,
-                              AmaxAndScale* amax) {
-    __shared__ float sums[HEAD_WARPS][LONGEST_HEAD];  // a lane has its own columns
-    const int64_t part = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.rope.HS;
-    const int half = static_cast<int>(n.rope.HS) / 2, lane = threadIdx.x % 32;
-    const T* const w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.rope.HS);
-    const bool normed = col < n.rope.rotated_cols;  // else v, which only enters the amax
-    float *const dweight = sums[threadIdx.x / 32], top = 0;
-    for (int i = lane; i < 2 * half; i += 32) dweight[i] = 0;
-    __syncwarp();
+    head_norm_backward_kernel(HeadNorm n, const T* qkv, T* dqkv, int64_t rows, int64_t cols,
+                              float* partials) {
+    __shared__ float sums[HEAD_WARPS][LONGEST_HEAD];
+    const int64_t part = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.HS;
+    const T* const w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
+    const int lane = threadIdx.x % 32;
+    float* const dweight = sums[threadIdx.x / 32];
+    for (int i = lane; i < n.HS; i += 32) dweight[i] = 0;
     for (int64_t row = part; row < rows; row += COLUMN_PARTIALS) {
-        const T* const in = x + row * cols + col;
+        const T* const x = qkv + row * cols + col;
         T* const g = dqkv + row * cols + col;
-        auto dy = [&](int i) { return rotated_pair(n.rope, row, i, -1, float(g[i]), float(g[i + half])); };
         float squares = 0, products = 0;
-        for (int i = lane, j = lane + half; normed && i < half; i += 32, j += 32) {
-            const float2 d = dy(i);
-            squares += float(in[i]) * float(in[i]) + float(in[j]) * float(in[j]);
-            products += d.x * float(w[i]) * float(in[i]) + d.y * float(w[j]) * float(in[j]);
+        for (int i = lane; i < n.HS; i += 32) {
+            squares += float(x[i]) * float(x[i]);
+            products += float(g[i]) * float(w[i]) * float(x[i]);
         }
-        const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.rope.HS) + n.eps),
-                    mean = sum_of_warp(products) * r / float(n.rope.HS);
-        for (int i = lane, j = lane + half; i < half; i += 32, j += 32) {
-            if (normed) {
-                const float2 d = dy(i), x_hat{float(in[i]) * r, float(in[j]) * r};
-                dweight[i] += d.x * x_hat.x, dweight[j] += d.y * x_hat.y;
-                g[i] = T((d.x * float(w[i]) - x_hat.x * mean) * r);
-                g[j] = T((d.y * float(w[j]) - x_hat.y * mean) * r);
-            }
-            top = larger_magnitude(larger_magnitude(top, float(g[i])), float(g[j]));
+        const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.HS) + n.eps),
+                    mean = sum_of_warp(products) * r / float(n.HS);
+        for (int i = lane; i < n.HS; i += 32) {
+            const float dy = float(g[i]), normal = float(x[i]) * r;
+            dweight[i] += dy * normal;
+            g[i] = T((dy * float(w[i]) - normal * mean) * r);
         }
     }
-    for (int i = lane; normed && i < half; i += 32)
-        for (int j : {i, i + half})
-            partials[(blockIdx.y * COLUMN_PARTIALS + part) * 2 * half + j] = dweight[j];
-    if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
+    for (int i = lane; i < n.HS; i += 32)
+        partials[(blockIdx.y * COLUMN_PARTIALS + part) * n.HS + i] = dweight[i];
 }
 
-void head_norm_forward(const HeadNorm& n, const View& x, const View& y, cudaStream_t s) {
-    const dim3 grid(blocks(x.rows, HEAD_WARPS), blocks(x.cols, n.rope.HS));
-    with_dense(x, [&](auto from) {
-        using T = typename decltype(from)::Compute;
-        launch("head_norm_forward", head_norm_forward_kernel<T>, grid, 32 * HEAD_WARPS, 0, s, n, from.data,
-               static_cast<T*>(y.data), x.rows, x.cols);
+void head_norm_forward(const HeadNorm& n, const View& qkv, cudaStream_t s) {
+    const dim3 grid(blocks(qkv.rows, HEAD_WARPS), blocks(n.q_cols + n.k_cols, n.HS));
+    with_dense(qkv, [&](auto x) {
+        launch("head_norm_forward", head_norm_forward_kernel<typename decltype(x)::Compute>, grid,
+               32 * HEAD_WARPS, 0, s, n, x.data, qkv.rows, qkv.cols);
     });
 }
-void head_norm_backward(const HeadNorm& n, const View& x, const View& dqkv, AmaxAndScale* amax,
-                        const View& dweight, float* workspace, cudaStream_t s) {
-    const dim3 grid(COLUMN_PARTIALS / HEAD_WARPS, blocks(x.cols, n.rope.HS));
-    with_dense(x, [&](auto from) {
-        using T = typename decltype(from)::Compute;
-        launch("head_norm_backward", head_norm_backward_kernel<T>, grid, 32 * HEAD_WARPS, 0, s, n, from.data,
-               static_cast<T*>(dqkv.data), x.rows, x.cols, workspace, amax);
+void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
+                        float* workspace, cudaStream_t s) {
+    const dim3 grid(COLUMN_PARTIALS / HEAD_WARPS, blocks(n.q_cols + n.k_cols, n.HS));
+    with_dense(qkv, [&](auto x) {
+        using T = typename decltype(x)::Compute;
+        launch("head_norm_backward", head_norm_backward_kernel<T>, grid, 32 * HEAD_WARPS, 0, s, n, x.data,
+               static_cast<T*>(dqkv.data), qkv.rows, qkv.cols, workspace);
     });
-    const int64_t HS = n.rope.HS, of_q = n.q_cols / HS * COLUMN_PARTIALS,
-                  of_k = n.rope.rotated_cols / HS * COLUMN_PARTIALS - of_q;
-    const View each{dweight.data, nullptr, 2, HS, dweight.quant};
-    reduce_partials(workspace, of_q, rows(each, 0, 1), s);
-    reduce_partials(workspace + of_q * HS, of_k, rows(each, 1, 1), s);
+    const View each{dweight.data, nullptr, 2, n.HS, dweight.quant};
+    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, rows(each, 0, 1), s);
+    reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
+                    rows(each, 1, 1), s);
 }
 
 // ===========================================================================================================

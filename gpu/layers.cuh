@@ -21,19 +21,18 @@ void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv
 // not null.
 void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s);
 
-// Qwen3: RMSNorm of each head of q and of k, then RoPE.
+// --- Norms of heads (Qwen3): RMSNorm of each head of q and of k in (N, qkv_cols), in place
+
 struct HeadNorm {
     const void* weight;  // [of q | of k], (2 HS), compute dtype
     float eps;
-    int64_t q_cols;
-    Rope rope;
+    int64_t HS, q_cols, k_cols;
 };
-// From x (B*T, qkv_cols) to y; v is copied.
-void head_norm_forward(const HeadNorm& n, const View& x, const View& y, cudaStream_t s);
-// dqkv: from the gradient of y to that of x, in place; takes the amax of all of it, if amax is not null.
-// dweight (2 HS) is added to. Workspace: (COLUMN_PARTIALS, cols of q and k) floats.
-void head_norm_backward(const HeadNorm& n, const View& x, const View& dqkv, AmaxAndScale* amax,
-                        const View& dweight, float* workspace, cudaStream_t s);
+void head_norm_forward(const HeadNorm& n, const View& qkv, cudaStream_t s);
+// dqkv: from the gradient of the outputs to that of the inputs qkv, in place. dweight (2 HS) is added to.
+// Workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
+void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
+                        float* workspace, cudaStream_t s);
 
 // --- Loss
 
