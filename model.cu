@@ -72,7 +72,13 @@ private:
     void* residual_ = nullptr;  // the residual stream of a forward pass whose norms read groups
 
     // --- The passes, as gpu_model.cuh calls them
-    void forward() override {
+    void pass(bool backward) override {
+        forward();
+        head_and_loss(backward);
+        for (int64_t l = config_.L; backward && l-- > 0;) block_backward(l);
+    }
+    // The embedding and all blocks, up to the input of the final norm.
+    void forward() {
         const Arena::Scope scope(arena_);
         if (recipe_.nonlinear.fp8()) residual_ = compute_view(N_, config_.C).data;
         if (!state_.delayed_scaling()) state_.clear_amaxes();
@@ -84,9 +90,6 @@ private:
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
-    void blocks_backward() override {
-        for (int64_t l = config_.L; l-- > 0;) block_backward(l);
-    }
     void embedding_backward(int64_t tokens) override {
         begin_bucket(0);
         gpu::embedding_backward(residual_gradient(), order_, token_rows_, tokens, state_.gradient(embedding_),
@@ -97,6 +100,7 @@ private:
         end_bucket(0);
     }
     void last_logits(void* logits) override {
+        forward();
         exchange_.make_ready(exchange_.head_stage(), Exchange::NONE);
         const Arena::Scope scope(arena_);
         convert(head_part(N_ - 1, 1).logits, {logits, nullptr, 1, config_.padded_V(), Q_F32}, cuda_);
@@ -321,7 +325,7 @@ private:
     // In backward also the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time;
     // their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
     // rounded too often (plan.h, head_sum_apart).
-    void head_and_loss(bool backward) override {
+    void head_and_loss(bool backward) {
         const Arena::Scope scope(arena_);
         const View gradient = state_.gradient(head_weight_);
         const View dy = backward ? compute_view(N_, config_.C) : View{};

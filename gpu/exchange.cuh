@@ -18,8 +18,6 @@ public:
     Exchange(Device& device, State& state, Peers& peers)
         : setup_(device.setup), cuda_(device.stream), state_(state), peers_(peers) {
         if (!peers_.several()) return;
-        // Codes are smaller. With delayed scaling the first step has none.
-        const bool codes = codes_travel_ && setup_.recipe.scaling == Scaling::JustInTime;
         const std::vector<Param> params = parameters(setup_.config);
         int64_t most_received = 0, most_gathered = 0;
         for (const BucketRange& b : bucket_ranges(params)) {
@@ -27,7 +25,7 @@ public:
             for (size_t i = b.first; i < b.last; i++) {
                 const int64_t units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), peers_.count);
                 elements += params[i].rows > 1 ? units * SHARD_UNIT : params[i].padded_size();
-                gathered += gathered_bytes(params[i], codes);
+                gathered += gathered_bytes(params[i]);
             }
             most_received = std::max(most_received, (peers_.count - 1) * elements);
             most_gathered = std::max(most_gathered, gathered);
@@ -85,18 +83,16 @@ private:
     const cudaStream_t cuda_;
     State& state_;
     Peers& peers_;
-    const bool codes_travel_ = codes_travel(linear_formats(setup_).w);
+    // Every rank knows a per-tensor scale before it has the whole weight.
+    const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event sent_[3];                        // by place of gradients: it may be written again
     Event gathered_[2];                    // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
     bool current_ = false;                 // the buffer that was used last
     uint8_t *received_ = nullptr, *buffers_[2] = {};
 
-    // Every rank knows a per-tensor scale before it has the whole weight.
-    static bool codes_travel(const Quant& w) { return w.fp8() && w.granularity == PER_TENSOR; }
-    int64_t gathered_bytes(const Param& p, bool as_codes) const {
-        const int64_t each = as_codes && p.role.linear ? 1 : info(setup_.recipe.compute).bytes;
-        return round_up(p.padded_size() * each, GPU_ALIGNMENT);
+    int64_t gathered_bytes(const Param& p) const {  // at most: codes are smaller
+        return round_up(p.padded_size() * info(setup_.recipe.compute).bytes, GPU_ALIGNMENT);
     }
     Slice own(size_t i, int64_t rank) const { return owned(state_.params[i], rank, peers_.count); }
     // Gradients of one micro-batch, of what `rank` owns.
@@ -145,7 +141,7 @@ private:
             else copy(made.data, kept.data, mine.count, peers_.stream());
             peers_.add_gather(to, part, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
-            to += gathered_bytes(p, codes);
+            to += gathered_bytes(p);
         }
         peers_.exchange(transfers);
         gathered_[buffer].record(peers_.stream());

@@ -25,14 +25,10 @@ public:
         weights_changed();
     }
 
-    // Goes through a micro-batch and an update that launch nothing. Returns the bytes that they take.
+    // The bytes that a step takes, if this is a dry run.
     int64_t dry_step() {
-        const AdamW adamw{1, 0.0f};
-        const std::vector<int32_t> tokens(batch_tokens());
-        adamw_ = &adamw;
-        begin(1);
-        run(0, tokens.data(), tokens.data());
-        if (setup_.keep_gradients) state_.update(adamw);
+        const std::vector<int32_t> tokens(step_tokens());
+        step(tokens.data(), tokens.data(), {1, 0.0f});
         return arena_.most();
     }
 
@@ -61,8 +57,7 @@ public:
         require_tokens(config_, tokens, targets, batch_tokens());
         begin(divisor_of_mean(targets, batch_tokens()));
         start_pass(tokens, targets, setup_.B, setup_.T);
-        forward();
-        head_and_loss(false);
+        pass(false);
         check_loss(&device_.results->outcome.loss);
         return finish().loss;
     }
@@ -71,7 +66,6 @@ public:
         require_tokens(config_, tokens, tokens, n);
         begin(1);
         start_pass(tokens, tokens, 1, n);
-        forward();
         last_logits(gemms_.scratch());
         copy(logits, gemms_.scratch(), config_.V * 4, cuda_);
         device_.wait();
@@ -107,15 +101,11 @@ public:
 
 protected:
     // --- What model.cu computes, for N_ tokens of tokens_ and targets_
-    // The embedding and all blocks, up to the input of the final norm.
-    virtual void forward() = 0;
-    // Results::outcome.loss += the sum of the losses * Results::loss_scale; with the gradients of the head.
-    virtual void head_and_loss(bool backward) = 0;
-    // The gradients of all blocks; then of the embeddings, whose rows order_ and token_rows_ sort by token.
-    virtual void blocks_backward() = 0;
+    // Results::outcome.loss += the sum of the losses * Results::loss_scale; and the gradients, but for those
+    // of the embeddings, whose rows order_ and token_rows_ sort by token.
+    virtual void pass(bool backward) = 0;
     virtual void embedding_backward(int64_t tokens) = 0;
-    // The logits of the last token in FP32, after forward().
-    virtual void last_logits(void* logits) = 0;
+    virtual void last_logits(void* logits) = 0;  // of the last token, in FP32
     virtual void make_cached_weights() = 0;
 
     // --- What it computes with
@@ -174,7 +164,7 @@ private:
     int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
 
     template <class T> T sum_of_ranks(const T& mine) const {
-        if (!peers_.several()) return mine;
+        if (!setup_.processes) return mine;
         T sum{};
         for (const T& theirs : setup_.processes->all_gather(mine)) sum += theirs;
         return sum;
@@ -217,11 +207,7 @@ private:
         micro_batch_ = micro_batch;
         linear_.assigns = assigns();
         start_pass(tokens, targets, setup_.B, setup_.T);
-        auto work = [&] {
-            forward();
-            head_and_loss(true);
-            blocks_backward();
-        };
+        auto work = [&] { pass(true); };
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         if (!all_loaded_ || state_.stats || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
@@ -239,7 +225,7 @@ private:
                      cuda_);
     }
     Outcome finish() {
-        Outcome outcome;
+        Outcome outcome{};
         device_.wait();
         copy(&outcome, &device_.results->outcome, sizeof outcome, cuda_);
         device_.wait();

@@ -29,7 +29,9 @@ public:
         : bucket(context.state.params[param].bucket), c_(context), param_(param),
           biased_(c_.state.params[param + 1].name == c_.state.params[param].name + ".bias"),
           out_(c_.state.params[param].rows), in_(c_.state.params[param].cols),
-          cached_(c_.caches_weights ? take_weight() : nullptr),
+          cached_(c_.caches_weights ? arena().take(c_.formats.w.operand_bytes(out_, in_) +
+                                                   c_.formats.w.operand_bytes(in_, out_))
+                                    : nullptr),
           x_scale_(c_.state.operand_scales(LinearOperand::X) + bucket - 1),
           w_scale_(c_.state.weight_scale(param)),
           g_scale_(c_.state.operand_scales(LinearOperand::G) + bucket - 1) {}
@@ -109,10 +111,6 @@ private:
     cudaStream_t stream() const { return c_.device.stream; }
 
     // --- Operands
-    uint8_t* take_weight() const {
-        const Quant& q = c_.formats.w;
-        return arena().take(q.operand_bytes(out_, in_) + q.operand_bytes(in_, out_));
-    }
     // A dense tensor that is stored in the wanted format is used in place.
     static bool stored_dense(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
     // A per-tensor scale is in its AmaxAndScale; other scales lie right behind the codes.
