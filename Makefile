@@ -32,6 +32,12 @@ LINK    := $(CXX) -fopenmp $(OPT)
 
 ifneq ($(NVCC),)
 CUDA         := $(abspath $(dir $(realpath $(NVCC)))/..)
+# cuBLASLt's scales of rows and blocks begin with 12.9. The error comes before anything is compiled.
+CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+ifneq ($(shell printf '12.9\n$(CUDA_RELEASE)\n' | sort -VC || echo old),)
+$(error $(NVCC) is of CUDA $(or $(CUDA_RELEASE),<unknown>), but the GPU code needs CUDA 12.9 or newer: install a newer \
+        toolkit, choose another nvcc with NVCC=/path/to/nvcc, or build without the GPU with "make NVCC=")
+endif
 endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)

@@ -55,9 +55,12 @@ std::string coat::why_no_gpu(int gpu) {
     int gpus = 0;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
     cudaGetLastError();  // clear it: nothing has failed
-    if (error != cudaSuccess) return concat("CUDA does not start: ", cudaGetErrorString(error));
+    if (error != cudaSuccess)
+        return concat("CUDA does not start: ", cudaGetErrorString(error),
+                      "; nvidia-smi must show a GPU and CUDA ", CUDART_VERSION / 1000,
+                      " or newer, else install a newer driver");
     cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
-    if (capability() < 80) return "BF16 needs a newer GPU: this one has a compute capability below 8.0";
+    if (capability() < 80) return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
     return "";
 }
 
