@@ -39,32 +39,20 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
     check_rows(folder, "--device cpu --data text ",
                {{"--bacth 4", "--bacth"},
                 {"text", "\"text\" is not a flag"},
-                {"-x", "-x"},
-                {"--", "--"},
                 {"--batch=4", "--batch=4"},
                 {"--batch", "--batch needs a value after it."},
-                {"--out", "--out needs a value after it."},
                 {"--batch 0", "--batch 0 is not a whole number from 1 to "},
-                {"--batch -1", "--batch"},
                 {"--batch 2.5", "--batch"},
                 {"--batch 1e3", "--batch"},
-                {"--batch two", "--batch"},
                 {"--batch ''", "--batch"},
-                {"--batch 0x10", "--batch"},
-                {"--batch 99999999999999999999999", "--batch"},
                 {"--batch 4294967297", "--batch"},
-                {"--seq 0", "--seq"},
                 {"--accumulate 0", "--accumulate"},
                 {"--ranks 0", "--ranks"},
                 {"--steps -5", "--steps"},
                 {"--lr nan", "--lr nan is not a number from 0 to "},
-                {"--lr inf", "--lr"},
                 {"--lr -1", "--lr"},
-                {"--lr 1e400", "--lr"},
                 {"--lr 0.1x", "--lr"},
                 {"--weight-decay -0.1", "--weight-decay"},
-                {"--clip nan", "--clip"},
-                {"--seed -1", "--seed"},
                 {"--device tpu", "--device tpu is not one of: auto cpu gpu."},
                 {"--recipe fp9", "--recipe"},
                 {"--optimizer sgd", "--optimizer"},
@@ -193,37 +181,29 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
 
 TEST_CASE("train: ranks that are started by hand with other flags, data or weights end all") {
     RunFolder folder;
-    folder.write("a/data", text_of_lines()), folder.write("b/data", text_of_lines() + "x");
-    const std::string base = TINY + "--steps 2 --out '' --data data ";
-    auto started = [&](const std::string& flags, const char* where) {
+    const std::string text = text_of_lines(), base = TINY + "--steps 2 --out '' --data data ";
+    folder.write("a/data", text), folder.write("b/data", text + "x"), folder.write("c/data", text);
+    for (const auto& [where, seed] : {std::pair<std::string, std::string>{"a", "1"}, {"c", "2"}})
+        require_success(
+            train(folder, TINY + "--data a/data --steps 1 --seed " + seed + " --out " + where + "/m"));
+    // Rank 1 runs in another folder, as the first rank of another machine: the model m is another there.
+    for (const auto& [flags, rank_1, where, says] :
+         {std::tuple<std::string, std::string, std::string, std::string>{
+              "", "--lr 1", "a", "Rank 1 differs from rank 0 in lr (1.0, there 0.003)"},
+          {"", "--clip 2", "a", "in clip (2.0"},
+          {"", "--save-every 3", "a", "in save-every (3"},
+          {"", "--steps 3", "a", "in steps (3"},
+          {"", "", "b", "Rank 1 differs from rank 0 in data_found"},
+          {"--model m/step-000001 ", "", "a", ""},
+          {"--model m/step-000001 ", "", "c", "Rank 1 differs from rank 0 in weights_found"}}) {
+        INFO(flags, rank_1, where);
         const int port = free_port();
-        return shell(folder, "cd a\n" + rank_by_hand(0, 2, port, base) + "cd ../" + where + "\n" +
-                                 rank_by_hand(1, 2, port, base + flags) +
-                                 "mv err1 ../a 2> /dev/null; cd ../a\n" + WAIT_FOR_TWO);
-    };
-    for (const Row& row : std::vector<Row>{{"--lr 1", "Rank 1 differs from rank 0 in lr (1.0, there 0.003)"},
-                                           {"--clip 2", "in clip (2.0"},
-                                           {"--save-every 3", "in save-every (3"},
-                                           {"--steps 3", "in steps (3"}}) {
-        CAPTURE(row.flags);
-        check_one_sentence(started(row.flags, "a"), row.says);
-    }
-    check_one_sentence(started("", "b"), "Rank 1 differs from rank 0 in data_found");
-
-    // Another machine has another model in a folder of the same name.
-    for (const std::string at : {"a", "b"})
-        require_success(train(folder, TINY + "--data a/data --steps 1 --seed " + (at == "a" ? "1" : "2") +
-                                          " --out " + at + "/m"));
-    write_file(folder.path / "b/data", text_of_lines());
-    auto on_two_machines = [&](const std::string& where) {
-        const int port = free_port();
-        std::string flags = base;
-        replace(flags, "\"$SMALL\"", "m/step-000001");
-        std::string other = rank_by_hand(1, 2, port, flags);
+        std::string other = rank_by_hand(1, 2, port, base + flags + rank_1);
         replace(other, "LOCAL_RANK=1", "LOCAL_RANK=0");
-        return shell(folder, "cd a\n" + rank_by_hand(0, 2, port, flags) + "cd ../" + where + "\n" + other +
-                                 "mv err1 ../a 2> /dev/null; cd ../a\n" + WAIT_FOR_TWO);
-    };
-    require_success(on_two_machines("a"));
-    check_one_sentence(on_two_machines("b"), "Rank 1 differs from rank 0 in weights_found");
+        const Ended ended =
+            shell(folder, "cd a\n" + rank_by_hand(0, 2, port, base + flags) + "cd ../" + where + "\n" +
+                              other + "mv err1 ../a 2> /dev/null; cd ../a\n" + WAIT_FOR_TWO);
+        if (says.empty()) require_success(ended);
+        else check_one_sentence(ended, says);
+    }
 }
