@@ -64,14 +64,13 @@ public:
         state_.combine_amaxes();
     }
     // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
-    // there, and begins to gather the stage that comes next (NONE: nothing).
+    // there, and begins to gather the stage before or after it, which comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void make_ready(int64_t stage, int64_t next) {
         if (!peers_.several()) return;
-        if (in_buffer_[current_] != stage) current_ = !current_;
-        fill(current_, stage);
-        gathered_[current_].make_wait(cuda_);
-        if (next != NONE) fill(!current_, next);
+        gather(stage);
+        gathered_[stage % 2].make_wait(cuda_);
+        if (next != NONE) gather(next);
     }
     int64_t head_stage() const { return static_cast<int64_t>(state_.buckets.size()) - 1; }
     // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
@@ -86,9 +85,8 @@ private:
     // Every rank knows a per-tensor scale before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event sent_[3];                        // by place of gradients: it may be written again
-    Event gathered_[2];                    // by buffer
+    Event gathered_[2];                    // by buffer: those of even and of odd stages
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
-    bool current_ = false;                 // the buffer that was used last
     uint8_t *received_ = nullptr, *buffers_[2] = {};
 
     int64_t gathered_bytes(const Param& p) const {  // at most: codes are smaller
@@ -118,11 +116,10 @@ private:
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
-    // Gathers weights: as FP8 codes, which each rank makes of its part with the scale of the whole, or as
-    // they are.
-    void fill(bool buffer, int64_t stage) {
-        if (in_buffer_[buffer] == stage) return;
-        uint8_t* to = buffers_[buffer];
+    // As FP8 codes, which each rank makes of its part with the scale of the whole, or as the weights are.
+    void gather(int64_t stage) {
+        if (in_buffer_[stage % 2] == stage) return;
+        uint8_t* to = buffers_[stage % 2];
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : matrices(stage)) {
@@ -144,8 +141,8 @@ private:
             to += gathered_bytes(p);
         }
         peers_.exchange(transfers);
-        gathered_[buffer].record(peers_.stream());
-        in_buffer_[buffer] = stage;
+        gathered_[stage % 2].record(peers_.stream());
+        in_buffer_[stage % 2] = stage;
     }
 };
 

@@ -170,8 +170,8 @@ private:
         return sum;
     }
 
-    // Copying between the host's pageable memory and the GPU may wait for what runs, and would then not
-    // notice that another rank has ended. So what runs is waited for first.
+    // Copies from the host may wait for what runs, and would not notice that another rank has ended. So what
+    // runs is waited for first.
     void start_pass(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         device_.wait();

@@ -1,5 +1,5 @@
 // gpu/state.cuh - what a GPU keeps of a training run: its memory and stream (Device); and by parameter the
-// weights, gradients, scales and moments, with their update (State). For model.cu and exchange.cuh.
+// weights, gradients, scales and moments, with their update (State).
 #pragma once
 #include <cstring>
 #include <map>
@@ -28,8 +28,7 @@ struct Results {
     QuantStats stats[static_cast<int>(Kind::Moment1)];  // of all kinds before the moments
 };
 
-// One allocation for everything, and the stream of the computation. (What travels between GPUs has a stream
-// of its own: Peers.)
+// One allocation for everything, and the stream of the computation.
 class Device {
 public:
     const Setup setup;
@@ -185,8 +184,7 @@ public:
                                   &outcome.gradients.skip, &outcome.without_history, cuda_);
     }
 
-    // Updates a bucket whose gradients are complete, or all parameters: the norm of their gradients, then
-    // AdamW, which leaves the amaxes of the new weights.
+    // Updates a bucket whose gradients are complete, or all. AdamW leaves the amaxes of the new weights.
     static constexpr int64_t ALL_BUCKETS = -1;
     void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
         const bool whole_step = bucket == ALL_BUCKETS;
