@@ -48,12 +48,12 @@ public:
         std::memcpy(tensors.at(name).data(), in, tensors.at(name).size()), writes++;
     }
     const Setup& setup() const override { return setup_; }
-    // The FP32 master of element (r, c): (weight << 16) + remainder, modulo 2^32.
-    float master(const Param& p, int64_t r, int64_t c) const {
+    // The FP32 master of an element: (weight << 16) + remainder, modulo 2^32.
+    float master(const Param& p, int64_t i) const {
         uint16_t weight;
         int16_t remainder;
-        std::memcpy(&weight, tensors.at(p.name).data() + 2 * (r * p.cols + c), 2);
-        std::memcpy(&remainder, tensors.at(p.name + ".remainder").data() + 2 * (r * p.cols + c), 2);
+        std::memcpy(&weight, tensors.at(p.name).data() + 2 * i, 2);
+        std::memcpy(&remainder, tensors.at(p.name + ".remainder").data() + 2 * i, 2);
         const uint32_t bits = (uint32_t{weight} << 16) + uint32_t(int32_t{remainder});
         float value;
         std::memcpy(&value, &bits, 4);
@@ -73,7 +73,7 @@ inline Setup small_setup(const Architecture& arch, bool tied = true, const char*
     return {c, find_row(recipes(), "coat", ""), find_row(optimizers(), optimizer, ""), 1, 16};
 }
 inline LoopState some_state(int64_t step) {
-    return {step, step - 1, 5.4321, {{"lr", 0.003}, {"data", "text"}}};
+    return {step, step - 1, 5.4321, {{"data", "text"}, {"lr", 0.003}}};
 }
 inline std::string save(const std::string& out, Model& model, int64_t step, int64_t keep = 2) {
     return save_checkpoint(out, model, some_state(step), {}, keep);

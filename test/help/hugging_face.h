@@ -16,7 +16,6 @@ struct HuggingFace {
         bool transposed = false;
         std::string dtype = "F32";
         std::vector<int64_t> shape = {};  // in the file, if it is not what the above says
-        int same_as = -1;                 // the number of the tensor that has the same values
     };
     std::vector<Piece> pieces;  // those of one parameter follow each other as its rows do
     Json config;
@@ -31,38 +30,32 @@ struct HuggingFace {
             if (ends_with(p.theirs, end)) return p;
         throw std::logic_error(end);
     }
+    void erase(const std::string& end) { pieces.erase(pieces.begin() + (&at(end) - pieces.data())); }
     void write(const std::string& folder, size_t shards = 1) const {
         fs::create_directories(folder);
         write_file(folder + "/config.json", config.dump());
         for (size_t s = 0; s < shards; s++) {
-            const std::string name = shards == 1 ? "model.safetensors" : concat("model-", s, ".safetensors");
             std::vector<Tensor> tensors;
             std::string data;
             for (size_t i = s; i < pieces.size(); i += shards) {
                 const Piece& p = pieces[i];
-                const std::vector<int64_t> shape = !p.shape.empty() ? p.shape
-                                                   : p.cols == 1    ? std::vector{p.rows}
-                                                   : p.transposed   ? std::vector{p.cols, p.rows}
-                                                                    : std::vector{p.rows, p.cols};
+                std::vector<int64_t> shape = {p.rows, p.cols};
+                if (p.transposed) std::swap(shape[0], shape[1]);
+                if (p.cols == 1) shape.pop_back();
+                if (!p.shape.empty()) shape = p.shape;
                 tensors.push_back({p.theirs, p.dtype, shape});
-                const int64_t cols = shape.back(), n = shape.size() == 2 ? shape[0] * cols : cols;
-                for (int64_t e = 0; e < n; e++) {
-                    const bool one = p.cols == 1, t = p.transposed;
-                    const float x = value(p.same_as < 0 ? i : size_t(p.same_as),
-                                          one ? e
-                                          : t ? e % cols
-                                              : e / cols,
-                                          one ? 0
-                                          : t ? e / cols
-                                              : e % cols);
-                    uint32_t bits;
-                    std::memcpy(&bits, &x, 4);  // of a number between 1 and 2
-                    const uint32_t code = p.dtype == "F32"   ? bits
+                const int64_t cols = shape.size() == 2 ? shape[1] : 1;
+                for (int64_t e = 0; e < shape[0] * cols; e++) {
+                    // The bits of a number between 1 and 2.
+                    const uint32_t bits = bits_of(p.transposed ? value(i, e % cols, e / cols)
+                                                               : value(i, e / cols, e % cols)),
+                                   code = p.dtype == "F32"   ? bits
                                           : p.dtype == "F16" ? 15u << 10 | (bits >> 13 & 0x3FF)
                                                              : bits >> 16;
                     data.append(reinterpret_cast<const char*>(&code), p.dtype == "F32" ? 4 : 2);
                 }
             }
+            const std::string name = shards == 1 ? "model.safetensors" : concat("model-", s, ".safetensors");
             write_file(folder + "/" + name, safetensors_header(tensors) + data);
         }
     }
@@ -71,23 +64,21 @@ struct HuggingFace {
     void check(const MemoryModel& model, uint32_t bits = ~0u) const {
         for (const Param& p : parameters(model.setup().config)) {
             INFO(p.name);
-            int64_t row = 0, wrong = 0;
+            int64_t next = 0, wrong = 0;  // next: the element
             for (size_t i = 0; i < pieces.size(); i++)
-                for (int64_t r = 0; pieces[i].ours == p.name && r < pieces[i].rows; r++, row++)
-                    for (int64_t c = 0; c < pieces[i].cols; c++) {
-                        const float exact = value(i, r, c), found = pieces[i].cols == 1
-                                                                        ? model.master(p, 0, row)
-                                                                        : model.master(p, row, c);
-                        wrong += (bits_of(exact) & bits) != bits_of(found);
-                    }
-            for (; p.rows > 1 && row < p.rows; row++)
-                for (int64_t c = 0; c < p.cols; c++) wrong += model.master(p, row, c) != 0;
-            CHECK((wrong == 0 && row == (p.rows > 1 ? p.rows : p.cols)));
+                for (int64_t e = 0; pieces[i].ours == p.name && e < pieces[i].rows * pieces[i].cols; e++) {
+                    const float exact = value(i, e / pieces[i].cols, e % pieces[i].cols);
+                    wrong += (bits_of(exact) & bits) != bits_of(model.master(p, next++));
+                }
+            const int64_t used = used_elements(model.setup().config, p);
+            CHECK((wrong == 0 && next == used));
+            for (; next < p.size(); next++) wrong += model.master(p, next) != 0;
+            CHECK(wrong == 0);
         }
     }
 };
 
-inline HuggingFace hugging_face_llama(const char* type = "llama") {
+inline HuggingFace hugging_face_llama(const std::string& type = "llama") {
     const std::string l = "layers.0.", m = "model.layers.0.", a = m + "self_attn.";
     HuggingFace f{{{"embedding", "model.embed_tokens.weight", 50, 32},
                    {l + "qkv", a + "q_proj.weight", 32, 32},
@@ -101,39 +92,23 @@ inline HuggingFace hugging_face_llama(const char* type = "llama") {
                    {l + "norm2.weight", m + "post_attention_layernorm.weight", 32, 1},
                    {"final_norm.weight", "model.norm.weight", 32, 1},
                    {"head", "lm_head.weight", 50, 32}},
-                  {{"model_type", type},
-                   {"hidden_size", 32},
-                   {"num_hidden_layers", 1},
-                   {"num_attention_heads", 4},
-                   {"num_key_value_heads", 2},
-                   {"intermediate_size", 48},
-                   {"vocab_size", 50},
-                   {"max_position_embeddings", 16},
-                   {"hidden_act", "silu"},
-                   {"rms_norm_eps", 1e-6},
-                   {"rope_theta", 12345.0},
-                   {"tie_word_embeddings", false}}};
-    if (type == std::string("mistral")) f.config["sliding_window"] = nullptr;
-    if (type == std::string("qwen3"))
-        for (const char* name : {"q_norm.weight", "k_norm.weight"})
-            f.pieces.push_back({l + "qk_norm.weight", a + name, 8, 1});
+                  Json::parse(R"({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 16,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 12345.0, "tie_word_embeddings": false})")};
+    f.config["model_type"] = type;
+    if (type == "mistral") f.config["sliding_window"] = nullptr;
+    for (const char* name : {"q_norm.weight", "k_norm.weight"})
+        if (type == "qwen3") f.pieces.push_back({l + "qk_norm.weight", a + name, 8, 1});
     for (const auto& [name, rows] : {std::pair{"q_proj.bias", 32}, {"k_proj.bias", 16}, {"v_proj.bias", 16}})
-        if (type == std::string("qwen2")) f.pieces.push_back({l + "qkv.bias", a + name, rows, 1});
+        if (type == "qwen2") f.pieces.push_back({l + "qkv.bias", a + name, rows, 1});
     return f;
 }
 
 inline HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
     HuggingFace f{
         {{"embedding", prefix + "wte.weight", 50, 32}, {"positions", prefix + "wpe.weight", 16, 32}},
-        {{"model_type", "gpt2"},
-         {"n_embd", 32},
-         {"n_layer", 1},
-         {"n_head", 4},
-         {"n_inner", nullptr},
-         {"vocab_size", 50},
-         {"n_positions", 16},
-         {"activation_function", "gelu_new"},
-         {"resid_pdrop", 0.1}}};
+        Json::parse(R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
+        "vocab_size": 50, "n_positions": 16, "activation_function": "gelu_new", "resid_pdrop": 0.1})")};
     const std::string l = "layers.0.", h = prefix + "h.0.";
     for (const auto& [ours, theirs, in, out] : {std::tuple{l + "qkv", h + "attn.c_attn", 32, 96},
                                                 {l + "attention_out", h + "attn.c_proj", 32, 32},
