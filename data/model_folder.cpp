@@ -207,8 +207,9 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
             throw Error(files.path(), " has NaN, infinity or values beyond BF16 in tensor ", piece.theirs,
                         "; give other weights.");
     }
-    model.write(p.name, weight.data() + owned(setup, p).first);
-    if (setup.master) model.write(p.name + ".remainder", remainder.data() + owned(setup, p).first);
+    const int64_t mine = owned(setup, p).first;
+    model.write(p.name, weight.data() + mine);
+    if (setup.master) model.write(p.name + ".remainder", remainder.data() + mine);
 }
 
 }  // namespace

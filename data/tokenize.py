@@ -198,7 +198,8 @@ def main():
     for path, tokens in zip(paths, streams):
         write(path, [magic, 1, len(tokens), run.seq], array.array(width, tokens).tobytes())
         print(f"{path}: {len(tokens):,} tokens, {sum(t < NOT_COUNTED for t in tokens):,} count in the loss")
-    write(paths[2], [20240328, 2, len(pieces), -1 if end is None else end], b"".join(bytes([len(p)]) + p for p in pieces))
+    write(paths[2], [20240328, 2, len(pieces), -1 if end is None else end],
+          b"".join(bytes([len(p)]) + p for p in pieces))
     if not run.tokenizer:
         tokenizer.save_pretrained(run.out)
     print(f"{len(pieces):,} tokens in the vocabulary. Train with ./train --data {run.out}")

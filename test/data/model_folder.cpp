@@ -144,7 +144,8 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
     };
     // A field, its value, and, where it is not the field, what the error says.
     for (const auto& [good, rows] : {std::pair{hugging_face_llama(), R"(
-head_dim 0; vocab_size 0 | vocab_size; vocab_size 1e30; model_type "qwen3_moe" | qwen3; model_type 3; hidden_act "gelu"
+head_dim 0; vocab_size 0 | vocab_size; vocab_size 1e30; model_type "qwen3_moe" | qwen3; model_type 3
+hidden_act "gelu"
 hidden_size -32; hidden_size "32"; hidden_size 1.5; hidden_size null; hidden_size 40 | multiples of 16
 num_hidden_layers 5000 | from 1 to 4096; num_key_value_heads 3 | heads; partial_rotary_factor 0.5
 rms_norm_eps "small"; rms_norm_eps -1; rope_theta 0; tie_word_embeddings "yes"; use_sliding_window true
@@ -258,6 +259,10 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         write_file(path, bad);
         check_error([&] { load(folder.path.string(), model); }, folder.path.string(), "model.norm.weight");
     }
+    bytes[at["model.embed_tokens.weight"] + 1] = '\x7C';  // infinity
+    write_file(path, bytes);
+    check_error([&] { load(folder.path.string(), model); }, folder.path.string(),
+                "model.embed_tokens.weight");
 }
 
 TEST_CASE("load_weights: tensors that are missing, unknown or of another shape change nothing in the model") {

@@ -53,65 +53,43 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
 }
 
 TEST_CASE("Safetensors: a wrong header is an error that names the file") {
-    const std::string A = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})",
-                      B = R"({"dtype":"U8","shape":[4],"data_offsets":[8,12]})",
-                      good = "{\"a\":" + A + ",\"b\":" + B + "}";
-    auto a = [&](const std::string& other) { return raw_file("{\"a\":" + other + ",\"b\":" + B + "}", 12); };
-    auto b = [&](const std::string& other) { return raw_file("{\"a\":" + A + ",\"b\":" + other + "}", 12); };
+    auto entry = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
+        return "{\"dtype\":" + dtype + ",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
+    };
+    const std::string a = "{\"a\":" + entry("\"F32\"", "[2]", "[0,8]"), b = entry("\"U8\"", "[4]", "[8,12]"),
+                      good = a + ",\"b\":" + b + "}";
     std::string huge = raw_file(good, 12), endless = huge;
-    huge[4] = '\1', endless.replace(0, 8, 8, '\xFF');
-    struct Row {
-        const char* what;
-        std::string bytes;
-    };
-    const Row rows[] = {
-        {"empty", ""},
-        {"shorter than a length", "1234567"},
-        {"header beyond the file", raw_file(good).substr(0, 40)},
-        {"header one byte longer than the file", raw_file(good + "  ").substr(0, good.size() + 9)},
-        {"header of 4 GB", huge},
-        {"header of 2^64 - 1 bytes", endless},
-        {"no header", raw_file("", 12)},
-        {"not JSON", raw_file(good.substr(1), 12)},
-        {"not UTF-8", raw_file("{\"\xFF\":1}")},
-        {"more after its end", raw_file("{}{}")},
-        {"a list", raw_file("[]")},
-        {"a number", raw_file("7")},
-        {"objects in objects", raw_file(R"({"a":{"a":{"a":{}}}})")},
-        {"a byte too few", raw_file(good, 11)},
-        {"a byte too many", raw_file(good, 13)},
-        {"overlap", b(R"({"dtype":"U8","shape":[8],"data_offsets":[4,12]})")},
-        {"the same bytes", b(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})")},
-        {"hole", a(R"({"dtype":"U8","shape":[7],"data_offsets":[0,7]})")},
-        {"hole in front", a(R"({"dtype":"U8","shape":[7],"data_offsets":[1,8]})")},
-        {"shape that is not its bytes", a(R"({"dtype":"F32","shape":[3],"data_offsets":[0,8]})")},
-        {"dtype that is not its bytes", a(R"({"dtype":"F64","shape":[2],"data_offsets":[0,8]})")},
-        {"unknown dtype", a(R"({"dtype":"F31","shape":[2],"data_offsets":[0,8]})")},
-        {"dtype not text", a(R"({"dtype":4,"shape":[2],"data_offsets":[0,8]})")},
-        {"negative size", a(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})")},
-        {"two negative sizes", a(R"({"dtype":"F32","shape":[-2,-1],"data_offsets":[0,8]})")},
-        {"fraction", a(R"({"dtype":"F32","shape":[2.0],"data_offsets":[0,8]})")},
-        {"size that overflows",
-         a(R"({"dtype":"F32","shape":[1000000000000000,4611686018427387904],"data_offsets":[0,8]})")},
-        {"size that wraps to its bytes",
-         raw_file(R"({"a":{"dtype":"F32","shape":[2,1099511627776,4194304,2],"data_offsets":[0,0]},)"
-                  R"("b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
-                  4)},
-        {"size beyond 64 bits", a(R"({"dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,8]})")},
-        {"shape not a list", a(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})")},
-        {"end before begin", a(R"({"dtype":"U8","shape":[4],"data_offsets":[8,4]})")},
-        {"negative begin", a(R"({"dtype":"U8","shape":[9],"data_offsets":[-1,8]})")},
-        {"one offset", a(R"({"dtype":"U8","shape":[8],"data_offsets":[8]})")},
-        {"three offsets", a(R"({"dtype":"U8","shape":[8],"data_offsets":[0,8,8]})")},
-        {"no offsets", a(R"({"dtype":"U8","shape":[8]})")},
-        {"tensor not an object", a("3")},
-    };
+    huge[4] = '\1', endless.replace(0, 8, 8, '\xFF');  // headers of 4 GB and of 2^64 - 1 bytes
+    std::vector<std::string> wrong = {"",
+                                      "1234567",
+                                      huge,
+                                      endless,
+                                      raw_file("", 12),
+                                      raw_file(good, 11),
+                                      raw_file(good, 13),
+                                      raw_file(good).substr(0, 40),
+                                      raw_file(good + "  ").substr(0, good.size() + 9)};
+    for (const char* text :
+         {"", "{", "{\"\xFF\":1}", "{}{}", "[]", "7", "{\"a\":3}", R"({"a":{"a":{"a":{}}}})"})
+        wrong.push_back(raw_file(text));
+    // Entries of a before a good b, and of b after a good a: holes and overlaps, other bytes than dtype and
+    // shape say, values of other kinds, and sizes beyond 64 bits or back in them.
+    std::istringstream rows(R"(
+a "U8" [7] [0,7]     a "U8" [7] [1,8]    b "U8" [8] [4,12]   b "F32" [2] [0,8]  a "F32" [3] [0,8]
+a "F64" [2] [0,8]    a "F31" [2] [0,8]   a 4 [2] [0,8]       a "F32" [-2] [0,8] a "F32" [-2,-1] [0,8]
+a "F32" [2.0] [0,8]  a "F32" 2 [0,8]     a "U8" [4] [8,4]    a "U8" [9] [-1,8]  a "U8" [8] [8]
+a "U8" [8] [0,8,8]   a "U8" [8] null     a "F32" [99999999999999999999] [0,8]
+a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,1099511627776,4194304,2] [0,0])");
+    for (std::string name, dtype, shape, offsets; rows >> name >> dtype >> shape >> offsets;)
+        wrong.push_back(raw_file(name == "a" ? "{\"a\":" + entry(dtype, shape, offsets) + ",\"b\":" + b + "}"
+                                             : a + ",\"b\":" + entry(dtype, shape, offsets) + "}",
+                                 12));
     Folder folder;
     const std::string path = folder.write("wrong.safetensors", raw_file(good, 12));
     CHECK(error_of([&] { Safetensors file(path); }) == "");
-    for (const Row& row : rows) {
-        CAPTURE(row.what);
-        write_file(path, row.bytes);
+    for (const std::string& bytes : wrong) {
+        CAPTURE(bytes);
+        write_file(path, bytes);
         check_error([&] { Safetensors file(path); }, path);
     }
     write_file(path, raw_file(good, 12));
@@ -162,8 +140,8 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
 TEST_CASE(
     "Fields: a value of another kind is rejected by file, field and what was expected; null is missing") {
     const auto object =
-        nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1,
-        "x": 0.5, "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1], "in": {"a": 1},
+        nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1, "x": 0.5,
+        "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1], "in": {"a": 1},
         "null": null})");
     const Fields f{"some/file.json", object};
     CHECK((f.get<int64_t>("n") == 1'000'000'000'000'000 && f.get<int64_t>("zero") == 0));

@@ -17,22 +17,18 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
         R"({"role": "assistant", "content": "A\u00e9 "}, {"role": "user", "content": "b"},)"
         R"({"role": "assistant", "content": "C"}]})"
         "\n";
-    const Ended ended = folder.tokenize(twice + chat("held", "out"));
-    require_success(ended);
-    CHECK(folder.windows() == padded("<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
-                                     "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n",
-                                     20, 32));
-    CHECK(folder.windows("val") == padded("<|user|>held<|end|>\n<|assistant|>[out<|end|>]\n", 13, 32));
+    const Ended ended = folder.check(twice + chat("held", "out"), "--seq 32",
+                                     "<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
+                                     "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n");
+    CHECK(folder.windows("val") == "<|user|>held<|end|>\n<|assistant|>[out<|end|>]\n\n");
     CHECK(contains(ended.out, "train.bin: 33 tokens, 7 count"));
     // A token that begins in the question and ends in the answer counts; the first of a text never does.
     folder.write("model/template",
                  "'' if not messages else messages[0]['content'] + messages[1]['content']"
                  " if messages[1:] else '' if add_generation_prompt else messages[0]['content']");
-    require_success(folder.tokenize(chat("", "abc") + chat("held", "out"), "--seq 4"));
-    CHECK(folder.windows() == "a[bc]<|end|>");
+    folder.check(chat("", "abc") + chat("held", "out"), "--seq 4", "a[bc]");
     folder.write("model/template", "'a<|us' + (messages[1]['content'] if messages[1:] else '')");
-    require_success(folder.tokenize(chat("x", "er|>b<|end|>") + chat("held", "out"), "--seq 9"));
-    CHECK(folder.windows() == padded("a[<|user|>b<|end|>]", 4, 9));
+    folder.check(chat("x", "er|>b<|end|>") + chat("held", "out"), "--seq 9", "a[<|user|>b<|end|>]");
 }
 
 TEST_CASE("tokenize.py: an answer is found where a template treats it in a way of its own" *
@@ -53,44 +49,39 @@ TEST_CASE("tokenize.py: an answer is found where a template treats it in a way o
         "  if m is messages[-1] else '') + m['content'].split(')')[-1]) + '<|end|>' for m in messages)"
         " + ('<|assistant|>' if add_generation_prompt else '')";
     folder.write("model/template", think);
-    require_success(folder.tokenize(two("(why)A"), "--seq 16"));
-    CHECK(folder.windows() == padded("<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
-                                     "<|assistant|>[()B<|end|>]",
-                                     14, 16));
+    folder.check(two("(why)A"), "--seq 16",
+                 "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
+                 "<|assistant|>[()B<|end|>]");
     folder.write("model/template", think + " + ('(' if add_generation_prompt else '')");
-    require_success(folder.tokenize(two("A"), "--seq 16"));
-    CHECK(folder.windows() == padded("<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
-                                     "<|assistant|>([)B<|end|>]",
-                                     14, 16));
+    folder.check(two("A"), "--seq 16",
+                 "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
+                 "<|assistant|>([)B<|end|>]");
     // A system message that moves into the last question.
     folder.write(
         "model/template",
         "''.join(('sys ' if m['role'] == 'user' and m is [n for n in messages if n['role'] == 'user'][-1]"
         " else '') + m['content'] + '<|end|>' * (m['role'] == 'assistant') for m in messages)");
-    require_success(folder.tokenize(two("A"), "--seq 16"));
-    CHECK(folder.windows() == padded("q[A<|end|>]sys r[B<|end|>]", 10, 16));
+    folder.check(two("A"), "--seq 16", "q[A<|end|>]sys r[B<|end|>]");
     // What follows an answer differs between the middle and the end.
     folder.write("model/template",
                  "''.join(m['content'] + ('<|end|>' if m is messages[-1] else '/') for m in messages)");
     check_failed(folder.tokenize(two("A")), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
     // A weight of 0; arguments that are text.
     folder.write("model/template", CHAT);
-    require_success(folder.tokenize(two("A", R"(, "weight": 0)"), "--seq 24"));
-    CHECK(folder.windows() == padded("<|user|>q<|end|>\n<|assistant|>A<|end|>\n<|user|>r<|end|>\n"
-                                     "<|assistant|>[B<|end|>]\n",
-                                     16, 24));
+    folder.check(two("A", R"(, "weight": 0)"), "--seq 24",
+                 "<|user|>q<|end|>\n<|assistant|>A<|end|>\n<|user|>r<|end|>\n"
+                 "<|assistant|>[B<|end|>]\n");
     folder.write("model/template",
                  "''.join(m['content'] + ''.join(str(c['function']['arguments']['x'] + 1)"
                  " for c in m.get('tool_calls', [])) + '<|end|>' for m in messages)");
-    require_success(folder.tokenize(
-        two("A", R"(, "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 6}"}}])"), "--seq 16"));
-    CHECK(folder.windows() == padded("q<|end|>[A7<|end|>]r<|end|>[B<|end|>]", 9, 16));
+    folder.check(two("A", R"(, "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 6}"}}])"),
+                 "--seq 16", "q<|end|>[A7<|end|>]r<|end|>[B<|end|>]");
 }
 
 TEST_CASE("tokenize.py: records of every known form, and texts among them" * doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
-    require_success(folder.tokenize(chat("a\\n\\nb", "c") + chat("held", "out")));
-    const std::string expected = folder.windows();
+    const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
+    folder.check(chat("a\\n\\nb", "c") + chat("held", "out"), "--seq 32", expected);
     const std::string share = R"({"conversations": [{"from": "human", "value": "a\n\nb"}, )"
                               R"({"from": "gpt", "value": "c"}], "id": 7})",
                       alpaca = R"({"instruction": "a", "input": "b", "output": "c"})",
@@ -98,9 +89,7 @@ TEST_CASE("tokenize.py: records of every known form, and texts among them" * doc
     for (const auto& [file, content] : {std::pair{"s.jsonl", share + "\n" + held},
                                         {"a.json", "[" + alpaca + ",\n " + held + "]"},
                                         {"lines.json", "\xEF\xBB\xBF" + alpaca + "\n\n" + held}}) {
-        CAPTURE(file);
-        require_success(folder.tokenize(content, "--seq 32", file));
-        CHECK(folder.windows() == expected);
+        folder.check(content, "--seq 32", expected, file);
     }
     if (std::system("python3 -c 'import pyarrow' > /dev/null 2>&1") == 0) {
         folder.write("p.py", R"py(
@@ -112,7 +101,7 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
 )py");
         require_success(shell(folder, "python3 p.py"));
         require_success(folder.run("--tokenizer model --out tokens --seq 32 p.parquet"));
-        CHECK(folder.windows() == expected);
+        CHECK(folder.windows() == expected + "\n");
     } else {
         folder.write("p.parquet", "PAR1");
         check_failed(folder.run("--tokenizer model --seq 32 p.parquet"), "p.parquet", "pip install pyarrow");
@@ -139,24 +128,20 @@ TEST_CASE("tokenize.py: a conversation lies within one window, and windows are f
     for (const char* letters : {"aaaa", "bbbbbb", "cc", "dddddd", "gg", "hhhhhhhhhh"})
         lines += chat(letters, "x");
     const Ended ended =
-        folder.tokenize(lines + chat("e", "whole") + chat("held", "out"), "--seq 12 --hold-out 0.05");
-    require_success(ended);
-    CHECK(folder.windows() ==
-          "aaaa[x<|end|>]cc[x<|end|>]<|end|><|end|>\nbbbbbb[x<|end|>]gg[x<|end|>]\ndddddd[x<|end|>]" +
-              padded("", 8, 12) + "\nhhhhhhhhhh[x<|end|>]\n" + "e[whole<|end|>]" + padded("", 7, 12));
+        folder.check(lines + chat("e", "whole") + chat("held", "out"), "--seq 12 --hold-out 0.05",
+                     "aaaa[x<|end|>]cc[x<|end|>]\nbbbbbb[x<|end|>]gg[x<|end|>]\n"
+                     "dddddd[x<|end|>]\nhhhhhhhhhh[x<|end|>]\ne[whole<|end|>]");
     CHECK(contains(ended.out, "; 0 are cut"));
     CHECK(load_corpus(folder / "tokens").seq == 12);
     // Longer ones, those without an answer, and lines that stand there before.
     const Ended counted =
-        folder.tokenize(chat("abc", "x") + chat("abc", "x") + chat("123456789012", "x") +
-                            chat("123", std::string(9, 'y')) + chat("z", " ") + "\n" +
-                            R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" + chat("b", "x"),
-                        "--seq 12");
-    require_success(counted);
+        folder.check(chat("abc", "x") + chat("abc", "x") + chat("123456789012", "x") +
+                         chat("123", std::string(9, 'y')) + chat("z", " ") + "\n" +
+                         R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" + chat("b", "x"),
+                     "--seq 12", "abc[x<|end|>]\n123[yyyyyyyyy]");
     CHECK(contains(counted.out, "3 conversations have no answer"));
     CHECK(contains(counted.out, "; 1 are cut"));
-    CHECK(folder.windows() == padded("abc[x<|end|>]", 5, 12) + "\n123[yyyyyyyyy]");
-    CHECK(folder.windows("val") == padded("b[x<|end|>]", 3, 12));
+    CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
 TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with the end of the one before" *

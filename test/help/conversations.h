@@ -1,6 +1,8 @@
 // conversations.h - a model's folder and conversations, for the tests of data/tokenize.py and of training on
 // conversations. The package transformers is replaced by a small one, whose tokens are bytes.
 #pragma once
+#include <cstring>
+
 #include "program.h"
 #include "tokens.h"
 
@@ -67,7 +69,8 @@ struct ChatFolder : Folder {
         write(file, records);
         return run("--tokenizer model --out tokens " + file + " " + flags);
     }
-    // The text of a token file, with what counts in square brackets; each line is a window.
+    // The text of a token file, with what counts in square brackets; each line is a window without its
+    // padding.
     std::string windows(const std::string& name = "train") const {
         const Corpus corpus = load_corpus(*this / "tokens");
         const TokenStream& stream = name == "train" ? corpus.train : corpus.validation;
@@ -78,11 +81,22 @@ struct ChatFolder : Folder {
         for (int64_t i = 0; i + 1 < stream.size(); i++) {
             const bool counts = targets[i] >= 0;
             if (inside != counts) text += inside ? "]" : "[";
-            if (i && i % corpus.seq == 0) text += "\n";
             text += corpus.decode({tokens[i]});
             inside = counts;
+            if ((i + 1) % corpus.seq) continue;
+            if (inside) text += "]";
+            while (ends_with(text, "<|end|>")) text.resize(text.size() - strlen("<|end|>"));
+            text += "\n", inside = false;
         }
-        return inside ? text + "]" : text;
+        return text;
+    }
+    Ended check(const std::string& records, const std::string& flags, const std::string& expected,
+                const std::string& file = "c.jsonl") const {
+        CAPTURE(file);
+        const Ended ended = tokenize(records, flags, file);
+        require_success(ended);
+        CHECK(windows() == expected + "\n");
+        return ended;
     }
 };
 
@@ -96,12 +110,6 @@ inline std::string same_answers() {
     std::string lines;
     for (int i = 0; i < 400; i++) lines += chat(std::to_string(i * 7919 % 10000), "yes");
     return lines;
-}
-
-// Padded with the end of the text to `length` tokens.
-inline std::string padded(std::string text, size_t tokens, size_t length) {
-    for (; tokens < length; tokens++) text += "<|end|>";
-    return text;
 }
 
 }  // namespace coat::test
