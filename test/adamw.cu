@@ -287,29 +287,6 @@ void check_moment(const Moment& got, const Doubles& exact, const Floats& in_floa
     CHECK(vanished == 0);
 }
 
-// Weights without a master. Rounding with the same random bits is monotone, so the results for the limits of
-// a value are the limits of its result.
-void check_stochastic(const Floats& got, const Exact& exact, int64_t offset) {
-    int64_t wrong = 0;
-    for (size_t first = 0; first < got.size(); first += MOMENT_GROUP) {
-        const size_t last = std::min(got.size(), first + MOMENT_GROUP);
-        double lost = 0, largest = 0;
-        for (size_t i = first; i < last; i++) {
-            lost = std::max(lost, std::abs(exact.w_float[i] - exact.w[i]));
-            largest = std::max(largest, std::abs(exact.w[i]));
-        }
-        for (size_t i = first; i < last; i++) {
-            const auto limit = [&](double error) {
-                const float w = float(exact.w[i] + error * SLACK * (lost + U * largest));
-                return reference::from_bf16(
-                    reference::round_stochastically(w, ROUNDING, offset + int64_t(i)));
-            };
-            wrong += !(limit(-1) <= got[i] && got[i] <= limit(1));
-        }
-    }
-    CHECK(wrong == 0);
-}
-
 void check_adamw(const Run& run, const AdamW& a) {
     INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
     const Run::Result r = run.on_gpu(a);
@@ -319,8 +296,12 @@ void check_adamw(const Run& run, const AdamW& a) {
         CAPTURE(p.size);
         const Exact exact(run, p, a);
         const auto begin = r.master.begin() + p.offset, end = begin + p.size;
-        if (run.has_master) check_as_float(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP);
-        else check_stochastic(Floats(begin, end), exact, p.offset);
+        const auto stored = [&](size_t element, float w) {  // without a master: rounded with the same bits
+            const int64_t at = p.offset + int64_t(element);
+            return run.has_master ? w
+                                  : reference::from_bf16(reference::round_stochastically(w, ROUNDING, at));
+        };
+        check_limits(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP, stored);
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::amax(&r.stored[p.offset], p.size));
         check_moment(r.m[i], exact.m, exact.m_float, false);
@@ -414,41 +395,38 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
         for (int64_t n : {50000, 600077}) {
             CAPTURE(name);
             CAPTURE(n);
-            Floats m(n), v(n), weights(n);
+            Moment old[2];
+            Floats x[2] = {Floats(n), Floats(n)}, weights(n);
             for (int64_t i = 0; i < n; i++) {
-                v[i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
-                m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
+                x[1][i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
+                x[0][i] = static_cast<float>(std::sqrt(x[1][i]) * 0.3 * rng.normal());
+            }
+            for (int i : {0, 1}) {
+                old[i].init(i ? o.v : o.m, o.expand, n, o.group);
+                old[i].store(x[i].data(), i && o.keep_positive);
+                old[i].load(x[i].data());
             }
             const Floats gradient = normals(rng, Format::BF16, n, 1e-3);
-            Moment old_m, old_v;
-            old_m.init(o.m, o.expand, n, o.group), old_v.init(o.v, o.expand, n, o.group);
-            old_m.store(m.data(), false), old_v.store(v.data(), o.keep_positive);
-            const DeviceMoment on_gpu_m(old_m, round_up(n, MOMENT_GROUP)),
-                on_gpu_v(old_v, round_up(n, MOMENT_GROUP));
+            const int64_t padded = round_up(n, MOMENT_GROUP);
+            const DeviceMoment m(old[0], padded), v(old[1], padded);
             const Tensor g(gradient, Format::BF16);
             QuantReport report;
-            gpu::measure_moments(o, on_gpu_m.view(), on_gpu_v.view(), g.codes.get(), Format::BF16, n, report,
-                                 0);
+            gpu::measure_moments(o, m.view(), v.view(), g.codes.get(), Format::BF16, n, report, 0);
 
-            old_m.load(m.data()), old_v.load(v.data());
             reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, gradient.data(),
-                             weights.data(), m.data(), v.data());
+                             weights.data(), x[0].data(), x[1].data());
             const bool in_part = n > 1 << 18;
-            Floats measured[2];
-            for (int64_t i = 0; i < n; i++) {
-                const int64_t apart = n / 128 / MOMENT_GROUP * MOMENT_GROUP;
-                if (in_part && (i / apart >= 128 || i % apart >= 2048)) continue;
-                measured[0].push_back(m[i]), measured[1].push_back(v[i]);
-            }
             CHECK(report.part_of_moments == in_part);
-            for (bool second : {false, true}) {
-                const auto count = static_cast<int64_t>(measured[second].size());
+            for (int i : {0, 1}) {
+                Floats measured;
+                const int64_t apart = n / 128 / MOMENT_GROUP * MOMENT_GROUP;
+                for (int64_t j = 0; j < n; j++)
+                    if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(second ? o.v : o.m, o.expand, count, o.group);
+                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.group);
                 QuantStats stats;
-                expected.store(measured[second].data(), second && o.keep_positive, &stats);
-                const Kind kind = second ? Kind::Moment2 : Kind::Moment1;
-                const QuantStats& got = report.kinds[static_cast<int>(kind)];
+                expected.store(measured.data(), i && o.keep_positive, &stats);
+                const QuantStats& got = report.kinds[static_cast<int>(i ? Kind::Moment2 : Kind::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);

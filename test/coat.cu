@@ -144,8 +144,9 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
 GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of the others") {
     FRESH_RANDOM(rng);
     const int64_t rows = 21, padded = 32, cols = 272;
-    const Floats x = heavy(rng, Format::BF16, rows * cols);
+    Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, rows, cols, Q_BF16);
+    x.resize(padded * cols);  // the padding counts as zeros, but its codes are not written
     for (Quant q : {Q_E4M3, Q_ROW, Q_1x128, Q_128x128}) {
         CAPTURE(q.text());
         const Tensor out(padded, cols, q);
@@ -153,20 +154,10 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         operand.transposed = operand.transposed_scales = nullptr;
         if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
         gpu::quantize(gpu::stored(in.view()), operand, nullptr, 0);
-        const Bytes got = out.codes.read();
-        const reference::Quantized wanted = reference::quantize(x.data(), rows, cols, q);
-        CHECK(same_codes(q.format, Bytes(got.begin(), got.begin() + rows * cols), wanted.codes));
-        CHECK(std::all_of(got.begin() + rows * cols, got.end(), [](uint8_t c) { return c == 0xFF; }));
-        if (out.per_tensor()) continue;
-        const Bytes bytes = out.scales.read();
-        const float* scales = reinterpret_cast<const float*>(bytes.data());
-        for (int64_t i = 0; i < rows * cols; i++) {
-            const int64_t r = i / cols, block = i % cols / 128;
-            const int64_t at = q.granularity == PER_ROW     ? r
-                               : q.granularity == PER_1x128 ? block * padded + r
-                                                            : block;
-            REQUIRE(scales[at] == wanted.scale(r, i % cols));
-        }
+        reference::Quantized wanted = reference::quantize(x.data(), padded, cols, q);
+        std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
+        CHECK(out.codes.read() == wanted.codes);
+        CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
     }
 }
 

@@ -210,12 +210,13 @@ inline void check_quantized(const Tensor& out, const Floats& x) {
 
 // Compares the FP32 values of a kernel with the exact ones. In each row of `cols` values, the reference in
 // float shows how much FP32 loses. A kernel adds in another order and has faster functions: it may lose SLACK
-// times as much, with as many roundings U of the row's largest value. Rounding to the format in which the
-// value is stored is monotone, so the result lies between the limits of the value, rounded.
-// terms: the largest magnitude of what is added up, where sums may cancel in a whole row.
+// times as much, with as many roundings U of the row's largest value. Rounding to what is stored, stored(i,
+// x), is monotone, so the result lies between the limits of the value, rounded. terms: the largest magnitude
+// of what is added up, where sums may cancel in a whole row.
 constexpr double SLACK = 32, U = 0x1p-24;
-inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
-                           Format stored = Format::F32, double terms = 0) {
+template <class Rounding>
+void check_limits(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
+                  Rounding stored, double terms = 0) {
     REQUIRE(got.size() == exact.size());
     int64_t wrong = 0;
     for (size_t first = 0; first < got.size(); first += size_t(cols)) {
@@ -227,14 +228,18 @@ inline void check_as_float(const Floats& got, const Doubles& exact, const Floats
         }
         const double bound = SLACK * (lost + U * largest) + 0x1p-126;
         for (size_t i = first; i < last; i++) {
-            const float low = reference::round_to(stored, float(exact[i] - bound)),
-                        high = reference::round_to(stored, float(exact[i] + bound));
+            const float low = stored(i, float(exact[i] - bound)), high = stored(i, float(exact[i] + bound));
             if (low <= got[i] && got[i] <= high) continue;
             if (wrong++ == 0)
                 MESSAGE("element ", i, " of ", got.size(), " is ", got[i], ", expected ", low, " to ", high);
         }
     }
     CHECK(wrong == 0);
+}
+inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
+                           Format stored = Format::F32, double terms = 0) {
+    const auto round = [&](size_t, float x) { return reference::round_to(stored, x); };
+    check_limits(got, exact, in_float, cols, round, terms);
 }
 
 struct Shape {
