@@ -19,7 +19,6 @@
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
 #include "gpu/coat.cuh"
 
-#include "gpu/other_scaling.cuh"
 #include "gpu/report.cuh"
 #include "gpu/tiles.cuh"
 
@@ -115,7 +114,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
 // scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
 // scaling no register. In BLOCKS (rowwise, deepseek), row-major and transposed codes have scales of their own
-// (gpu/other_scaling.cuh). codes may be null; and transposed, too, unless TRANSPOSED.
+// (gpu/other_scaling.cu). codes may be null; and transposed, too, unless TRANSPOSED.
 template <class Producer, bool TRANSPOSED, bool BLOCKS>
 static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, ScaleGrid by_row, ScaleGrid by_column,
@@ -205,11 +204,10 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
         const auto kernel = in_blocks        ? quantize_kernel<P, true, true>
                             : out.transposed ? quantize_kernel<P, true, false>
                                              : quantize_kernel<P, false, false>;
-        const ScaleGrid by_row = in_blocks ? scale_grid(out, false) : ScaleGrid{},
-                        by_column = in_blocks ? scale_grid(out, true) : ScaleGrid{};
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               amax_and_scale(out.view), by_row, by_column, info(q.format).max, q.format == Format::E5M2,
-               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+               amax_and_scale(out.view), scale_grid(out, false), scale_grid(out, true), info(q.format).max,
+               q.format == Format::E5M2, static_cast<uint8_t*>(out.view.data),
+               static_cast<uint8_t*>(out.transposed));
     });
 }
 

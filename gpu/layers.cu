@@ -349,7 +349,7 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     if (threadIdx.y != 0 || col >= cols) return;
     float total = 0;
     for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.add(col, total);
+    gradient.with([&](auto x) { x.data[col] = typename decltype(x)::Compute(float(x.data[col]) + total); });
 }
 
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {

@@ -14,33 +14,24 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
         return 1.0f;
     }
     if (m.format == Format::F16) {
-        const uint4 raw = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
-            x[2 * j] = two.x, x[2 * j + 1] = two.y;
-        }
+        alignas(16) __half halves[CHUNK];
+        *reinterpret_cast<uint4*>(halves) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
+        for (int j = 0; j < CHUNK; j++) x[j] = __half2float(halves[j]);
     } else {
         decode(f.e5m2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
     }
     return scale_of(f.max, m.max[0]);
 }
 
-static __device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
-    const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
-                b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
-    const __half2 two = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&two);
-}
 // Rounds eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
-    put(static_cast<uint16_t*>(m.data) + i,
-        make_uint4(half_pair(x[0], x[1], inverse), half_pair(x[2], x[3], inverse),
-                   half_pair(x[4], x[5], inverse), half_pair(x[6], x[7], inverse)));
+    alignas(16) __half halves[CHUNK];  // saturated
+    for (int j = 0; j < CHUNK; j++)
+        halves[j] = __float2half_rn(fminf(fmaxf(x[j] * inverse, -65504.0f), 65504.0f));
+    put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(halves));
 }
 
 constexpr int THREADS = 256;

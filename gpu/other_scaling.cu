@@ -1,7 +1,5 @@
 // gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with (interface:
-// gpu/other_scaling.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
-#include "other_scaling.cuh"
-
+// coat.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
 #include "cuda.cuh"
 #include "tiles.cuh"
 

@@ -4,7 +4,6 @@
 
 #include "../reference.h"
 #include "cuda.cuh"
-#include "other_scaling.cuh"
 #include "tiles.cuh"
 
 namespace coat::gpu {

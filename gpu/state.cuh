@@ -9,7 +9,6 @@
 #include "../program/plan.h"
 #include "arena.cuh"
 #include "gradients.cuh"
-#include "other_scaling.cuh"
 #include "peers.cuh"
 #include "report.cuh"
 

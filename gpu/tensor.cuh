@@ -247,7 +247,8 @@ template <class T, int N = CHUNK> struct Dense {
     static constexpr bool F32 = sizeof(T) == 4;
     static constexpr int WORDS = F32 ? N : N / 2;
     using Compute = T;
-    struct alignas(WORDS % 4 ? 8 : 16) Raw {
+    using Piece = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
+    struct alignas(sizeof(Piece)) Raw {
         uint32_t words[WORDS];
     };
     T* data;
@@ -264,21 +265,16 @@ template <class T, int N = CHUNK> struct Dense {
     __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
     // Writes only if live, rounds in any case.
     __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
-        uint32_t words[WORDS];
+        Raw raw;
 #pragma unroll
         for (int j = 0; j < WORDS; j++)
-            if constexpr (F32) words[j] = __float_as_uint(v[j]);
-            else words[j] = pack(v[2 * j], v[2 * j + 1]);
-        if constexpr (WORDS == 2) {
-            if (live) put(data + i, make_uint2(words[0], words[1]));
-        } else {
+            if constexpr (F32) raw.words[j] = __float_as_uint(v[j]);
+            else raw.words[j] = pack(v[2 * j], v[2 * j + 1]);
 #pragma unroll
-            for (int j = 0; j < WORDS; j += 4)
-                if (live)
-                    put(data + i + j * (N / WORDS),
-                        make_uint4(words[j], words[j + 1], words[j + 2], words[j + 3]));
-        }
-        values(words, v);
+        for (int j = 0; j < sizeof(Raw) / sizeof(Piece); j++)
+            if (live)
+                put(reinterpret_cast<Piece*>(data + i) + j, reinterpret_cast<const Piece*>(raw.words)[j]);
+        values(raw, v);
     }
 };
 
@@ -378,9 +374,6 @@ struct EitherDense {
             for (int j = 0; j < CHUNK; j++) v[j] += sum[j];
             x.round_and_store(i, v, true);
         });
-    }
-    __device__ void add(int64_t i, float one) const {
-        with([&](auto x) { x.data[i] = static_cast<typename decltype(x)::Compute>(float(x.data[i]) + one); });
     }
 };
 inline EitherDense either_dense(const void* data, Format f) {

@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "../../gpu/gradients.cuh"
-#include "../../gpu/other_scaling.cuh"
 #include "../help/gpu.h"
 #include "../help/random.h"
 
