@@ -87,7 +87,6 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
 // columns that are not rotated are not touched.
 static void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
-    require(quads < int64_t(1) << 32, "there are more rows than RoPE can count");
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using T = typename decltype(x)::Compute;

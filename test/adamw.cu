@@ -367,14 +367,6 @@ GPU_TEST_CASE("adamw: several launches; FP32 gradients of BF16 weights; a skippe
         }
 }
 
-GPU_TEST_CASE("adamw: one moment in FP8 groups beside another format is an error") {
-    FRESH_RANDOM(rng);
-    for (const auto& [m, v] : {std::pair{Format::E4M3, Format::BF16}, std::pair{Format::F32, Format::E4M3}}) {
-        const Run run(rng, {"mixed", m, v, true, ""}, Format::BF16, true, distributions()[0]);
-        CHECK_THROWS_AS(run.on_gpu(STEP), Error);
-    }
-}
-
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
     const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
