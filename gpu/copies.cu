@@ -46,8 +46,7 @@ public:
         cudaGetLastError();
     }
 
-    // Whether every rank reaches the memory of every other: all ranks get the same answer. CUDA may be unable
-    // to share memory, say in a container without the right to.
+    // Whether every rank reaches the memory of every other: all ranks get the same answer.
     bool map_others() {
         static const uint64_t process = uint64_t(std::random_device{}()) << 32 | uint32_t(getpid());
         Address mine{{}, process, 0, memory_, {}};

@@ -10,9 +10,8 @@ namespace coat::gpu {
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
     float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
-    // Not 0: something was not finite, on any rank. Then no rank updates weights, moments or the histories of
-    // delayed scaling from this bucket on (with --gradients none, those before it are updated). The next step
-    // has other data and another learning rate and rounding key, but the same bias correction.
+    // Not 0: something was not finite, on any rank. Then no rank updates anything from this bucket on, and
+    // the next step has the same bias correction.
     uint32_t skip;
 };
 

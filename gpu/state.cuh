@@ -123,14 +123,14 @@ public:
         const int64_t bucket = params[i].bucket;
         return gradients_[bucket] + (params[i].offset - buckets[bucket].offset + element) * gradient_bytes;
     }
-    // The gradients that this rank's update reads (model.h, owned()): with several ranks, their sums.
+    // The gradients that this rank's update reads: with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
         const int64_t in_bucket = shards[i].at - shards[buckets[bucket].first].at;
         return sums_[bucket] + in_bucket * gradient_bytes;
     }
-    // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
-    // linear layers in each block. (Those of weights among the operands are for delayed scaling.)
+    // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers (of weights
+    // for delayed scaling only).
     AmaxAndScale* scale(size_t i) const { return scales_ + i; }
     AmaxAndScale* operand_scales(LinearOperand o) const {
         return scale(params.size()) + static_cast<int>(o) * setup.config.L * LINEARS;
@@ -356,14 +356,10 @@ private:
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
-        return {at.at,
-                at.own.count,
-                moment(i, false),
-                moment(i, true),
-                p.role.decay,
-                p.role.linear ? scale(i) : nullptr,
-                p.offset + at.own.first - at.at,
-                at.shard_unit + at.own.first / SHARD_UNIT};
+        AmaxAndScale* const amax = p.role.linear ? scale(i) : nullptr;
+        const int64_t to_flat = p.offset + at.own.first - at.at,
+                      unit = at.shard_unit + at.own.first / SHARD_UNIT;
+        return {at.at, at.own.count, moment(i, false), moment(i, true), p.role.decay, amax, to_flat, unit};
     }
     float* history(int64_t linear, LinearOperand o) const {
         return histories_ + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
@@ -399,13 +395,11 @@ private:
         for (size_t e = 0; e < bits.size(); e++) {
             const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
             if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
-            else bits[e] = join(remainder ? weight : in[e], remainder ? in[e] : rest);
+            else if (remainder) bits[e] = (weight << 16) + static_cast<int16_t>(in[e]);
+            else bits[e] = (uint32_t(in[e]) << 16) + static_cast<int16_t>(rest);
         }
         if (!out) copy(masters, bits.data(), count * 4, cuda_);
         device_.wait("Writing a tensor failed");
-    }
-    static uint32_t join(uint32_t weight, uint32_t remainder) {
-        return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
     }
     // As FP32, of which BF16 is the upper half.
     void read_gradient(size_t i, float* out) const {
