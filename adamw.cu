@@ -15,9 +15,9 @@ namespace {
 //   contract:  x'   = sign(code) max (|code| / 448)^(1/k)
 //
 // A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's copy bandwidth
-// a multiprocessor has to finish one element per clock. That leaves 15 special functions (log2, exp2, roots,
-// reciprocals) and 120 instructions per element: hence the fast functions, and a table of log2(|code| / 448)
-// in shared memory. Rare cases branch off once for all eight elements.
+// an element may take 15 special functions (log2, exp2, roots, reciprocals) and 120 instructions: hence the
+// fast functions, and a table of log2(|code| / 448) in shared memory. Rare cases branch off once for all
+// eight.
 
 constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // lanes that share one group of moments
 constexpr int WARP_GROUPS = 32 / GROUP_LANES;      // groups that a warp works on at once
@@ -161,8 +161,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 //   ^ 4, ^ 8                        the same, of all 16 lanes
 //   ^ 2 again                       m: max, min    v: max, min    m: max, min    v: max, min
 // Then each lane computes (max, k, inverse) of its moment, and gets those of the other one from lane ^ 1. A
-// minimum is found as the maximum of ~(bits - 1). For a zero, bits - 1 wraps around to the largest integer,
-// so zeros do not count.
+// minimum is the maximum of ~(bits - 1): for a zero, bits - 1 is the largest integer, so zeros do not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
     const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the lane's column of the table
@@ -199,9 +198,8 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 // ===========================================================================================================
 // 2. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
-// Two things make it fast (dev/ladders/adamw.cu shows the way there). The next groups are being loaded while
-// these are computed. And the scales (max, k) of eight groups are loaded and stored together: eight
-// neighbouring lanes then access eight neighbouring floats, 32 bytes, which is a whole sector of memory.
+// Two things make it fast (dev/ladders/adamw.cu). The next groups are being loaded while these are computed.
+// And the scales (max, k) of eight groups are loaded and stored together: 32 bytes, a whole sector of memory.
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
@@ -246,11 +244,9 @@ struct WindowScales {
                 __shfl_sync(0xFFFFFFFFu, value, first + WINDOW + group)};
     }
     // The inverse of pick(): returns this lane's value after groups at and at + 1 got their new scales m and
-    // v. All 16 lanes of a group know its scales. Each of them offers one of the four values, by its number
-    // mod 4: max of m, k of m, max of v, k of v. This lane keeps value number lane / WINDOW, of group lane %
-    // WINDOW. If that group is at or at + 1, the lane takes the value from the group's lane of that number.
-    // Example: lane 9 keeps k of m of group 1; with at = 0 it takes it from lane 17, which is lane 1 of the
-    // second group.
+    // v. Each of a group's 16 lanes offers one of the four values, by its number mod 4: max of m, k of m, max
+    // of v, k of v. If this lane's group is at or at + 1, it takes its value from the group's lane of that
+    // number: lane 9 keeps k of m of group 1, and takes it from lane 17, which is lane 1 of the second group.
     __device__ float insert(float value, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_VALUES < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made =
@@ -261,8 +257,7 @@ struct WindowScales {
 
 // Updates a warp's groups of one segment: the window that begins with group `first`, and every FP8_WARPS-th
 // window after it, as long as they begin before group `last`. If the last group has no partner, half of the
-// warp computes it a second time and stores nothing. The pointers are moved to the segment and the lane
-// beforehand: then an address is one multiplication.
+// warp computes it a second time and stores nothing.
 template <class W>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last,
                                    const float* table_m, const float* table_v) {

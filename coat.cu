@@ -1,9 +1,7 @@
 // coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision
 // flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
-// The types View, Values, Dense, Groups and AmaxAndScale are those of gpu/tensor.cuh.
-//
-// Kernels go through a tensor in tiles, and a producer computes what is not stored: both are in
-// gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu.
+// Types are those of gpu/tensor.cuh. Kernels go through a tensor in tiles, and a producer computes what is
+// not stored: both are in gpu/tiles.cuh.
 //
 // Words that all parts use:
 //   code        an FP8 value as it is stored, before it is multiplied by its scale
@@ -12,8 +10,6 @@
 //   tile        128 x 128 elements: what a thread block works on
 //   live        false where a thread's place lies outside the tensor: it computes, but stores nothing
 //   amax        the largest magnitude of a tensor; to take it is to update it with an atomicMax
-//   Storage     how a tensor lies in memory: dense BF16 or FP32, or 1x16 groups (gpu/tensor.cuh)
-//   Lazy        how a kernel gets a tensor: as it is stored, or computed by a producer inside the kernel
 //
 // Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
@@ -82,11 +78,9 @@ void quantize_groups(const View& x, const View& groups, bool write_back, const A
 // 2. Group scaling (paper section 5): the amax of a tensor in two stages
 //
 // Stage one: each warp takes the maximum of its values. (The paper takes 1xG groups; the result is the same.)
-// Stage two: an atomicMax over the warps, which gives the same result in any order. Mostly both happen in
-// passing, in a kernel that has the values anyway: the outputs of a norm and of an activation are never
-// stored, so the kernels that write the inputs compute them for their amax. The kernel below is for the
-// gradient of gate and up, which is not stored either, for attention's output, and for weights that AdamW did
-// not just update.
+// Stage two: an atomicMax over the warps. Mostly both happen in passing, in a kernel that has the values
+// anyway: the kernels that write the inputs of norms and activations compute the outputs for their amax. The
+// kernel below is for the gradient of gate and up, attention's output, and weights that AdamW did not update.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)

@@ -1,17 +1,15 @@
 // coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling, FP8 precision flow (coat.cu).
 //
 // Rules of this interface:
-//   - A tensor that can be computed elementwise from what is stored is a Lazy: a description of how to
-//     compute its FP32 values. Each kernel that needs the tensor computes them on the fly, and stores them
-//     only as an operand. The simplest Lazy is a tensor that is stored.
+//   - A Lazy describes how to compute a tensor elementwise from what is stored; the simplest is what is
+//     stored. Each kernel that needs the tensor computes it on the fly, and stores it only as an operand.
 //   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A kernel that has the values at hand
 //     updates the amax itself, which saves the first pass. Either way the amax is taken in two stages (group
 //     scaling): a maximum for each warp, then an atomicMax.
 //   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
 //     them, but a multiple of 16 for transposed codes; columns are a multiple of 16. Pointers are 16-byte
-//     aligned. All views of a call are in the compute dtype unless a comment says otherwise. It is the
-//     recipe's: BF16, or FP32 where nothing is FP8. Gradients of parameters are added to, in their own
-//     format (BF16 or FP32).
+//     aligned. Views are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing
+//     is FP8. Gradients of parameters are added to, in their own format (BF16 or FP32).
 #pragma once
 #include "tensor.cuh"
 
@@ -84,14 +82,12 @@ inline void embedding_forward(const int32_t* tokens, const View& embedding, cons
 
 // g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
 // C). g_in may be no tensor, g_out may be g_in. Leaves n.stats again and, if g_amax is not null, the amax of
-// g_out. dweight, dbias (C) are added to; dbias is no tensor for RMSNorm. Workspace:
-// norm_backward_workspace(C) bytes.
+// g_out. dbias is no tensor for RMSNorm. Workspace: norm_backward_workspace(C) bytes.
 size_t norm_backward_workspace(int64_t C);
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
 
-// --- Scales that the paper does not use: per row, in blocks, and delayed (gpu/other_scaling.cu)
-// The recipes te, rowwise and deepseek have them.
+// --- Scales of te, rowwise and deepseek: delayed, per row, and in blocks (gpu/other_scaling.cu)
 
 // Maps (row, col) of the tensor to its scale, in the layout that cuBLASLt expects (gpu/tensor.cuh, Operand).
 struct ScaleGrid {
@@ -109,11 +105,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed);
 // The scales of x per row, 1x128 or 128x128, for quantize(); *out.amax is updated.
 void block_scales(const Lazy& x, const Operand& out, cudaStream_t s);
 
-// Delayed scaling (TransformerEngine's, for comparison).
-// After a step the amaxes enter the histories, the newest first, and the next step's scale becomes
-// from_history = max(history) 2^margin / FMAX. A maximum that is 0 or not finite leaves it as it was. Nothing
-// happens if *skipped is not 0. scales (n); histories (n, length). *empty: + the number of scales that are
-// still 0.
+// Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
+// is from_history = max(history) 2^margin / FMAX. A maximum that is 0 or not finite leaves it as it was, and
+// *skipped all. scales (n); histories (n, length). *empty: + the number of scales that are still 0.
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 

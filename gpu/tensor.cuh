@@ -5,12 +5,10 @@
 // scale per 16 elements).
 //   load()             fetches a chunk as it is, so that several are in flight before the first is used;
 //   values()           converts a fetched chunk to FP32;
-//   round_and_store()  rounds the values in the caller's registers and writes them. The registers then hold
-//                      what a reader will get back.
+//   round_and_store()  rounds the values in the caller's registers, and writes what these then hold.
 //
-// Determinism: every sum has a fixed order. Atomics on values are maxima, and counters are integers: their
-// order does not matter. (Attention on Hopper adds up dq in memory too, but its blocks wait for their turn.)
-// The quantization report alone adds up its sums with atomics.
+// Determinism: every sum has a fixed order, but for those of the quantization report. Atomics are maxima and
+// integers, whose order does not matter; attention's blocks add up dq in turn.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>

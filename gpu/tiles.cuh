@@ -35,8 +35,7 @@ struct TilePlace {
 };
 inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
-// Elements from a thread's first row to its row i: 32 bits hold them, which makes an address a single
-// instruction.
+// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
 inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
@@ -95,8 +94,7 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). The 128 rows of a
 // column follow each other, in words of 4 rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^
 // (the lowest bit of the thread's `down`). With this swizzle both the writes (of 16 threads across and 2 down
-// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once. For example, with h = 0
-// the 16 threads of an even `down` write to the even banks, and the 16 of the next `down` to the odd ones.
+// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
@@ -143,10 +141,9 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor, values)  converts it to FP32 values.
-// A tensor such as [gate | up] has two planes side by side, each `width` columns wide: it is GATED. PLANES is
-// how many planes a producer makes: SiLU(gate) x up alone has one plane, and two planes as its input.
-// Additions and multiplications are spelled out, so that every kernel that computes a tensor computes the
-// same bits.
+// A tensor such as [gate | up] has two planes side by side, each `width` columns wide: it is GATED. A
+// producer makes PLANES of them: SiLU(gate) x up has one plane, and two as its input. Additions and
+// multiplications are spelled out, so that every kernel that computes a tensor computes the same bits.
 
 // GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
 // sigmoid(2z).
