@@ -84,7 +84,8 @@ exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(WITH_GPU),,nee
 $(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp program/ranks.cpp)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 figures: $(PROGRAM)
-	@python3 -c 'import matplotlib' || { echo "The figures need matplotlib: pip install matplotlib." >&2; exit 1; }
+	@python3 -c 'import matplotlib' 2>/dev/null || \
+	 { echo "The figures need Python's matplotlib: apt-get install python3-matplotlib, or pip install matplotlib." >&2; exit 1; }
 	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1

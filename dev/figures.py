@@ -5,7 +5,6 @@
 
 coat.py, which has the reference's codes (test/dev/coat_py.cpp), quantizes the values. Needs matplotlib.
 """
-import json
 import pathlib
 import re
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 import coat
+import moments
 
 BLUE, RED, GREEN, GOLD, VIOLET, GREY = "#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#8a94a6"
 # A background of its own keeps a figure legible on dark pages. Text stays text, which keeps files small.
@@ -39,30 +39,9 @@ def save(figure, folder, name):
 # ------------------------------------------------------------------------------------------------------------
 # What the program computed and printed
 
-def tensors(path):
-    """The tensors of a safetensors file; BF16 as FP32."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    found = {}
-    for name, entry in json.loads(data[8:start]).items():
-        if name == "__metadata__" or entry["dtype"] not in ("BF16", "F32"):
-            continue
-        first, last = entry["data_offsets"]
-        raw = data[start + first:start + last]
-        wide = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16 if entry["dtype"] == "BF16" else raw
-        found[name] = np.frombuffer(wide, np.float32).reshape(entry["shape"])
-    return found
-
-
 def plan(train, *flags):
     command = [train, "--plan", "--device", "cpu", "--model", "llama-2-7b", "--data", "dev", *flags]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-
-
-def groups_of(state, moment):
-    """The groups of 128 of all FP32 moments of matrices."""
-    moments = [x.reshape(-1) for name, x in state.items() if name.endswith(moment) and min(x.shape) > 1]
-    return np.concatenate([x[:len(x) // 128 * 128].reshape(-1, 128) for x in moments])
 
 
 def layer_of(weights, l, heads):
@@ -251,8 +230,8 @@ def main(train, run, folder):
         subprocess.run([train, "--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
                         "--eval-every", "0", "--sample-every", "0", "--out", run], check=True)
         checkpoint = next(run.glob("step-*"))
-    state, weights = tensors(checkpoint / "optimizer.state"), tensors(checkpoint / "model.safetensors")
-    m, v = groups_of(state, ".m"), groups_of(state, ".v")
+    state, weights = (moments.tensors(checkpoint / file) for file in ("optimizer.state", "model.safetensors"))
+    m, v = (moments.groups_of(state, moment) for moment in (".m", ".v"))
     formats(folder)
     expansion(folder, v[v.min(axis=1) > 0])
     factors(folder, m, v)

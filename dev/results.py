@@ -7,7 +7,7 @@
 
 Each result goes to dev/results.json when its run ends. A run that this commit has already is skipped, so the
 command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Only
-`peers` and `ranks` (PyTorch) and the text of `convergence` (`tokenizers`; corpus.py) need Python packages.
+`peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`) need packages.
 """
 import contextlib
 import json
@@ -92,9 +92,8 @@ GROUPS = {
         f"--eval-every {STEPS // 2} --sample-every 0"),
     "moments": Group(
         "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
-        {"gpt2": f"build/evidence_moments {GPT2}/step-{STEPS:06}",
-         "llama-tiny": f"build/evidence_moments {TINY}/step-000250"},
-        build="build/evidence_moments", gpu=False),
+        {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}",
+         "llama-tiny": f"python3 dev/moments.py {TINY}/step-000250"}, gpu=False),
     "memory": Group("saved activations by operator (table 2)", {"memory": "build/evidence_memory"},
                     build="build/evidence_memory", gpu=False),
     "bench": Group(
@@ -278,9 +277,8 @@ def moments_table(rows):
     table = []
     for first, published in zip(CODINGS, PAPER_TABLE_1):
         for name, row in rows.items():
-            update = next(of for of in row["errors"] if of["group"] == 128)["update"]
-            ours = [1e5 * update[first][second]["mean_square_error"] for second in CODINGS]
-            base = 1e5 * update["E4M3"]["E4M3"]["mean_square_error"]
+            ours = [1e5 * row["update"][first][second] for second in CODINGS]
+            base = 1e5 * row["update"]["E4M3"]["E4M3"]
             table.append([first, f"{name}, 1e-5", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in ours)])
         base = PAPER_TABLE_1[0][0]
         table.append([first, "paper", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in published)])
