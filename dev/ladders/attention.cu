@@ -39,23 +39,12 @@
 //
 // The output is compared with the CPU reference in FP32. FLOPs are 4 B NH T^2 HS / 2; the masked half is not
 // counted.
-#include <cuda_bf16.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <vector>
-
 #include "gpu/attention.cuh"
-#include "reference.h"
+#include "ladder.h"
 
-using namespace coat;
-using bf16 = __nv_bfloat16;
+using namespace ladder;
 
 namespace {
-
-void check(cudaError_t e) {
-    if (e != cudaSuccess) throw Error(std::string("CUDA failed: ") + cudaGetErrorString(e) + ".");
-}
 
 struct Shape {
     int B, T, NH, HS;
@@ -117,107 +106,62 @@ template <int HS> __global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {
 
 // --- The ladder --------------------------------------------------------------------------------------------
 
-struct Buffers {
-    bf16 *qkv, *out;
-    float *lse, *scores;  // scores: only for kernel 1
-};
-
-void run(int kernel, const Shape& s, const Buffers& b) {
-    const unsigned T = unsigned(s.T), heads = unsigned(s.B * s.NH);
-    switch (kernel) {
-        case 1:
-            scores_kernel1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, b.qkv, b.scores);
-            softmax_kernel1<<<(heads * T + 255) / 256, 256>>>(s, b.scores);
-            output_kernel1<<<dim3(T, heads), unsigned(s.HS)>>>(s, b.qkv, b.scores, b.out);
-            break;
-        case 2: kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, b.qkv, b.out); break;
-        case 3:
-            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::AnyGpu);
-            break;
-        case 4:
-            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Hopper);
-            break;
-    }
-    check(cudaGetLastError());
-}
-
-Buffers allocate(const Shape& s) {
+struct Case {
+    const Shape s;
     const size_t rows = size_t(s.B) * s.T;
-    std::vector<uint16_t> host(rows * s.cols());
-    for (size_t i = 0; i < host.size(); i++) host[i] = reference::to_bf16(init_value(1, 0, i, 1.0f));
-    Buffers b;
-    check(cudaMalloc(&b.qkv, host.size() * 2));
-    check(cudaMemcpy(b.qkv, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
-    check(cudaMalloc(&b.out, rows * s.NH * s.HS * 2));
-    check(cudaMalloc(&b.lse, rows * s.NH * 4));
-    check(cudaMalloc(&b.scores, rows * s.NH * s.T * 4));
-    return b;
-}
+    const std::vector<uint16_t> host = random_bf16(rows * s.cols(), 1.0f);
+    Buffer<uint16_t> qkv{host}, out{rows * s.NH * s.HS};
+    Buffer<float> lse{rows * s.NH}, scores{rows * s.NH * s.T};  // scores: only for kernel 1
 
-void free(const Buffers& b) {
-    for (void* p : {(void*)b.qkv, (void*)b.out, (void*)b.lse, (void*)b.scores}) cudaFree(p);
-}
-
-// Largest |out - reference| / largest |reference|. The relative rounding error of BF16 is at most 2^-8.
-double error(int kernel, const Shape& s, const Buffers& b) {
-    const size_t rows = size_t(s.B) * s.T, n = rows * s.NH * s.HS;
-    std::vector<uint16_t> qkv_bits(rows * s.cols()), out_bits(n);
-    check(cudaMemset(b.out, 0xFF, n * 2));
-    run(kernel, s, b);
-    check(cudaMemcpy(out_bits.data(), b.out, n * 2, cudaMemcpyDeviceToHost));
-    check(cudaMemcpy(qkv_bits.data(), b.qkv, qkv_bits.size() * 2, cudaMemcpyDeviceToHost));
-    std::vector<float> qkv(qkv_bits.size()), out(n), lse(rows * s.NH);
-    for (size_t i = 0; i < qkv.size(); i++) qkv[i] = reference::from_bf16(qkv_bits[i]);
-    ModelConfig c{"ladder", LLAMA, 1, s.NH * s.HS, s.NH, s.NH, 16, 16, s.T, true};
-    reference::attention_forward(c, s.B, s.T, qkv.data(), out.data(), lse.data());
-    double worst = 0, largest = 0;
-    for (size_t i = 0; i < n; i++) {
-        const double difference = std::abs(reference::from_bf16(out_bits[i]) - double(out[i]));
-        worst = difference <= worst ? worst : difference;  // keeps NaN
-        largest = std::max(largest, std::abs(double(out[i])));
+    void run(int kernel) const {
+        const unsigned T = unsigned(s.T), heads = unsigned(s.B * s.NH);
+        const bf16* const in = reinterpret_cast<const bf16*>(qkv.get());
+        bf16* const to = reinterpret_cast<bf16*>(out.get());
+        if (kernel == 1) {
+            scores_kernel1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, in, scores.get());
+            softmax_kernel1<<<(heads * T + 255) / 256, 256>>>(s, scores.get());
+            output_kernel1<<<dim3(T, heads), unsigned(s.HS)>>>(s, in, scores.get(), to);
+        } else if (kernel == 2) {
+            kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, in, to);
+        } else {
+            attention_forward(s.attention(), in, to, lse.get(), nullptr,
+                              kernel == 3 ? AttentionKernel::AnyGpu : AttentionKernel::Hopper);
+        }
+        gpu::check(cudaGetLastError(), "Launching failed");
     }
-    return worst / largest;
-}
 
-// Median of `repeats` runs. The L2 cache is filled with other data before each.
-float milliseconds(int kernel, const Shape& s, const Buffers& b, int repeats) {
-    static void* other = nullptr;
-    const size_t cache = 256 << 20;
-    if (!other) check(cudaMalloc(&other, cache));
-    cudaEvent_t start, stop;
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&stop));
-    std::vector<float> times(repeats);
-    run(kernel, s, b);
-    for (float& ms : times) {
-        check(cudaMemsetAsync(other, 0, cache));
-        check(cudaEventRecord(start));
-        run(kernel, s, b);
-        check(cudaEventRecord(stop));
-        check(cudaEventSynchronize(stop));
-        check(cudaEventElapsedTime(&ms, start, stop));
+    // Largest |out - reference| / largest |reference|. The relative rounding error of BF16 is at most 2^-8.
+    double error(int kernel) {
+        out.poison();
+        run(kernel);
+        const std::vector<uint16_t> bits = out.read();
+        std::vector<float> x(host.size()), expected(bits.size()), sums(rows * s.NH);
+        for (size_t i = 0; i < x.size(); i++) x[i] = reference::from_bf16(host[i]);
+        ModelConfig c{"ladder", LLAMA, 1, s.NH * s.HS, s.NH, s.NH, 16, 16, s.T, true};
+        reference::attention_forward(c, s.B, s.T, x.data(), expected.data(), sums.data());
+        double worst = 0, largest = 0;
+        for (size_t i = 0; i < bits.size(); i++) {
+            const double difference = std::abs(reference::from_bf16(bits[i]) - double(expected[i]));
+            worst = difference <= worst ? worst : difference;  // keeps NaN
+            largest = std::max(largest, std::abs(double(expected[i])));
+        }
+        return worst / largest;
     }
-    std::sort(times.begin(), times.end());
-    return times[repeats / 2];
-}
+};
 
 }  // namespace
 
 int main() try {
-    int major = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    const Shape small{1, 300, 2, 128}, large{4, 2048, 32, 128};
-    const Buffers checked = allocate(small), timed = allocate(large);
-    const double flops = 4.0 * large.B * large.NH * large.T * double(large.T) * large.HS / 2;
-    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n",
-           large.B, large.T, large.NH, large.HS);
-    for (int kernel = 1; kernel <= (major == 9 ? 4 : 3); kernel++) {
-        const float ms = milliseconds(kernel, large, timed, kernel < 3 ? 3 : 20);
-        printf("%d       %.1e    %-8.3f %.1f\n", kernel, error(kernel, small, checked), ms,
-               flops / ms * 1e-9);
+    Case small{{1, 300, 2, 128}}, large{{4, 2048, 32, 128}};
+    const Shape& s = large.s;
+    const double flops = 4.0 * s.B * s.NH * s.T * double(s.T) * s.HS / 2;
+    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n", s.B,
+           s.T, s.NH, s.HS);
+    const bool hopper = gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+    for (int kernel = 1; kernel <= (hopper ? 4 : 3); kernel++) {
+        const float ms = milliseconds(kernel < 3 ? 3 : 20, [&] { large.run(kernel); });
+        printf("%d       %.1e    %-8.3f %.1f\n", kernel, small.error(kernel), ms, flops / ms * 1e-9);
     }
-    free(checked);
-    free(timed);
 } catch (const Error& e) {
     fprintf(stderr, "%s\n", e.what());
     return 1;
