@@ -287,26 +287,21 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
 int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
     Comparison c(2);
     for (const auto& [name, format, f] : FP8_FORMATS) {
-        Cases cases;
+        auto check = [&, &name = name, format = format, &f = f](const std::string& words, float x) {
+            for (float y : {x, -x})
+                c.code(name + words + (std::signbit(y) ? " negative" : ""), text(name, ", x = ", y, words),
+                       reference::encode(format, y), encode(f, y), {}, format);
+        };
         for (int code = 0; code < reference::encode(format, f.max); code++) {
             const float low = reference::decode(format, uint16_t(code)),
                         step = reference::decode(format, uint16_t(code + 1)) - low;
             const std::string kind = code < 1 << f.mantissa ? " subnormal" : "",
                               up = kind + ((code + 1) % (1 << f.mantissa) ? "" : " carry");
-            cases.push_back({code ? kind : " zero", {low}});
-            cases.push_back({kind, {low + step / 4}});
-            cases.push_back({up + " tie", {low + step / 2}});
-            cases.push_back({up, {low + step * 3 / 4}});
+            check(code ? kind : " zero", low), check(kind, low + step / 4);
+            check(up + " tie", low + step / 2), check(up, low + step * 3 / 4);
         }
-        cases.push_back({" saturates", {f.max * 1.02f, f.max * 1.1f, 1e6f, 1e30f, INFINITY}});
-        cases.push_back({" NaN", {NAN}});
-        cases.push_back({" subnormal", {1e-30f, 1e-42f}});
-        for (const auto& [words, values] : cases)
-            for (float x : values)
-                for (float y : {x, -x})
-                    c.code(name + words + (std::signbit(y) ? " negative" : ""),
-                           text(name, ", x = ", y, words.empty() ? "" : ",", words),
-                           reference::encode(format, y), encode(f, y), {}, format);
+        for (float x : {f.max * 1.02f, f.max * 1.1f, 1e6f, 1e30f, INFINITY}) check(" saturates", x);
+        check(" NaN", NAN), check(" subnormal", 1e-30f), check(" subnormal", 1e-42f);
     }
     return c.finish();
 }
@@ -394,14 +389,7 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
                      const Function<Expand>& contract) {
     Comparison c(6);
     Random random(1);
-    std::vector<std::tuple<std::string, float, float>> cases = {{" equal", 3, 3},
-                                                                {" equal", 1, 0.999f},
-                                                                {" extreme", 1e30f, 1e-30f},
-                                                                {" extreme", 1e38f, 1e-44f},
-                                                                {" extreme", 1e-30f, 1e-38f}};
-    for (float magnitude : normal(random, 40))
-        cases.push_back({"", std::exp(magnitude), std::exp(-1 - 3 * magnitude * magnitude)});
-    for (const auto& [words, max, min] : cases) {
+    auto check = [&](const std::string& words, float max, float min) {
         const float k = given::expansion_factor(max, min), got = expansion_factor(max, min);
         const double exact = 256 * std::log2(448 * 512.0) / (std::log2(double(max)) - std::log2(double(min)));
         const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
@@ -418,7 +406,11 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
                 c.value("contract" + words + more, text("contract of y = ", y, of), back, contract(y, max, k),
                         1e-4 * std::abs(back) + 3e-45);
             }
-    }
+    };
+    for (float magnitude : normal(random, 40))
+        check("", std::exp(magnitude), std::exp(-1 - 3 * magnitude * magnitude));
+    check(" equal", 3, 3), check(" equal", 1, 0.999f);
+    check(" extreme", 1e30f, 1e-30f), check(" extreme", 1e38f, 1e-44f), check(" extreme", 1e-30f, 1e-38f);
     c.value("zero", "expand of x = 0, max = 2, k = 3", 0, expand(0, 2, 3));
     c.value("zero", "contract of y = 0, max = 2, k = 3", 0, contract(0, 2, 3));
     return c.finish();
