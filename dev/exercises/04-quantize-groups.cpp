@@ -7,7 +7,7 @@
 //
 // Watch for:
 //   Round the scale first, and divide by the rounded one: it is the scale that decoding will use.
-//   Round it to the nearest. It may become 0.2% too small: amax / s, up to 449.75, still rounds to 448.
+//   Round it to the nearest. It may become 0.4% too small: amax / s, up to 449.75, still rounds to 448.
 //   The last group of a row is shorter if cols is no multiple of 16. No group crosses to the next row.
 //   A group of zeros has s = 1.
 //
