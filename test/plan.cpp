@@ -61,6 +61,32 @@ TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layer
     }
 }
 
+TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer, divided among the ranks") {
+    struct {
+        const char* run;
+        double weights, gradients, optimizer;  // weights with the rest of their masters
+    } const rows[] = {{"fp32", 4, 4, 8},
+                      {"bf16 moments fp32", 4, 2, 8},
+                      {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
+                      {"coat master", 2, 2, 2 + 16.0 / 128},
+                      {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
+                      {"bf16 moments fp8lm", 4, 2, 3},
+                      {"bf16 moments bf16", 4, 2, 4}};
+    for (const auto& [run, weights, gradients, optimizer] : rows)
+        for (const int64_t ranks : {1, 4}) {
+            INFO(std::string(run), " ", ranks);
+            Setup s = setup_of(run, find_row(models(), "llama-2-7b", ""), 1, 64);
+            s.ranks = ranks, s.rank = ranks - 1;
+            const std::vector<MemoryRow> plan = memory_plan(s);
+            auto each = [&](Category c) {
+                return double(total_bytes(plan, c)) * double(ranks) / double(parameter_count(s.config));
+            };
+            CHECK(each(Category::Weights) == doctest::Approx(weights).epsilon(1e-3));
+            CHECK(each(Category::Gradients) == doctest::Approx(gradients).epsilon(1e-3));
+            CHECK(each(Category::Optimizer) == doctest::Approx(optimizer).epsilon(1e-3));
+        }
+}
+
 TEST_CASE("memory plan: each memory mode changes only its own rows, by the stated size") {
     for (const ModelConfig& model : models())
         for (const char* recipe : {"bf16", "coat"}) {
