@@ -39,7 +39,7 @@ void write_trainer(const std::string& folder, const LoopState& s) {
                                       {"settings", s.settings}};
     for (const std::string& name : HASHED) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
-    OutputFile(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n").finish();
+    save_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");
 }
 
 Fields read_trainer(const std::string& checkpoint) {
@@ -60,12 +60,11 @@ int64_t step_of(const fs::path& folder) {
     return ok ? std::stoll(digits) : -1;
 }
 
-std::vector<fs::path> newest_first(const std::string& out) {
-    std::vector<fs::path> found;
-    if (!fs::is_directory(out)) return {};
-    for (const fs::path& path : fs::directory_iterator(out))
-        if (step_of(path) >= 0 && fs::is_directory(path)) found.push_back(path);
-    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return step_of(a) > step_of(b); });
+std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {  // by step
+    std::map<int64_t, fs::path> found;
+    std::error_code none;
+    for (const fs::path& path : fs::directory_iterator(out, none))
+        if (step_of(path) >= 0 && fs::is_directory(path)) found[step_of(path)] = path;
     return found;
 }
 
@@ -73,9 +72,9 @@ std::vector<fs::path> newest_first(const std::string& out) {
 // meanwhile, no incomplete folder has the name of one.
 void remove_older(const std::string& out, int64_t keep) {
     std::error_code ignored;
-    const std::vector<fs::path> found = newest_first(out);
-    for (size_t i = std::max<int64_t>(keep, 1); i < found.size(); i++)
-        fs::rename(found[i], found[i].string() + ".tmp", ignored);
+    std::map<int64_t, fs::path> found = checkpoints_in(out);
+    for (; int64_t(found.size()) > keep; found.erase(found.begin()))
+        fs::rename(found.begin()->second, found.begin()->second.string() + ".tmp", ignored);
     for (const fs::path& path : fs::directory_iterator(out))
         if (path.extension() == ".tmp" && step_of(path.stem()) >= 0) fs::remove_all(path, ignored);
 }
@@ -106,14 +105,16 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     try {  // what fails on rank 0 does so after all ranks have sent all tensors
         std::vector<Tensor> tensors;
         for (const StateTensor& t : optimizer_table(setup)) tensors.push_back({t.name, t.dtype, t.shape});
-        OutputFile file(writes ? path_in(temporary, OPTIMIZER_FILE) : "", safetensors_header(tensors));
+        const std::string path = path_in(temporary, OPTIMIZER_FILE);
+        std::ofstream file(writes ? path : "", std::ios::binary);
+        file << safetensors_header(tensors);
         for (const StateTensor& t : optimizer_table(setup)) {
             const Bytes bytes = whole_tensor(model, t);
-            file.write(bytes.data(), int64_t(bytes.size()));
+            file.write(reinterpret_cast<const char*>(bytes.data()), int64_t(bytes.size()));
         }
         save_model_folder(temporary, model, companions);
         if (writes) {
-            file.finish();
+            finish(file, path);
             write_trainer(temporary, state);
             sync(temporary);
             if (!fs::exists(folder))
@@ -132,8 +133,8 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 
 std::string find_checkpoint(const std::string& folder) {
     if (fs::exists(path_in(folder, TRAINER_FILE))) return folder;
-    const std::vector<fs::path> found = newest_first(folder);
-    return found.empty() ? "" : found[0].string();
+    const std::map<int64_t, fs::path> found = checkpoints_in(folder);
+    return found.empty() ? "" : found.rbegin()->second.string();
 }
 
 LoopState read_loop_state(const std::string& checkpoint) {

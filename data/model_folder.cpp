@@ -282,22 +282,24 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     std::vector<Tensor> tensors;
     for (const Param& p : params)
         for (const Piece& piece : pieces(c, p)) tensors.push_back({piece.theirs, "BF16", piece.shape});
-    OutputFile file(writes ? path_in(folder, "model.safetensors") : "", safetensors_header(tensors));
+    const std::string path = path_in(folder, "model.safetensors");
+    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
+    file << safetensors_header(tensors);
     for (const StateTensor& t : weight_tensors(c)) {
         const Bytes bytes = whole_tensor(model, t);
         const auto* all = reinterpret_cast<const uint16_t*>(bytes.data());  // from new: aligned
         for (const Piece& piece : pieces(c, params[t.param])) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
             for (size_t i = 0; i < part.size(); i++) part[i] = all[piece.index_in_param(int64_t(i))];
-            file.write(part.data(), int64_t(part.size()) * 2);
+            file.write(reinterpret_cast<const char*>(part.data()), int64_t(part.size()) * 2);
         }
     }
     if (!writes) return;
-    file.finish();
-    for (const auto& [path, bytes] : companions) {
-        const fs::path companion = path_in(folder, path);
+    finish(file, path);
+    for (const auto& [name, bytes] : companions) {
+        const fs::path companion = path_in(folder, name);
         fs::create_directories(companion.parent_path());
-        OutputFile(companion.string(), bytes).finish();
+        save_file(companion.string(), bytes);
         sync(companion.parent_path().string());
     }
     // The config.json that the model came with stays as it is, but for the dtype, which has two names.
@@ -306,7 +308,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
         original == companions.end() ? config_json(c) : ordered_json::parse(original->second);
     config["torch_dtype"] = "bfloat16";
     config.erase("dtype");
-    OutputFile(path_in(folder, "config.json"), config.dump(2) + "\n").finish();
+    save_file(path_in(folder, "config.json"), config.dump(2) + "\n");
 }
 
 // Every rank sends its part to rank 0. Of a tensor that every rank keeps whole, the first part is all.

@@ -59,21 +59,18 @@ std::string hash_file(const std::string& path) {
     return std::to_string(hash);
 }
 
-OutputFile::OutputFile(const std::string& path, const std::string& begin)
-    : path_(path), file_(path, std::ios::binary) {
-    write(begin.data(), int64_t(begin.size()));
+void finish(std::ofstream& file, const std::string& path) {
+    file.close();
+    if (!file)
+        throw Error("Cannot write ", path,
+                    "; the disk may be full: free some space, or give another folder with --out.");
+    sync(path);
 }
 
-void OutputFile::write(const void* data, int64_t bytes) {
-    if (!file_.write(static_cast<const char*>(data), bytes) && !error_) error_ = errno;
-}
-
-void OutputFile::finish() {
-    file_.close();
-    if (!file_)
-        throw Error("Cannot write ", path_, " (", std::strerror(error_ ? error_ : errno),
-                    "); free some space, or give another folder with --out.");
-    sync(path_);
+void save_file(const std::string& path, const std::string& bytes) {
+    std::ofstream file(path, std::ios::binary);
+    file << bytes;
+    finish(file, path);
 }
 
 // Some file systems cannot sync a folder and return EINVAL; that is no error.

@@ -52,19 +52,10 @@ private:
 uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 std::string hash_file(const std::string& path);
 
-// A file that is written from its begin to its end. After a write that failed, say on a full disk, the others
-// do nothing: finish() is the Error. With an empty path, whatever is written goes nowhere.
-class OutputFile {
-public:
-    explicit OutputFile(const std::string& path, const std::string& begin = "");
-    void write(const void* data, int64_t bytes);
-    void finish();  // waits until the bytes are on the disk
-
-private:
-    const std::string path_;
-    std::ofstream file_;
-    int error_ = 0;  // errno of the first failure
-};
+// Closes a file, and waits until it is on the disk; Error if one of its writes failed. After such a write the
+// others do nothing.
+void finish(std::ofstream& file, const std::string& path);
+void save_file(const std::string& path, const std::string& bytes);
 
 // Waits until a file, or the names in a folder, are on the disk. A new or renamed file survives a power
 // failure only once its folder is synced.

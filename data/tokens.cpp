@@ -118,8 +118,8 @@ std::vector<std::string> files_of(const std::string& data) {
 }
 
 // A text that occurs twice is used once: a copy of a text that is trained on would make validation easier
-// than it is. Files with NUL bytes are no text. Returns how many texts there are.
-size_t read_texts(const std::vector<std::string>& files, Corpus& c) {
+// than it is. Files with NUL bytes are no text.
+void read_texts(const std::vector<std::string>& files, Corpus& c) {
     constexpr size_t HELD_OUT = 20;  // every 20th
     std::vector<std::string> texts;
     std::set<uint64_t> seen;  // hashes
@@ -135,7 +135,6 @@ size_t read_texts(const std::vector<std::string>& files, Corpus& c) {
     for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
         stream->append({text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size())});
     for (int byte = 0; byte < 256; byte++) c.vocabulary.emplace_back(1, char(byte));
-    return texts.size();
 }
 
 constexpr int64_t HEADER = 256 * 4;  // bytes
@@ -194,12 +193,10 @@ void read_token_file(const std::string& path, Corpus& c) {
 Corpus load_corpus(const std::string& data) {
     Corpus c;
     const std::vector<std::string> files = files_of(data);
-    const bool tokens = std::any_of(files.begin(), files.end(), is_token_file);
-    const size_t used = tokens ? files.size() : read_texts(files, c);
-    for (const std::string& path : files)
-        if (tokens) read_token_file(path, c);
-    const bool named = c.train.size() && c.validation.size();
-    if (!named) {
+    if (std::none_of(files.begin(), files.end(), is_token_file)) read_texts(files, c);
+    else
+        for (const std::string& path : files) read_token_file(path, c);
+    if (!c.train.size() || !c.validation.size()) {
         c.train.append(c.validation);
         int64_t stays = c.train.size() - ceil_div(c.train.size(), 10);
         if (c.seq) stays = stays / c.seq * c.seq;  // so that the held-out part begins with a window
@@ -208,10 +205,6 @@ Corpus load_corpus(const std::string& data) {
     if (!c.validation.size())
         throw Error("--data ", data,
                     " has no text; give text files, folders of them, or token files (*.bin).");
-    c.description =
-        concat(data, ": ", used, tokens ? " token files, " : " files, ", c.train.size(),
-               " tokens to train on, ", c.validation.size(), " held out (",
-               named ? tokens ? "the files named val" : "every 20th file" : "the last tenth", ")");
     return c;
 }
 

@@ -476,7 +476,9 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
         "checkpoints: " + run.flags.out};
     if (!run.flags.resume.empty())
         lines.back() += concat("; continuing step ", run.state.step, " of ", run.weights);
-    if (!run.corpus.description.empty()) lines.push_back("text: " + run.corpus.description);
+    if (const Corpus& c = run.corpus; c.train.size())
+        lines.push_back(concat("text: ", run.flags.data, ", ", c.train.size(), " tokens to train on, ",
+                               c.validation.size(), " held out"));
     for (const Json& change : run.state.settings.value("changes", Json::array()))
         lines.push_back("not the bits of a run without changes, " + change.get<std::string>());
     for (const std::string& line : lines) std::printf("%s\n", printable(line).c_str());
