@@ -198,12 +198,14 @@ def granularity(folder, x):
 
 def memory(folder, train):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
-    their place. Temporary memory is known only to a program that was built for a GPU."""
+    their place. Only a program that was built with nvcc knows temporary memory."""
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
     for ax, recipe in zip(axes, ("bf16", "coat")):
         rows = [re.match(r"  (\S.*?) {2,}([\d.]+) +[\d.]+ ", line) for line in
                 plan(train, "--recipe", recipe, "--batch", "8", "--seq", "2048", "--device", "gpu")]
         gib = {row[1]: float(row[2]) / 1024 for row in rows if row}
+        if not any("CUDA" in name for name in gib):
+            return print("memory.svg stays as it is: it needs a program that was built with nvcc.")
 
         def part(*words):
             return sum(gib.pop(name) for name in list(gib) if any(word in name for word in words))
