@@ -99,8 +99,8 @@ bool caches_weights(const Setup& s);
 // memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
-// The recipe as a GPU of this compute capability (90 is 9.0) runs it: without FP8 GEMMs, linear layers run in
-// the compute dtype. Error if a kernel is missing. dev/README.md has the table.
+// The recipe as a GPU of this compute capability (90 is 9.0) runs it, or an Error; dev/README.md has the
+// table.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
 // Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
 // input before it is quantized in groups, unless the forward pass reads it (coat-saved).
