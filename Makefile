@@ -89,7 +89,7 @@ figures: $(PROGRAM)
 	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
-# Programs that dev/results.py runs for dev/RESULTS.md.
+# A program that writes the tables of GPUs into dev/README.md.
 $(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)

@@ -94,8 +94,7 @@ GROUPS = {
         "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}",
          "llama-tiny": f"python3 dev/moments.py {TINY}/step-000250"}, gpu=False),
-    "memory": Group("saved activations by operator (table 2)", {"memory": "build/evidence_memory"},
-                    build="build/evidence_memory", gpu=False),
+    "memory": Group("saved activations by operator (table 2)", {"memory": "./train --plan"}, gpu=False),
     "bench": Group(
         "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
         build="build/bench"),
@@ -136,8 +135,27 @@ def tenths(losses):
     return [round(statistics.mean(part), 5) if part else None for part in parts][-10:]
 
 
+def saved_activations():
+    """What a layer of Llama-2-7B saves, from --plan, in the paper's columns and its unit U, a BF16 tensor of
+    the hidden size. The paper counts the output of attention with the linear layer that reads it."""
+    columns = {"norm": "norm", "gate": "activation function", "q, k": "attention",
+               "attention log": "attention", "attention output": "linear"}
+    rows = []
+    for name, flags in {"bf16": "bf16", "te": "te", "coat": "coat",
+                        "coat, attention in groups": "coat --attention groups"}.items():
+        plan = shell(f"./train --plan --device cpu --data dev --model llama-2-7b --recipe {flags}").stdout
+        units = {}
+        for tensor, size in re.findall(r"\n  (\S.*?) \(.*?([\d.]+) +[\d.]+ +[\d.]+  token and layer", plan):
+            column = next(column for start, column in columns.items() if tensor.startswith(start))
+            units[column] = units.get(column, 0) + float(size) / (2 * 4096)
+        rows.append({"name": name, "U": dict(sorted(units.items())), "total": sum(units.values())})
+    return {"rows": rows}
+
+
 def run(group, name):
     """The result of one run; RuntimeError with the last line of its errors."""
+    if group == "memory":
+        return saved_activations()
     flags, log = GROUPS[group].runs[name], f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', name)}"
     program = flags.startswith(("build/", "python3"))
     out = "" if "--out" in flags else "--out ''"
