@@ -225,16 +225,11 @@ private:
 // Normal values; spread: of the logarithms of their magnitudes. Every exercise begins with Random random(1),
 // so that the first difference stays the same while it is looked for.
 using Random = std::mt19937;
-Floats normal(Random& random, int n, float spread = 0) {
+Floats normal(Random& random, int n, float spread = 0, bool positive = false) {
     std::normal_distribution<float> distribution;
     Floats x(n);
     for (float& v : x) v = distribution(random) * std::exp(spread * distribution(random));
-    return x;
-}
-
-Floats magnitudes(Random& random, int n, float spread = 0) {
-    Floats x = normal(random, n, spread);
-    for (float& v : x) v = std::abs(v);
+    for (float& v : x) v = positive ? std::abs(v) : v;
     return x;
 }
 
@@ -313,8 +308,8 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
     minus[7] = -50;
     for (uint8_t code = 8; code < 0x7E; code++)
         ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
-    const Cases cases = {{"", magnitudes(random, 2000, 1)},
-                         {"", magnitudes(random, 500, 9)},
+    const Cases cases = {{"", normal(random, 2000, 1, true)},
+                         {"", normal(random, 500, 9, true)},
                          {"", ties},
                          {" minus", minus},
                          {" zeros", Floats(40)},
@@ -362,10 +357,10 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
 int judge::amax(const Function<float(int, const float*, float*)>& amax) {
     Comparison c(5);
     Random random(1);
-    Floats minus = normal(random, 64), nan = magnitudes(random, 80), last = magnitudes(random, 40);
+    Floats minus = normal(random, 64), nan = normal(random, 80, 0, true), last = normal(random, 40, 0, true);
     for (int i = 5; i < 64; i += 16) minus[i] = float(-9 - i);
     nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[39] = 77;
-    const Cases cases = {{"", magnitudes(random, 1024, 1)},
+    const Cases cases = {{"", normal(random, 1024, 1, true)},
                          {"", Floats(16)},
                          {" minus", minus},
                          {" short minus", {1, -INFINITY}},
@@ -501,28 +496,21 @@ int judge::linear(const Function<Linear>& linear) {
     };
     auto by_row = [=](const Matrix& m) { return operand(m, PER_1x128, reference::ReduceOver::Columns); };
     auto by_col = [=](const Matrix& m) { return operand(m, PER_1x128, reference::ReduceOver::Rows); };
-    auto fprop = [](const Matrix& x, const Matrix& w) {
-        return given::product(x, given::transposed(w)).values;
-    };
-    auto dgrad = [](const Matrix& g, const Matrix& w) { return given::product(g, w).values; };
-    auto wgrad = [](const Matrix& g, const Matrix& x) {
-        return given::product(given::transposed(g), x).values;
-    };
+    auto gemm = [](const Matrix& a, const Matrix& b) { return given::product(a, b).values; };
     const Matrix w8 = operand(w, PER_128x128, reference::ReduceOver::Columns);
-    c.tensor("y", fprop(by_row(x), w8), y.values,
-             {{"unquantized", fprop(x, w)},
-              {"rows", fprop(by_col(x), w8)},
-              {"blocks", fprop(by_row(x), by_row(w))}});
-    c.tensor("dx", dgrad(by_row(g), w8), dx.values,
-             {{"unquantized", dgrad(g, w)},
-              {"rows", dgrad(by_col(g), w8)},
-              {"blocks", dgrad(by_row(g), by_row(w))}});
-    c.tensor("dw", wgrad(by_col(g), by_col(x)), dw.values,
-             {{"unquantized", wgrad(g, x)},
-              {"columns", wgrad(by_row(g), by_row(x))},
-              {"oneg", wgrad(by_row(g), by_col(x))},
-              {"onex", wgrad(by_col(g), by_row(x))},
-              {"twice", wgrad(by_col(by_row(g)), by_col(by_row(x)))}});
+    c.tensor("y", gemm(by_row(x), given::transposed(w8)), y.values,
+             {{"unquantized", gemm(x, given::transposed(w))},
+              {"rows", gemm(by_col(x), given::transposed(w8))},
+              {"blocks", gemm(by_row(x), given::transposed(by_row(w)))}});
+    c.tensor(
+        "dx", gemm(by_row(g), w8), dx.values,
+        {{"unquantized", gemm(g, w)}, {"rows", gemm(by_col(g), w8)}, {"blocks", gemm(by_row(g), by_row(w))}});
+    c.tensor("dw", gemm(given::transposed(by_col(g)), by_col(x)), dw.values,
+             {{"unquantized", gemm(given::transposed(g), x)},
+              {"columns", gemm(given::transposed(by_row(g)), by_row(x))},
+              {"oneg", gemm(given::transposed(by_row(g)), by_col(x))},
+              {"onex", gemm(given::transposed(by_col(g)), by_row(x))},
+              {"twice", gemm(given::transposed(by_col(by_row(g))), by_col(by_row(x)))}});
     return c.finish();
 }
 
