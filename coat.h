@@ -17,8 +17,7 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Formats (the paper's preliminaries). FP8 as in the OCP specification: casts saturate, E4M3 has no infinity.
-// FP16 is a format of moments only.
+// Formats. FP8 as in the OCP specification: casts saturate, E4M3 has no infinity. FP16 is for moments only.
 
 enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
@@ -81,8 +80,7 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
     }
-    // The scales of a GEMM operand as Hopper reads them: rows of 128x128 scales are padded to a multiple of
-    // 4, which scales() does not count. A per-tensor scale is stored elsewhere.
+    // As Hopper reads a GEMM operand: rows of 128x128 scales are padded to a multiple of 4.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
         const int64_t across = scale_cols(cols);
@@ -102,7 +100,7 @@ struct Quant {
 
 // -----------------------------------------------------------------------------------------------------------
 // Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for
-// a column, never for a recipe's name. A test checks that Hopper's GEMMs can do what the rows say.
+// a column, never for a recipe's name.
 //
 // Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
@@ -237,9 +235,8 @@ inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
 // RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
 // f_i, to read longer texts than it was first trained on. The names are those of config.json.
 struct RopeScaling {
-    // Llama3 (Llama 3.1 and later): f_i with fewer than low_freq_factor rotations in the original positions
-    // are divided by the factor, those with more than high_freq_factor are kept, and the values between are
-    // interpolated.
+    // Llama3: f_i with fewer than low_freq_factor rotations in the original positions are divided by the
+    // factor, those with more than high_freq_factor are kept, and the values between are interpolated.
     enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int64_t original_positions = 8192;
@@ -326,12 +323,11 @@ inline void validate(const ModelConfig& c) {
 
 // -----------------------------------------------------------------------------------------------------------
 // The block: one table of its operators in the order of the forward pass (paper section 5). The parameters of
-// a layer, what it saves for backward, and the print-out of --plan follow from it. forward and backward
-// themselves are code: block_forward() and block_backward() of reference.cpp and model.cu.
+// a layer, what it saves for backward, and the print-out of --plan follow from it. Forward and backward are
+// code: block_forward() and block_backward() of reference.cpp and model.cu.
 
-// The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16.
-// Weights comply (validate). If the N tokens of a micro-batch do not, all linear layers of the run use the
-// compute dtype.
+// The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16. If
+// the N tokens of a micro-batch are not, all linear layers of the run use the compute dtype.
 struct LinearFormats {
     Quant x, w, g;
     bool fallback;

@@ -2,9 +2,8 @@
 // the paper; reference.h declares what tests and other files use of it.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for the models of model.h and the recipes of coat.h. It knows
-// nothing of the GPU, whose kernels are tested against it. It is also a backend: ./train uses it where
-// there is no GPU. Each section needs only those before it:
+// moments. This file is the whole training step. It knows nothing of the GPU, whose kernels are tested
+// against it; ./train uses it where there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -12,9 +11,8 @@
 //   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
 //
-// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. (Only
-// maxima are taken over threads: they are the same in any order.) So the result is the same for any number of
-// threads.
+// One thread computes an element of an output, in a fixed order, so the result is the same for any number of
+// threads. (Only maxima are taken over threads: they are the same in any order.)
 #include "reference.h"
 
 #include "program/ranks.h"
@@ -125,9 +123,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
 // A scale that is stored in BF16 is rounded to the nearest: amax / s is then at most 449.75 in E4M3, which
-// still rounds to 448. So no value saturates. If amax is not finite, the scale of a block is NaN, and so is
-// every value that is decoded with it. A whole tensor needs no NaN: the step checks its amax and is skipped.
-// Its scale is then not used; it is set to 1.
+// still rounds to 448. If amax is not finite, the scale of a block is NaN, and so is every value that is
+// decoded with it. Of a whole tensor the step checks the amax and is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -144,8 +141,8 @@ static float group_amax(const float* x, int64_t n) {
 }
 
 // Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
-// per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU this mostly
-// needs no pass of its own: a kernel that has the values in registers takes their maximum.
+// per-tensor amax. On a GPU this mostly needs no pass of its own: a kernel that has the values in registers
+// takes their maximum.
 float amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
@@ -182,7 +179,6 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
-    // The first pass gives every block its scale, the second writes the codes of x * (1 / s).
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t across = quant.scale_cols(cols), blocks = scale ? 0 : quant.scales(rows, cols);
     if (scale) put(quant.scale_format, q.scales.data(), 0, *scale);
@@ -688,10 +684,9 @@ template auto instantiate<double>();
 // 5. The precision flow (paper section 5): which tensor has which format
 //
 // Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
-// log-sum-exp and sums of many gradients (gradient_format), which are FP32. (A GPU also has FP32 statistics
-// of norms, and sums up the head's gradient in FP32.) Four results are quantized from FP32, without rounding
-// to BF16 first: the residual sum, the outputs of norms, the activation's output, and the gradient of its
-// input. In the recipe coat:
+// log-sum-exp and sums of many gradients (gradient_format), which are FP32. Four results are quantized from
+// FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the activation's output, and
+// the gradient of its input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
@@ -739,8 +734,8 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs. The embedding is not
-    // quantized, as in the paper: residual[n] = embedding[token n] (+ positions[n mod T]).
+    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
+    // residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         saved_.clear();
@@ -808,8 +803,7 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; model.h, saved_per_layer()). The
-    // outputs of norms and of the activation function are computed again in any case.
+    // What a layer saves for backward (paper table 2; coat.h, block()).
     struct SavedLayer {
         SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
@@ -1032,8 +1026,7 @@ private:
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
 // With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
-// of all gradients: this is the reference of the arithmetic, not of the memory. It updates the part of the
-// state that it owns (model.h, owned()).
+// of all gradients, and updates the part of the state that it owns (model.h, owned()).
 
 class Reference : public Model, Network<float> {
 public:
@@ -1137,8 +1130,8 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter. The weights are complete on every rank. Of remainders, only the elements that this
-    // rank owns are in use: it updates these, and has the moments of no others.
+    // One parameter. Of remainders, only the elements that this rank owns are in use, and it has the moments
+    // of no others.
     struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master

@@ -49,8 +49,8 @@ enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
                            ReduceOver which, QuantStats* stats = nullptr, const float* scale = nullptr);
 
-// Delayed scaling (TransformerEngine) of one operand of a linear layer: a step's scale comes from the amaxes
-// of earlier steps or, before there is one, from the largest amax of the step so far.
+// Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
+// before there is one, from the largest amax of the step so far.
 struct DelayedScale {
     std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step; empty: not delayed
     float scale = 0;             // 0: none yet
@@ -76,8 +76,8 @@ struct Moment {
     std::vector<uint8_t> codes;           // n elements of format
     std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
-    // Dequantizes or quantizes all elements. keep_positive is for second moments: a positive value gets at
-    // least the smallest code, because a zero there makes the update explode.
+    // keep_positive: a positive value (of a second moment) gets at least the smallest code, because a zero
+    // there makes the update explode.
     void load(float* x) const;
     void store(const float* x, bool keep_positive, QuantStats* stats = nullptr);
 
@@ -85,7 +85,6 @@ private:
     float value(int64_t i) const;
 };
 
-// What all elements of a parameter have in common in one step.
 struct AdamWFactors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
 };

@@ -234,15 +234,13 @@ PROPERTY("the residual stream is rounded to BF16 after each branch") {
         set_weights(state, "positions", 0);
         double losses[2];
         for (bool biased : {false, true}) {
-            for (const char* layer : {"layers.0.", "layers.1."})
-                for (const char* linear : {"attention_out", "down"}) {
-                    set_weights(state, std::string(layer) + linear, 0);
-                    set_weights(state, std::string(layer) + linear + ".bias", biased ? 0.4f * 0x1p-7f : 0);
-                }
-            // Only some columns: else a LayerNorm takes the biases out again.
-            for (const char* layer : {"layers.0.", "layers.1."})
-                for (const char* linear : {"attention_out", "down"})
-                    set_weights(state, std::string(layer) + linear + ".bias", 0, 0, 32);
+            for (const char* linear :
+                 {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out", "layers.1.down"}) {
+                set_weights(state, linear, 0);
+                // Only some columns: else a LayerNorm takes the biases out again.
+                set_weights(state, concat(linear, ".bias"), 0, 0, 32);
+                set_weights(state, concat(linear, ".bias"), biased ? 0.4f * 0x1p-7f : 0, 32);
+            }
             restore(*t.model, state);
             losses[biased] = t.evaluate();
         }
@@ -287,10 +285,8 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 if (!fp8 || !p.role.linear) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
                 // The column of dw with the largest gradient, beside the bias.
-                const size_t at =
-                    size_t(std::max_element(g.begin(), g.end(),
-                                            [](float a, float b) { return std::fabs(a) < std::fabs(b); }) -
-                           g.begin());
+                size_t at = 0;
+                for (size_t e = 0; e < g.size(); e++) at = std::fabs(g[e]) > std::fabs(g[at]) ? e : at;
                 const size_t cols = size_t(p.cols), row = at / cols;
                 double worst = 0;
                 for (size_t r = 0; r < g.size() / cols; r++)
@@ -538,7 +534,8 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             for (const StateTensor& tensor : state_tensors(t.setup())) {
                 const Param& p = params[tensor.param];
                 INFO(tensor.name);
-                if (make == make_reference || p.bucket <= bucket) CHECK((after.at(tensor.name) == state.at(tensor.name)));
+                if (make == make_reference || p.bucket <= bucket)
+                    CHECK((after.at(tensor.name) == state.at(tensor.name)));
                 else if (tensor.name == p.name + (p.role.fp8_state ? moment : ".m"))
                     CHECK((after.at(tensor.name) != state.at(tensor.name)));
             }
