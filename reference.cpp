@@ -208,7 +208,6 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     return q;
 }
 
-// x = decode(code) s, block by block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
     const int64_t width = q.block_cols();
@@ -298,7 +297,6 @@ void Moment::init(Format f, bool expansion, int64_t count, int64_t group_size) {
     k.assign(expands ? max.size() : 0, 1.0f);
 }
 
-// Dequantizes one element. FP32 and BF16 have no scale.
 float Moment::value(int64_t i) const {
     const float y = get(format, codes.data(), i);
     if (!is_scaled(format)) return y;
@@ -824,7 +822,6 @@ private:
         for (size_t i = 0; i < x.size(); i++) z[i] = x[i] + y[i];
         return z;
     }
-    // Gradients are in FP32 or in the compute dtype (model.h, gradient_format()).
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[index(name)];
         gradient = sum(gradient, contribution);
@@ -1025,8 +1022,7 @@ private:
 // ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
-// With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
-// of all gradients, and updates the part of the state that it owns (model.h, owned()).
+// Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
 
 class Reference : public Model, Network<float> {
 public:
