@@ -11,9 +11,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// What --resume does with a flag. Here: it belongs to this machine, and no checkpoint has it. Free: it is
-// that of the checkpoint unless another is given. Future: so, too, but another changes the steps to come, and
-// the checkpoints say so. Same: another would change what the saved state means, and is an error.
+// What --resume does with a flag. HERE: no checkpoint has it. FREE: it is that of the checkpoint unless
+// another is given. FUTURE: so, too, but checkpoints say so. SAME: another would change what the state means:
+// an error.
 enum Resume : uint8_t { HERE, FREE, FUTURE, SAME };
 
 struct Flag {

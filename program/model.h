@@ -224,8 +224,7 @@ struct StepResult {
 };
 
 // A target that does not count, say a token of a user's question: its loss and its gradient are 0. The loss
-// is the mean over all targets of the step that count, also those of other micro-batches and ranks. A mean of
-// the means of micro-batches would give a token more weight where few others count.
+// is the mean over all targets of the step that count, also those of other micro-batches and ranks.
 inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
@@ -242,10 +241,9 @@ inline double divisor_of_mean(const int32_t* targets, int64_t n) {
     return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
 }
 
-// Tokens are in [0, V), and targets are in [0, V) or NO_TARGET; every function throws Error if they are not,
-// or if a tensor name is unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and
-// write() at the same time; step() and evaluate() with its own tokens. The result of step() is that of all
-// ranks.
+// Every function throws Error if a token, a target or the name of a tensor is unknown. Every rank calls
+// step(), evaluate(), next_logits(), quantization() and write() at the same time; step() and evaluate() with
+// its own tokens. The result of step() is that of all ranks.
 class Model {
 public:
     virtual ~Model() = default;

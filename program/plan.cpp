@@ -37,7 +37,6 @@ double peak_tflops(const std::string& gpu, bool fp8) {
     return 0;
 }
 
-// The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.longest())
@@ -76,7 +75,6 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
                                                          : "";
         return Operator{name, info(f).name, none, info(f).name + scale};
     };
-    // Every linear layer has the same pair of GEMMs in backward.
     return {
         {"", {{"embedding", "tokens", compute, sum}}},
         {concat("each of ", s.config.L, " layers"), block(s.config, r, q)},
@@ -107,9 +105,6 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     }
     return table;
 }
-
-// Bytes of one element of the gradients.
-static int64_t gradient_bytes(const Setup& s) { return info(gradient_format(s)).bytes; }
 
 BucketElements bucket_elements(const Setup& s) {
     BucketElements e;
@@ -203,7 +198,7 @@ int64_t gradients_offset(const Setup& s) {
     for (size_t i = 0; i < params.size(); i++) {
         const bool by_head = params[i].name == "embedding" && c.tied;
         const int64_t layers_alive = by_head ? c.L : std::min(c.L, ceil_div(params[i].bucket, 4));
-        offset = std::max(offset, layers_alive * layer_bytes - shards[i].at * gradient_bytes(s));
+        offset = std::max(offset, layers_alive * layer_bytes - shards[i].at * info(gradient_format(s)).bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
 }
@@ -271,8 +266,7 @@ static void print_precision(const Setup& s) {
                     info(r.compute).name, s.B * s.T);
 }
 
-// The run beside the BF16 baseline, row by row and by category. The rows of a GPU are there in a program that
-// was built for one.
+// The run beside the BF16 baseline, row by row and by category, with the rows of a GPU if there is CUDA.
 static void print_memory(const Setup& s) {
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = gpu_memory_plan(s), beside = gpu_memory_plan(other);

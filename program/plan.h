@@ -1,8 +1,6 @@
 // plan.h - what is known of a run before it starts: the learning rate of every step, the format of every
 // tensor, the bytes of every category (the paper's table of memory, for any model), and the sizes that the
 // parts of a GPU's memory have.
-//
-// Nothing here allocates or trains. ./train --plan prints these tables.
 #pragma once
 #include "model.h"
 
@@ -48,7 +46,7 @@ Setup bf16_baseline(Setup s);
 // One GPU. All tensors lie in one allocation (gpu/arena.cuh).
 
 inline constexpr int64_t GPU_ALIGNMENT = 256;
-// What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0.
+// CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 // A GPU maps what the other ranks of its machine have allocated, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
@@ -68,8 +66,7 @@ struct ShardPlace {
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
 // once per step; else when needed. make_gpu() of model.h first asks what the GPU supports (gpu/this_gpu.cu).
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights);
-// The bytes that it needs, by a dry run of its step; 0 if this program was built without CUDA. It needs no
-// GPU.
+// The bytes that it needs, by a dry run of its step, which needs no GPU; 0 in a program without CUDA.
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 
 std::vector<ShardPlace> shard_places(const Setup& s);  // by parameter
@@ -81,9 +78,8 @@ BucketElements bucket_elements(const Setup& s);
 // Rows of saved tensors: those of a micro-batch, rounded up, because FP8 GEMMs need a multiple of 16.
 inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
-// With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
-// those are no longer needed when the gradients are written. With more micro-batches they may not, because
-// the sums must outlive a forward pass. This is the offset of the first gradient from the first activation.
+// The offset of the first gradient from the first saved activation. With one micro-batch per step, a layer's
+// gradients may lie where later layers' activations were: those are not needed when gradients are written.
 int64_t gradients_offset(const Setup& s);
 
 // The parameters [first, last) of a bucket (Param::bucket), and their elements in the flat order.
@@ -93,8 +89,7 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-// Whether it pays off to make all FP8 weights once per step: if several micro-batches use them.
-// gpu/this_gpu.cu does not do it if memory is short.
+// Whether it pays off to make all FP8 weights once per step, if memory allows (gpu/this_gpu.cu).
 bool caches_weights(const Setup& s);
 // memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);

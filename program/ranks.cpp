@@ -1,7 +1,6 @@
 // ranks.cpp - how the processes of a run start, find each other, exchange values and end together (ranks.h).
 //
-// Nothing runs beside the computation: a rank that waits for the others looks whether they still live. Only
-// rank 0 prints errors, so the user sees one sentence, not one for each rank.
+// A rank that waits for the others looks whether they still live. Only rank 0 prints errors: one sentence.
 #include "ranks.h"
 
 #include <algorithm>
@@ -106,8 +105,8 @@ int open_socket(const Launch& launch, double seconds) {
     return fd;
 }
 
-// Rank 0 waits for the others, which connect in any order. It does not wait for anybody else who connects.
-// Returns the sockets by rank; -1 where a rank has not connected in time.
+// Rank 0 waits for the others, which connect in any order, and for nobody else who connects. Returns the
+// sockets by rank; -1 where a rank has not connected in time.
 std::vector<int> accept_others(int listening, int ranks, double deadline) {
     std::vector<int> sockets(size_t(ranks), -1), callers;  // callers have not said enough yet
     pollfd listener{listening, POLLIN, 0};

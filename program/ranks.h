@@ -1,9 +1,7 @@
 // ranks.h - the processes of a run: how they start, exchange small values and end together (ranks.cpp).
 //
-// A run on several GPUs has one process for each, a rank. Rank 0 has a socket to each of the others, and what
-// a rank tells the others goes through it. GPUs exchange gradients and weights by themselves (gpu/peers.cuh).
-// Small values and the tensors of a checkpoint go through the sockets. On the CPU everything does, so that
-// all rules of several ranks are tested without a GPU.
+// A run on several GPUs has one process for each, a rank. Rank 0 has a socket to each of the others: small
+// values and the tensors of a checkpoint go through it, and on the CPU everything (GPUs: gpu/peers.cuh).
 #pragma once
 #include <csignal>
 #include <cstdint>

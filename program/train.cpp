@@ -1,8 +1,7 @@
 // train.cpp - the program: flags in, a trained model out.
 //
-// In the order of a run: what it is made of (Run), what happens between steps, the training loop, and the
-// stages before it: flags, checkpoint, model, data. This file knows models through model.h's Model, files
-// through data/, the command line through flags.h. It contains no CUDA and no file format.
+// What a run is made of (Run), what happens between steps, the training loop, and the stages before it:
+// flags, checkpoint, model, data. It contains no CUDA and no file format.
 #include "flags.h"
 
 #include <sys/file.h>
@@ -100,8 +99,7 @@ bool save(Run& run) {
 }
 
 // Reads `count` micro-batches of a loader: number `first`, and each that is `ranks` further. If a rank cannot
-// read its own, an Error on all of them says so. By then all have saved the last complete step: the model has
-// not changed yet.
+// read its own, all save the last complete step and get an Error.
 void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) {
     const int64_t n = run.batch_tokens();
     std::string error;
@@ -217,8 +215,8 @@ int save_last(Run& run) {
     return 0;
 }
 
-// One optimizer step on all micro-batches. Of `ranks` consecutive micro-batches every rank has one. So all
-// ranks together train on the micro-batches of one rank with a larger --accumulate.
+// One optimizer step. Of `ranks` consecutive micro-batches every rank has one, as one rank has with a larger
+// --accumulate.
 StepResult train_step(Run& run, const Loader& loader, float lr) {
     const Setup& s = run.setup;
     read_batches(run, loader, run.state.step * micro_batches(s) + s.rank, s.accumulate);
@@ -230,8 +228,7 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
     return run.model->step(run.tokens.data(), run.targets.data(), adamw);
 }
 
-// A line of output and a record of the log. took: seconds of this step. left: of the run; it also counts
-// validations, samples and saves.
+// took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
     const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12;
     const struct {
@@ -259,8 +256,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
     run.print_log("step", line);
 }
 
-// Returns the exit code.
-int loop(Run& run) {
+int loop(Run& run) {                  // returns the exit code
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const Flags& flags = run.flags;
     LoopState& state = run.state;
@@ -328,8 +324,7 @@ int loop(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The stages of a run before the loop
 
-// Two runs would remove each other's checkpoints. The folder stays open, and so locked, until the program
-// ends. (Some file systems have no locks; then nothing is locked.)
+// Two runs would remove each other's checkpoints. The folder stays locked until the program ends.
 void lock_folder(const std::string& out) {
     create_folders(out);
     const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -358,8 +353,7 @@ void choose_checkpoint(Run& run) {
                     "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
 }
 
-// The settings of the checkpoint's run. A flag that is given here comes before its setting. The micro-batches
-// of a step, of all ranks together, are divided among the present ranks.
+// The settings of the checkpoint's run. The micro-batches of a step are divided among the present ranks.
 void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights);
@@ -437,8 +431,8 @@ void require_same(Run& run, const Json& data) {
     settings["data_found"] = data;
     Json mine = settings;
     mine["resume"] = run.weights, mine["device"] = run.flags.device;
-    // Ranks of one machine read the same files. Those of several may find others in a folder of the same
-    // name, and each would train a part of another model: the first rank of each machine hashes them.
+    // Ranks of another machine may find other files in a folder of the same name: the first rank of each
+    // machine hashes them.
     const std::vector<int> places = run.processes->all_gather(run.processes->local());
     if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
         !run.weights.empty())

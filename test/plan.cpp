@@ -109,15 +109,13 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
             const int64_t attention =
                 (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
                 3 * c.L;
-            const std::map<std::string, std::pair<Category, int64_t>> freed = {
-                {"attention", {Category::Activations, attention}},
-                {"master", {Category::Weights, 2 * weights}},
-                {"gradients", {Category::Gradients, 2 * (elements - largest)}}};
-            for (const std::string mode : {"attention", "master", "gradients"}) {
+            for (const auto& [mode, category, bytes] :
+                 {std::tuple{"attention", Category::Activations, attention},
+                  {"master", Category::Weights, 2 * weights},
+                  {"gradients", Category::Gradients, 2 * (elements - largest)}}) {
                 CAPTURE(mode);
                 const Setup other = with_modes(s, mode);
                 const std::vector<MemoryRow> plan = memory_plan(other);
-                const auto& [category, bytes] = freed.at(mode);
                 CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
                 CHECK(total_bytes(by_default) - total_bytes(plan) == bytes);
                 // The BF16 baseline does not change.
