@@ -78,8 +78,8 @@ __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values&
 }
 
 // Writes (|code| / FMAX)^(1/k) of eight codes to x and returns the factor that is still missing: max, or 1 in
-// the careful path. adamw_element() multiplies by it; decode_moment() adds the signs. `table` has
-// log2(|code| / FMAX).
+// the careful path. adamw_element() multiplies by it (gpu/adamw.cuh); decode_moment() adds the signs. `table`
+// has log2(|code| / FMAX).
 __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                           Values& x) {
     const float inverse_k = fast_reciprocal(g.k);
@@ -243,10 +243,13 @@ struct WindowScales {
         return {__shfl_sync(0xFFFFFFFFu, value, first + group),
                 __shfl_sync(0xFFFFFFFFu, value, first + WINDOW + group)};
     }
-    // The inverse of pick(): returns this lane's value after groups at and at + 1 got their new scales m and
-    // v. Each of a group's 16 lanes offers one of the four values, by its number mod 4: max of m, k of m, max
-    // of v, k of v. If this lane's group is at or at + 1, it takes its value from the group's lane of that
-    // number: lane 9 keeps k of m of group 1, and takes it from lane 17, which is lane 1 of the second group.
+    // The inverse of pick(): this lane's value, after groups at and at + 1 got their new scales m and v. The
+    // lanes that computed a group know its four values, and each offers one of them. A lane that keeps a
+    // value of one of these groups takes it:
+    //   offered by     lane 0      1         2         3          16        17        18        19
+    //   value          max of m    k of m    max of v  k of v     max of m  k of m    max of v  k of v
+    //   of the group   at          at        at        at         at + 1    at + 1    at + 1    at + 1
+    //   kept by lane   at          at + 8    at + 16   at + 24    at + 1    at + 9    at + 17   at + 25
     __device__ float insert(float value, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_VALUES < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made =

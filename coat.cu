@@ -80,7 +80,7 @@ void quantize_groups(const View& x, const View& groups, bool write_back, const A
 // Stage one: each warp takes the maximum of its values. (The paper takes 1xG groups; the result is the same.)
 // Stage two: an atomicMax over the warps. Mostly both happen in passing, in a kernel that has the values
 // anyway: the kernels that write the inputs of norms and activations compute the outputs for their amax. The
-// kernel below is for the gradient of gate and up, attention's output, and weights that AdamW did not update.
+// kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)

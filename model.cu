@@ -256,8 +256,8 @@ private:
     }
 
     // --- Residual stream and attention
-    // The residual stream as the next residual_add reads it, (N, C), by the norm beside it: in the compute
-    // dtype where the norm's input is in groups; otherwise the two are one tensor.
+    // The residual stream (N, C) at a norm, as residual_add reads and writes it: residual_, in the compute
+    // dtype, if the norm's input is saved in groups; otherwise that input itself.
     View stream_at(const Norm& n) const {
         return n.in.quant.fp8() ? compute_at(residual_, N_, config_.C) : n.in;
     }

@@ -122,9 +122,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
-// A scale that is stored in BF16 is rounded to the nearest: amax / s is then at most 449.75 in E4M3, which
-// still rounds to 448. If amax is not finite, the scale of a block is NaN, and so is every value that is
-// decoded with it. Of a whole tensor the step checks the amax and is skipped.
+// A scale that is stored in BF16 is rounded to the nearest. In E4M3 amax / s is then at most
+// 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. If amax is not finite, the scale
+// of a block is NaN, and so is every value that is decoded with it. Of a whole tensor the step checks the
+// amax and is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -951,7 +952,8 @@ private:
         if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
-        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them
+        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. What
+        // groups hold is FP32; attention computes in BF16
         qkv = attention_input(layer, rounded(load(s.qkv)));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
@@ -960,17 +962,17 @@ private:
 
         // Attention out -> residual sum -> norm 2 input
         const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
-        const Tensor middle = sum(rounded(residual), attention_out);
-        s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
+        const Tensor residual2 = sum(rounded(residual), attention_out);
+        s.norm2_input = save(residual2, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(layer + "norm2", as_forward_reads(middle, s.norm2_input));
+        const Tensor norm2 = norm(layer + "norm2", as_forward_reads(residual2, s.norm2_input));
         const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
         s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
         const Tensor act = activation(as_forward_reads(gate_up, s.gate_up));
-        return sum(rounded(middle), linear_forward(layer + "down", act));
+        return sum(rounded(residual2), linear_forward(layer + "down", act));
     }
 
     // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the

@@ -201,10 +201,10 @@ def layer_forward(w, x, T, HS):
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))
     heads = bf16(attention(qkv, T, HS))
-    middle = bf16(x) + linear(heads, w["attention_out"])
-    norm2_input = quantize_groups(middle)
+    residual2 = bf16(x) + linear(heads, w["attention_out"])
+    norm2_input = quantize_groups(residual2)
     gate_up = quantize_groups(linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"]))
-    out = bf16(middle) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
+    out = bf16(residual2) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
     return out, (norm1_input, qkv, heads, norm2_input, gate_up)
 
 def layer_backward(w, saved, dx, T, HS):

@@ -41,7 +41,8 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
     return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
 }
 
-// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch.
+// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch;
+// with delayed scaling, in every step.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
 // Writes x as out says: FP8 per tensor (with the delayed scale in amax_and_scale(out.view), or just in time

@@ -298,8 +298,8 @@ struct Groups {
         decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v);
     }
     // The scale of the group that these lanes hold. It is rounded to BF16 before it is used: amax / scale is
-    // then at most 449.75, which still rounds to 448. A group with NaN or infinity gets the scale NaN: a code
-    // would hide what is not finite.
+    // then at most 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. A group with NaN
+    // or infinity gets the scale NaN: a code would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane

@@ -215,6 +215,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t allocated = arena_bytes(s, caches_weights(s));
     if (!allocated) return plan;
+    // over: gradients that lie on saved activations, and so were counted twice; rest: what has no row yet.
     const int64_t saved = s.config.L * saved_layer_bytes(s), all = total_bytes(plan, Category::Gradients),
                   over =
                       s.keep_gradients ? std::max<int64_t>(0, std::min(saved - gradients_offset(s), all)) : 0,

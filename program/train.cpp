@@ -276,7 +276,8 @@ int loop(Run& run) {                  // returns the exit code
         // does not for the bias correction.
         state.step++, state.updates += !result.skipped;
         if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        // Weights after a skipped step may have overflowed: they must not replace a good checkpoint.
+        // A skip may mean that an earlier update made weights overflow. Such weights must not replace a good
+        // checkpoint.
         run.unsaved = !skipped_in_a_row || run.checkpoint.empty();
         const double took = now() - before, steps = state.step - resumed_at;
         if (steps > 1) timed += took;
