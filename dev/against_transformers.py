@@ -48,7 +48,7 @@ CONFIGS = {
                                             num_attention_heads=7, num_key_value_heads=1, head_dim=48)),
     "mistral, window of --seq": MistralConfig(**sizes(num_key_value_heads=1, sliding_window=T)),
     "qwen2, tied": Qwen2Config(**sizes(vocab_size=259, tie_word_embeddings=True)),
-    "qwen2, untied, unused window": Qwen2Config(**sizes(use_sliding_window=True, sliding_window=8,
+    "qwen2, untied, unused window": Qwen2Config(**sizes(use_sliding_window=False, sliding_window=8,
                                                         max_window_layers=4)),
     "qwen3": Qwen3Config(**sizes(head_dim=48)),
     "qwen3, tied": Qwen3Config(**sizes(vocab_size=259, head_dim=16, tie_word_embeddings=True)),
