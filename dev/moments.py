@@ -6,8 +6,10 @@
 Figure 2, for every group of 128: the range R = largest / smallest non-zero magnitude, k of equation 4, and the
 range R^k after expansion. Table 1: the error of m / (sqrt(v) + eps), which updates the weight, for every pair
 of formats with and without expansion, over all elements but those where it is 0. As in training, a positive
-second moment never becomes zero. Last, the same where k leaves out the smallest codes of E4M3.
+second moment never becomes zero. Then the same where k leaves out the smallest codes of E4M3. Last, the RMS
+error beside that of FlashOptim (arXiv 2602.23349), whose moments take as many bytes.
 """
+import functools
 import json
 import pathlib
 import sys
@@ -16,8 +18,6 @@ import numpy as np
 
 import coat
 
-CODINGS = {"E4M3": (coat.E4M3, False), "E4M3 + expansion": (coat.E4M3, True),
-           "E5M2": (coat.E5M2, False), "E5M2 + expansion": (coat.E5M2, True)}
 CHUNK = 1 << 13  # groups at a time
 
 
@@ -42,8 +42,9 @@ def groups_of(state, moment):
     return np.concatenate([x[:len(x) // 128 * 128].reshape(-1, 128) for x in moments])
 
 
-def stored(x, second, f, expands):
-    """x after it was quantized and dequantized."""
+# A coding gives moments x (groups, 128) after they were stored: second moments, or first.
+
+def fp8(f, expands, x, second):
     if expands:
         return coat.load_moment(coat.store_moment(x, second, f), f)
     s = coat.scales_of(f, np.abs(x).max(axis=1, keepdims=True))
@@ -51,12 +52,29 @@ def stored(x, second, f, expands):
     return coat.decode(f, np.where(second & (x > 0) & (codes == 0), np.uint8(1), codes)) * s
 
 
+CODINGS = {name + " + expansion" * expands: functools.partial(fp8, f, expands)
+           for name, f in (("E4M3", coat.E4M3), ("E5M2", coat.E5M2)) for expands in (False, True)}
+
+
+def companded(scale, x, second):
+    """INT8 in groups of 32: of 2y / (1 + |y|) with y = m / its largest magnitude, or of the root of v. scale
+    rounds the largest magnitude to the format that stores it."""
+    y = np.sqrt(x) if second else x
+    y = y.astype(float).reshape(-1, 32)
+    s = scale(np.abs(y).max(axis=1, keepdims=True).astype(np.float32)).astype(float)
+    y = np.clip(y / np.where(s > 0, s, 1), -1, 1)
+    if second:
+        return (np.rint(255 * y) / 255 * s).reshape(x.shape) ** 2
+    y = np.rint(127 * 2 * y / (1 + np.abs(y))) / 127
+    return (y / (2 - np.abs(y)) * s).reshape(x.shape)
+
+
 def update(m, v):
     return m.astype(float) / (np.sqrt(v.astype(float)) + 1e-8)
 
 
 def errors(m, v, ways):
-    """ways: name of a pair -> its format and expansion of m, and of v. Returns name -> mean square error."""
+    """ways: name of a pair -> the codings of m and of v. Returns name -> mean square error."""
     noise, elements = dict.fromkeys(ways, 0.0), 0
     for first in range(0, len(m), CHUNK):
         part = [x[first:first + CHUNK] for x in (m, v)]
@@ -65,7 +83,7 @@ def errors(m, v, ways):
         for name, pair in ways.items():
             for second, coding in enumerate(pair):
                 if (second, coding) not in known:
-                    known[second, coding] = stored(part[second], bool(second), *coding)
+                    known[second, coding] = coding(part[second], bool(second))
             got = update(*(known[second, coding] for second, coding in enumerate(pair)))
             noise[name] += float(np.sum(np.where(exact == 0, 0, exact - got) ** 2))
     return {name: total / elements for name, total in noise.items()}
@@ -96,10 +114,16 @@ def main(checkpoint):
     for halvings in (0, 1, 2):
         f = coat.Format(3, 7, 448)
         f.min *= 2**halvings  # k stretches a group to FMAX / (FMIN 2^halvings)
-        parts[halvings] = ((f, True), (f, True))
+        parts[halvings] = (functools.partial(fp8, f, True),) * 2
+    rivals = {"nothing": (lambda x, second: 0 * x,) * 2, "coat": (CODINGS["E4M3 + expansion"],) * 2}
+    for name, scale in (("FP16", np.float16), ("BF16", coat.bf16), ("FP32", np.float32)):
+        rivals[f"companded, {name} scales"] = (functools.partial(companded, scale),) * 2
+    rival = errors(m, v, rivals)
     json.dump({"step": int(newest.name.partition("-")[2]), "elements": m.size, "m": ranges(m), "v": ranges(v),
                "update": {a: {b: table[a, b] for b in CODINGS} for a in CODINGS},
-               "parts_of_range": errors(m, v, parts)}, sys.stdout)
+               "parts_of_range": errors(m, v, parts),
+               "relative_rms": {name: (error / rival["nothing"]) ** 0.5 for name, error in rival.items()}},
+              sys.stdout)
 
 
 if __name__ == "__main__":
