@@ -21,7 +21,7 @@ import sys
 from records import fail, files_below, has_conversations, read_conversations, read_texts
 
 NOT_COUNTED = 1 << 31
-PROGRESS = 100 << 20  # characters from which on it is shown
+PROGRESS = 10 << 20  # characters from which on it is shown: more than ten seconds
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 OPEN_WINDOWS = 64  # that the next conversation may go into
 MARK = "\ue000"  # stands for an answer; no template cuts it off or looks for it
