@@ -109,12 +109,12 @@ GPU_TEST_CASE("exercises 11 and 12: an empty kernel, typical mistakes, and a sol
         transposes("nothing is computed yet", e11::quantize_transpose);
         updates("nothing is computed yet", e12::adamw);
     }
-    transposes("Only matrices with cut tiles are wrong", transpose<Transpose::LeavesOutCutTiles>);
-    transposes("Only oblong matrices are wrong", transpose<Transpose::RowsOfCols>);
+    transposes("about matrices with cut tiles:", transpose<Transpose::LeavesOutCutTiles>);
+    transposes("about oblong matrices:", transpose<Transpose::RowsOfCols>);
     transposes("Only the transpose is wrong", transpose<Transpose::TilesStay>);
     transposes("exercise 11: passed, ", transpose<Transpose::Right>);
     updates("The weight uses the moments after quantization", adamw<Update::OfStoredMoments>);
-    updates("Only groups with zeros are wrong", adamw<Update::ZerosCount>);
+    updates("about groups with zeros:", adamw<Update::ZerosCount>);
     updates("The bias correction is missing", adamw<Update::Uncorrected>);
     updates("exercise 12: passed, ", adamw<Update::Right>);
 }
