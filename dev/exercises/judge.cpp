@@ -30,10 +30,10 @@ struct Hint {
     std::string text;
     Floats values = {};
 };
-// of wrong values that have in common what is special about their input
-Hint about(const std::string& special) {
-    return {special.empty() ? ""
-                            : "This is about " + special + ": read above the function what holds for them."};
+// Of wrong values that have in common what is special about their input
+Hint about(const std::string& special, bool here = true) {
+    if (!here || special.empty()) return {""};
+    return {"This is about " + special + ": read above the function what holds for them."};
 }
 constexpr uint8_t UNWRITTEN = 0xFF;  // codes are filled with it beforehand, other results with NaN
 
@@ -53,24 +53,27 @@ public:
         return x;
     }
 
-    // of: which part of the result, and its input
+    // A result, or the part of it that `of` names; from: the inputs of its values
     template <class T>
     void operator()(const std::string& result, const std::string& of, const std::vector<T>& expected,
-                    const std::vector<T>& got, const std::vector<Hint>& hints = {}, double tolerance = 0) {
+                    const std::vector<T>& got, const std::vector<Hint>& hints = {}, double tolerance = 0,
+                    const Floats& from = {}) {
         if (got.size() != expected.size())
             return (*this)(result, ": the number of values", float(expected.size()), float(got.size()));
         for (size_t i = 0; i < expected.size(); i++) {
-            const double y = value(expected[i]), mine = value(got[i]), off = double(got[i]) - expected[i];
+            const double y = value(expected[i]), mine = value(got[i]);
             auto near = [&](double x) { return got[i] == x || std::abs(got[i] - x) <= tolerance; };
             count_++;
             if (mine != 0 && !std::isnan(mine)) written_.insert(result);
             if (std::isnan(y) && std::isnan(mine)) continue;
             if (y == 0 && mine == 0 ? std::signbit(y) == std::signbit(mine) : near(expected[i])) continue;
-            const std::string element = expected.size() > 1 ? text(" ", i) : "";
-            Wrong wrong{result, result + element + of, shown(expected[i]), shown(got[i]), mine / y, {}};
+            const std::string element = expected.size() > 1 ? text(" ", i) : "",
+                              input = from.empty() ? "" : text(" from ", from[i]);
+            Wrong wrong{result, result + element + input + of, shown(expected[i]), shown(got[i]), mine / y,
+                        {}};
             for (const Hint& h : hints)
                 if (!h.text.empty() && (h.values.empty() || near(h.values[i]))) wrong.hints.push_back(h.text);
-            if (sizeof(T) == 1 && std::abs(off) == 1)
+            if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
                 wrong.hints.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
             wrong_.push_back(wrong);
         }
@@ -79,6 +82,13 @@ public:
     void operator()(const std::string& result, const std::string& of, T expected, T got,
                     const std::vector<Hint>& hints = {}, double tolerance = 0) {
         (*this)(result, of, std::vector<T>{expected}, std::vector<T>{got}, hints, tolerance);
+    }
+
+    // A result of sums: its values are near the expected ones
+    void tensor(const std::string& result, const Floats& expected, const Floats& got,
+                const std::vector<Hint>& hints) {
+        (*this)(result, "", expected, got, hints,
+                1e-4 * reference::amax(expected.data(), int64_t(expected.size())));
     }
 
     int finish() const {
@@ -140,11 +150,26 @@ private:
 
 const std::tuple<const char*, Format, Fp8> FP8_FORMATS[] = {{"E4M3", Format::E4M3, E4M3},
                                                             {"E5M2", Format::E5M2, E5M2}};
-using Cases = std::vector<std::pair<const char*, Floats>>;  // what is special, and an input
-
 Floats absolute(Floats x) {
     for (float& v : x) v = std::abs(v);
     return x;
+}
+// Tensors, with what is special about them
+std::vector<std::pair<const char*, Floats>> tensors(Comparison& c) {
+    Floats negative = c.normal(64), nan = absolute(c.normal(80)), last = absolute(c.normal(40)),
+           ties = {3.7f};
+    for (int i = 5; i < 64; i += 16) negative[i] = float(-9 - i);
+    nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[39] = 77;
+    for (uint8_t code = 8; code < 0x77; code++)
+        ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
+    return {{"", absolute(c.normal(2000, 1))},
+            {"", absolute(c.normal(496, 9))},
+            {"", ties},
+            {"negative values", negative},
+            {"tensors of zeros", Floats(48)},
+            {"tiny values", Floats(16, 1e-39f)},
+            {"a last, shorter group", last},
+            {"NaN", nan}};
 }
 Floats scales_of(const Quantized& q) {  // of 1x16 groups, row by row
     Floats scales;
@@ -152,7 +177,6 @@ Floats scales_of(const Quantized& q) {  // of 1x16 groups, row by row
         for (int64_t c = 0; c < q.cols; c += 16) scales.push_back(q.scale(r, c));
     return scales;
 }
-double tolerance(const Floats& x) { return 1e-4 * reference::amax(x.data(), int64_t(x.size())); }
 
 }  // namespace
 
@@ -183,10 +207,8 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
         for (int code = 0; code < 256; code++) {
             const int exponent = (code & 0x7F) >> f.mantissa, top = 0x7F >> f.mantissa;
             c(name, " code " + hex(code), reference::decode(format, uint8_t(code)), decode(f, uint8_t(code)),
-              {about(exponent == 0     ? "codes with exponent 0"
-                     : exponent == top ? "the largest exponent"
-                                       : ""),
-               about(code & 0x80 ? "negative values" : "")});
+              {about("codes with exponent 0", exponent == 0), about("the largest exponent", exponent == top),
+               about("negative values", code & 0x80)});
         }
     return c.finish();
 }
@@ -198,9 +220,9 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
         auto check = [&, &name = name, &f = f](float x, const char* special, bool carry = false) {
             for (float y : {x, -x})
                 c(name, text(", x = ", y), uint8_t(reference::encode(c.format, y)), encode(f, y),
-                  {about(carry ? "values that are rounded up to a power of two" : ""), about(special),
-                   about(x < std::ldexp(1.0f, 1 - f.bias) ? "subnormal values" : ""),
-                   about(std::signbit(y) ? "negative values" : "")});
+                  {about("values that are rounded up to a power of two", carry), about(special),
+                   about("subnormal values", x < std::ldexp(1.0f, 1 - f.bias)),
+                   about("negative values", std::signbit(y))});
         };
         for (int code = 0; code < reference::encode(format, f.max); code++) {
             const float low = reference::decode(format, uint8_t(code)),
@@ -217,30 +239,22 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
 
 int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& quantize) {
     Comparison c(3);
-    Floats minus = c.normal(200), ties = {3.7f};
-    minus[7] = -50;
-    for (uint8_t code = 8; code < 0x7E; code++)
-        ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
-    const Cases cases = {{"", absolute(c.normal(2000, 1))},
-                         {"", absolute(c.normal(500, 9))},
-                         {"", ties},
-                         {"tensors with negative values", minus},
-                         {"tensors of zeros", Floats(40)},
-                         {"tiny values", {1e-39f, 3e-40f, 0, 1e-45f}}};
-    for (const auto& [special, x] : cases) {
+    for (const auto& [special, x] : tensors(c)) {
+        if (special == std::string("NaN")) continue;
         const int n = int(x.size());
         const Quantized q = reference::quantize(x.data(), 1, n, {Format::E4M3});
         Codes codes(n, UNWRITTEN);
         const float s = q.scale(0, 0), got = quantize(n, x.data(), codes.data());
+        Floats divided;
+        for (float v : x) divided.push_back(given::encode(v / s));
         const std::string of = text(" of a tensor with amax ", reference::amax(x.data(), n));
         c("scale", of, s, got,
           {about(special), {"57344 is the largest value of E5M2; that of E4M3 is 448.", {s / 128}}},
           1e-7 * s);
-        for (int i = 0; i < n; i++)
-            c("code", text(" of x = ", x[i], of), q.codes[i], codes[i],
-              {about(special),
-               {"A few codes are one off: multiply by 1 / s, rounded to FP32; do not divide by s.",
-                {float(given::encode(x[i] / s))}}});
+        c("code", of, q.codes, codes,
+          {about(special),
+           {"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.", divided}},
+          0, x);
     }
     return c.finish();
 }
@@ -248,46 +262,35 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
 int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize) {
     Comparison c(4);
     const int rows = 12;
-    for (int cols : {64, 40}) {
-        Floats x = c.normal(rows * cols);
-        for (int i = 0; i < rows * cols; i++) x[i] *= i / cols == 5 ? 0 : std::ldexp(1.0f, i / 16 % 9);
+    for (const auto& [cols, special] :
+         {std::pair{64, ""}, {40, "shorter groups at the end of a row"}, {16, "zeros"}}) {
+        Floats x = c.normal(rows * cols), amaxes, exact, up;
+        for (int i = 0; i < rows * cols; i++) x[i] *= cols == 16 ? 0 : std::ldexp(1.0f, i / 16 % 9);
+        for (int i = 0; i < rows * cols; i += std::min(16, cols - i % cols)) {
+            amaxes.push_back(reference::amax(&x[i], std::min(16, cols - i % cols)));
+            exact.push_back(amaxes.back() / 448);
+            const float s = given::to_bf16(exact.back());
+            up.push_back(s < exact.back() ? given::to_bf16(s * 1.004f) : s);
+        }
         const Quantized q = reference::quantize(x.data(), rows, cols, Q_GROUP);
         Codes codes(x.size(), UNWRITTEN);
-        const Floats expected = scales_of(q);
-        Floats scales(expected.size(), NAN);
+        Floats scales(amaxes.size(), NAN);
         quantize(rows, cols, x.data(), codes.data(), scales.data());
-        for (int r = 0, group = 0; r < rows; r++)
-            for (int first = 0; first < cols; first += 16, group++) {
-                const int begin = r * cols + first, end = std::min(begin + 16, (r + 1) * cols);
-                const float amax = reference::amax(&x[begin], end - begin), s = expected[group];
-                const std::string of = text(" in row ", r, ", group ", first / 16, ", with amax ", amax);
-                const Hint special = about(amax == 0    ? "groups of zeros"
-                                           : cols == 40 ? "rows that end with a shorter group"
-                                                        : "");
-                c("scale", of, s, scales[group],
-                  {{"These are scales in FP32: they are stored in BF16, given::to_bf16(amax / 448).",
-                    {amax / 448}},
-                   {std::abs(scales[group] / s - 1) < 0.01f
-                        ? "amax / 448 is rounded to the nearest BF16 value."
-                        : ""},
-                   special});
-                for (int i = begin; i < end; i++)
-                    c("code", text(" of x = ", x[i], of), q.codes[i], codes[i],
-                      {special, {"The scales are right: divide by the scale after it is rounded to BF16."}});
-            }
+        const std::string of = text(" of ", rows, " x ", cols, " values");
+        c("scale", of, scales_of(q), scales,
+          {about(special),
+           {"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).", exact},
+           {"amax / 448 is rounded to the nearest BF16 value, not up.", up}},
+          0, amaxes);
+        c("code", of, q.codes, codes,
+          {about(special), {"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
     }
     return c.finish();
 }
 
 int judge::amax(const Function<float(int, const float*, float*)>& amax) {
     Comparison c(5);
-    Floats minus = c.normal(64), nan = absolute(c.normal(80)), last = absolute(c.normal(40));
-    for (int i = 5; i < 64; i += 16) minus[i] = float(-9 - i);
-    nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[39] = 77, minus[63] = -INFINITY;
-    const Cases cases = {{"", absolute(c.normal(1024, 1))}, {"", Floats(16)},
-                         {"negative values", minus},        {"a last, shorter group", last},
-                         {"a last, shorter group", {3.5f}}, {"NaN", nan}};
-    for (const auto& [special, x] : cases) {
+    for (const auto& [special, x] : tensors(c)) {
         const int n = int(x.size());
         Floats expected, maxima((n + 15) / 16, NAN);
         for (int i = 0; i < n; i += 16) expected.push_back(reference::amax(&x[i], std::min(16, n - i)));
@@ -305,7 +308,7 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
     Comparison c(6);
     auto values = [&](float x, float y, float max, float k, const Hint& special) {
         const std::string of = text(", max = ", max, ", k = ", k);
-        const std::vector<Hint> hints = {special, about(x < 0 ? "negative values" : x == 0 ? "zero" : "")};
+        const std::vector<Hint> hints = {special, about("negative values", x < 0), about("zero", x == 0)};
         const float expanded = given::expand(x, max, k), contracted = given::contract(y, max, k);
         c("expand", text(" of x = ", x, of), expanded, expand(x, max, k), hints, 3e-3 * std::abs(expanded));
         c("contract", text(" of y = ", y, of), contracted, contract(y, max, k), hints,
@@ -317,7 +320,7 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
         const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
         c("k", text(" of max = ", max, ", min = ", min), k, got,
           {about(special),
-           about(got >= 1.0f / 16 && got <= 64 ? "" : "the limits of k"),
+           about("the limits of k", !(got >= 1.0f / 16 && got <= 64)),
            {std::abs(got - k) > 1.0f / 16 ? ""
                                           : "k is near: it is rounded to the nearest multiple of 1/256."},
            {"Only k is wrong: log R / log(max / min), where R is 448 over the smallest value, 2^-9."}},
@@ -345,10 +348,9 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
     for (int round = 0; round < 24; round++) {
         const bool zeros = round % 4 == 2, all_zero = round == 4, small = round % 4 == 3;
         const int n = 128 * (number == 7 ? 1 : 1 + round % 5) - (small ? 91 : 0);
-        const Hint special = about(small      ? "groups with fewer than 128 parameters"
-                                   : zeros    ? "groups with zeros"
-                                   : all_zero ? "groups of zeros"
-                                              : "");
+        const Hint special = small   ? about("groups with fewer than 128 parameters")
+                             : zeros ? about("groups with zeros")
+                                     : about("groups of zeros", all_zero);
         const Floats before = c.normal(n);
         Floats g = c.normal(n, 1), w = before, my_w = before, stored[2] = {w, w},
                now[2] = {c.normal(n, float(round % 3) / 2), c.normal(n)};
@@ -377,12 +379,11 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
             return d;
         };
         for (int i = 0; i < n; i++) w[i] -= before[i], my_w[i] -= before[i];
-        c("w", " (its change)", w, my_w,
-          {{"The weight uses the moments after quantization: use m and v before they are stored.",
-            change(stored, s.bias1, s.bias2)},
-           {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)},
-           special},
-          tolerance(w));
+        c.tensor("change of w", w, my_w,
+                 {{"The weight uses the moments after quantization: use m and v before they are stored.",
+                   change(stored, s.bias1, s.bias2)},
+                  {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)},
+                  special});
         for (int j = 0; j < 2 && !blank; j++)
             for (int i = 0; i < n; i++) {
                 const reference::Moment &m = moments[j], &my = mine[j];
@@ -418,28 +419,22 @@ int judge::linear(const Function<Linear>& linear) {
     linear(x, w, g, y, dx, dw);
     auto by_row = [](const Matrix& m) { return given::quantized(m, 1, 128); };
     auto by_col = [](const Matrix& m) { return given::quantized(m, 128, 1); };
-    auto fprop = [](const Matrix& x, const Matrix& w) {
-        return given::product(x, given::transposed(w)).values;
-    };
-    auto dgrad = [](const Matrix& g, const Matrix& w) { return given::product(g, w).values; };
-    auto wgrad = [](const Matrix& g, const Matrix& x) {
-        return given::product(given::transposed(g), x).values;
-    };
-    auto compare = [&](const char* name, const Matrix& got, const Floats& expected, const Floats& unquantized,
-                       std::vector<Hint> hints) {
-        hints.push_back(
-            {"This is the product of the matrices as they are: quantize both operands first.", unquantized});
-        c(name, "", expected, got.values, hints, tolerance(expected));
-    };
-    const Matrix w8 = given::quantized(w, 128, 128);
+    auto product = [](const Matrix& a, const Matrix& b) { return given::product(a, b).values; };
+    auto wgrad = [&](const Matrix& g, const Matrix& x) { return product(given::transposed(g), x); };
+    const Matrix w8 = given::quantized(w, 128, 128), w8t = given::transposed(w8), wt = given::transposed(w);
+    const char* const as_is =
+        "This is the product of the matrices as they are: quantize both operands first.";
     const char* const blocks = "w has blocks of 128x128: given::quantized(w, 128, 128).";
-    compare("y", y, fprop(by_row(x), w8), fprop(x, w), {{blocks, fprop(by_row(x), by_row(w))}});
-    compare("dx", dx, dgrad(by_row(g), w8), dgrad(g, w), {{blocks, dgrad(by_row(g), by_row(w))}});
-    compare("dw", dw, wgrad(by_col(g), by_col(x)), wgrad(g, x),
-            {{"wgrad sums over tokens, the rows of x and g: transpose both before quantizing them.",
-              wgrad(by_row(g), by_row(x))},
-             {"An operand of wgrad was quantized twice: transpose the tensor itself, not its FP8 values.",
-              wgrad(by_col(by_row(g)), by_col(by_row(x)))}});
+    c.tensor("y", product(by_row(x), w8t), y.values,
+             {{as_is, product(x, wt)}, {blocks, product(by_row(x), by_col(wt))}});
+    c.tensor("dx", product(by_row(g), w8), dx.values,
+             {{as_is, product(g, w)}, {blocks, product(by_row(g), by_row(w))}});
+    c.tensor("dw", wgrad(by_col(g), by_col(x)), dw.values,
+             {{as_is, wgrad(g, x)},
+              {"wgrad sums over tokens, the rows of x and g: transpose both before quantizing them.",
+               wgrad(by_row(g), by_row(x))},
+              {"An operand of wgrad was quantized twice: transpose the tensor itself, not its FP8 values.",
+               wgrad(by_col(by_row(g)), by_col(by_row(x)))}});
     return c.finish();
 }
 
@@ -464,12 +459,11 @@ int judge::norm_backward(const Function<Norm>& backward) {
     gradient(x, last, N - 1);
     reference::norm_forward<float>(true, 1e-5f, N, C, x.data(), weight.data(), nullptr, y.data());
     for (int i = 0; i < N * C; i++) y[i] = x[i] == 0 ? 0 : dy[i] * y[i] / x[i];
-    c("dx", "", expected, dx,
-      {{"The term with the mean is missing: r depends on every x of the token.", y},
-       {"x is the value of its code times the scale of its group.", no_scale}},
-      tolerance(expected));
-    c("dweight", "", sum, dweight, {{"dweight is the sum over all tokens, not that of the last one.", last}},
-      tolerance(sum));
+    c.tensor("dx", expected, dx,
+             {{"The term with the mean is missing: r depends on every x of the token.", y},
+              {"x is the value of its code times the scale of its group.", no_scale}});
+    c.tensor("dweight", sum, dweight,
+             {{"dweight is the sum over all tokens, not that of the last one.", last}});
     return c.finish();
 }
 
@@ -494,12 +488,11 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
             gate_scales[i + F] = given::decode(q.codes[i + F]) * q.scale(i / row, i % row);
             std::swap(swapped[i], swapped[i + F]);
         }
-    c("dgate_up", "", expected, got,
-      {{"gate and up are exchanged in the result: a row has dgate, then dup.", swapped},
-       {"This is the derivative of sigmoid; that of silu is s (1 + a (1 - s)).", sigmoid},
-       {"up is decoded with the scales of gate: its own follow those in the row of scales.",
-        gradient(gate_scales)}},
-      tolerance(expected));
+    c.tensor("dgate_up", expected, got,
+             {{"gate and up are exchanged in the result: a row has dgate, then dup.", swapped},
+              {"This is the derivative of sigmoid; that of silu is s (1 + a (1 - s)).", sigmoid},
+              {"up is decoded with the scales of gate: its own follow those in the row of scales.",
+               gradient(gate_scales)}});
     return c.finish();
 }
 
@@ -510,8 +503,8 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
         const float inverse = 448 / reference::amax(x.data(), rows * cols);
         Codes codes(x.size(), UNWRITTEN), transposed = codes;
         quantize(rows, cols, inverse, x.data(), codes.data(), transposed.data());
-        const Hint cut = about(rows % 32 || cols % 32 ? "matrices with cut tiles" : ""),
-                   oblong = about(rows != cols ? "oblong matrices" : "");
+        const Hint cut = about("matrices with cut tiles", rows % 32 || cols % 32),
+                   oblong = about("oblong matrices", rows != cols);
         for (int i = 0; i < rows * cols; i++) {
             const int r = i / cols, col = i % cols;
             const uint8_t expected = given::encode(x[i] * inverse);

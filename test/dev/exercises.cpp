@@ -86,7 +86,7 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     exercise(judge::quantize_tensor, empty::quantize_tensor,
              {{"A few codes are one off", with(448, true)},
               {"57344 is the largest value of E5M2", with(57344, false)},
-              {"about tensors with negative values:", signed_largest},
+              {"about negative values:", signed_largest},
               {"passed, ", with(448, false)}});
 
     // The codes are made with the rounded scale, or with that before rounding.
@@ -107,8 +107,8 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     exercise(judge::quantize_groups, empty::quantize_groups,
              {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
               {"amax / 448 is rounded to the nearest BF16 value", groups(up)},
-              {"they are stored in BF16", groups([](float s) { return s; })},
-              {"about rows that end with a shorter group:", next_row},
+              {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
+              {"about shorter groups at the end of a row:", next_row},
               {"passed, ", groups(given::to_bf16)}});
 
     auto maxima = [](float (*magnitude)(float), int shortest = 1) {
