@@ -41,6 +41,7 @@ constexpr uint8_t UNWRITTEN = 0xFF;  // codes are filled with it beforehand, oth
 class Comparison {
 public:
     Format format = Format::E4M3;  // of codes, which are compared as uint8_t
+    std::string special;           // about the input of what is compared; may be empty
 
     explicit Comparison(int number) : number_(number) {}
 
@@ -56,10 +57,11 @@ public:
     // A result, or the part of it that `of` names; from: the inputs of its values
     template <class T>
     void operator()(const std::string& result, const std::string& of, const std::vector<T>& expected,
-                    const std::vector<T>& got, const std::vector<Hint>& hints = {}, double tolerance = 0,
+                    const std::vector<T>& got, std::vector<Hint> hints = {}, double tolerance = 0,
                     const Floats& from = {}) {
         if (got.size() != expected.size())
             return (*this)(result, ": the number of values", float(expected.size()), float(got.size()));
+        hints.push_back(about(special));
         for (size_t i = 0; i < expected.size(); i++) {
             const double y = value(expected[i]), mine = value(got[i]);
             auto near = [&](double x) { return got[i] == x || std::abs(got[i] - x) <= tolerance; };
@@ -135,9 +137,9 @@ private:
             return std::abs(power - std::rint(power)) <= 1e-4
                        ? "All are off by the same power of two: look at the exponent's bias."
                        : "All are off by the same factor: look at the scale, or at what a mean divides by.";
-        if (!first.hints.empty()) return "Not all wrong values are alike. Of this one: " + first.hints[0];
         if (written_.size() > 1 && all([&](const Wrong& w) { return w.result == first.result; }))
             return "Only " + first.result + " is wrong: compare with its formula above the function.";
+        if (!first.hints.empty()) return "Not all wrong values are alike. Of this one: " + first.hints[0];
         return "Compute this value by hand, or a smaller case of it, as the text above the function says.";
     }
 
@@ -240,7 +242,8 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
 int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& quantize) {
     Comparison c(3);
     for (const auto& [special, x] : tensors(c)) {
-        if (special == std::string("NaN")) continue;
+        c.special = special;
+        if (c.special == "NaN") continue;
         const int n = int(x.size());
         const Quantized q = reference::quantize(x.data(), 1, n, {Format::E4M3});
         Codes codes(n, UNWRITTEN);
@@ -248,13 +251,10 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
         Floats divided;
         for (float v : x) divided.push_back(given::encode(v / s));
         const std::string of = text(" of a tensor with amax ", reference::amax(x.data(), n));
-        c("scale", of, s, got,
-          {about(special), {"57344 is the largest value of E5M2; that of E4M3 is 448.", {s / 128}}},
+        c("scale", of, s, got, {{"57344 is the largest value of E5M2; that of E4M3 is 448.", {s / 128}}},
           1e-7 * s);
         c("code", of, q.codes, codes,
-          {about(special),
-           {"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.", divided}},
-          0, x);
+          {{"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.", divided}}, 0, x);
     }
     return c.finish();
 }
@@ -264,6 +264,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
     const int rows = 12;
     for (const auto& [cols, special] :
          {std::pair{64, ""}, {40, "shorter groups at the end of a row"}, {16, "zeros"}}) {
+        c.special = special;
         Floats x = c.normal(rows * cols), amaxes, exact, up;
         for (int i = 0; i < rows * cols; i++) x[i] *= cols == 16 ? 0 : std::ldexp(1.0f, i / 16 % 9);
         for (int i = 0; i < rows * cols; i += std::min(16, cols - i % cols)) {
@@ -278,12 +279,11 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         quantize(rows, cols, x.data(), codes.data(), scales.data());
         const std::string of = text(" of ", rows, " x ", cols, " values");
         c("scale", of, scales_of(q), scales,
-          {about(special),
-           {"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).", exact},
+          {{"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).", exact},
            {"amax / 448 is rounded to the nearest BF16 value, not up.", up}},
           0, amaxes);
         c("code", of, q.codes, codes,
-          {about(special), {"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
+          {{"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
     }
     return c.finish();
 }
@@ -291,14 +291,15 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
 int judge::amax(const Function<float(int, const float*, float*)>& amax) {
     Comparison c(5);
     for (const auto& [special, x] : tensors(c)) {
+        c.special = special;
         const int n = int(x.size());
         Floats expected, maxima((n + 15) / 16, NAN);
         for (int i = 0; i < n; i += 16) expected.push_back(reference::amax(&x[i], std::min(16, n - i)));
         const float got = amax(n, x.data(), maxima.data());
         const std::string of = text(" of ", n, " values");
-        c("maximum", of, expected, maxima, {about(special)});
+        c("maximum", of, expected, maxima);
         c("amax", of, reference::amax(x.data(), n), got,
-          {about(special), {"The maxima are right, the result is not: it is the largest of them."}});
+          {{"The maxima are right, the result is not: it is the largest of them."}});
     }
     return c.finish();
 }
@@ -306,37 +307,34 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
 int judge::expansion(const Function<float(float, float)>& expansion_factor, const Function<Expand>& expand,
                      const Function<Expand>& contract) {
     Comparison c(6);
-    auto values = [&](float x, float y, float max, float k, const Hint& special) {
+    auto values = [&](float x, float y, float max, float k) {
         const std::string of = text(", max = ", max, ", k = ", k);
-        const std::vector<Hint> hints = {special, about("negative values", x < 0), about("zero", x == 0)};
+        const std::vector<Hint> hints = {about("negative values", x < 0), about("zero", x == 0)};
         const float expanded = given::expand(x, max, k), contracted = given::contract(y, max, k);
         c("expand", text(" of x = ", x, of), expanded, expand(x, max, k), hints, 3e-3 * std::abs(expanded));
         c("contract", text(" of y = ", y, of), contracted, contract(y, max, k), hints,
           1e-4 * std::abs(contracted) + 3e-45);
     };
-    auto check = [&](float max, float min, const char* special) {
+    auto check = [&](float max, float min) {
         const float k = given::expansion_factor(max, min), got = expansion_factor(max, min);
         const double exact = 256 * std::log2(448 * 512.0) / (std::log2(double(max)) - std::log2(double(min)));
         const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
         c("k", text(" of max = ", max, ", min = ", min), k, got,
-          {about(special),
-           about("the limits of k", !(got >= 1.0f / 16 && got <= 64)),
-           {std::abs(got - k) > 1.0f / 16 ? ""
-                                          : "k is near: it is rounded to the nearest multiple of 1/256."},
-           {"Only k is wrong: log R / log(max / min), where R is 448 over the smallest value, 2^-9."}},
+          {about("the limits of k", !(got >= 1.0f / 16 && got <= 64)),
+           {std::abs(got - k) > 1.0f / 16 ? "" : "k is near: round to the nearest multiple of 1/256."}},
           border ? 1.001 / 256 : 0);
         for (float part : {0.0f, 0.2f, 0.7f, 1.0f})
             for (float sign : {1.0f, -1.0f}) {
                 const float x = sign * std::exp2((1 - part) * std::log2(min) + part * std::log2(max));
-                values(x, given::expand(x, max, k), max, k, about(special));
+                values(x, given::expand(x, max, k), max, k);
             }
     };
-    for (float magnitude : c.normal(40))
-        check(std::exp(magnitude), std::exp(-1 - 3 * magnitude * magnitude), "");
-    check(3, 3, "equal magnitudes"), check(1, 0.999f, "equal magnitudes");
-    for (const auto& [max, min] : {std::pair{1e30f, 1e-30f}, {1e38f, 1e-44f}, {1e-30f, 1e-38f}})
-        check(max, min, "extreme magnitudes");
-    values(0, 0, 2, 3, {});
+    for (float magnitude : c.normal(40)) check(std::exp(magnitude), std::exp(-1 - 3 * magnitude * magnitude));
+    values(0, 0, 2, 3);
+    c.special = "equal magnitudes";
+    check(3, 3), check(1, 0.999f);
+    c.special = "extreme magnitudes";
+    check(1e30f, 1e-30f), check(1e38f, 1e-44f), check(1e-30f, 1e-38f);
     return c.finish();
 }
 
@@ -348,9 +346,10 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
     for (int round = 0; round < 24; round++) {
         const bool zeros = round % 4 == 2, all_zero = round == 4, small = round % 4 == 3;
         const int n = 128 * (number == 7 ? 1 : 1 + round % 5) - (small ? 91 : 0);
-        const Hint special = small   ? about("groups with fewer than 128 parameters")
-                             : zeros ? about("groups with zeros")
-                                     : about("groups of zeros", all_zero);
+        c.special = small      ? "groups with fewer than 128 parameters"
+                    : zeros    ? "groups with zeros"
+                    : all_zero ? "groups of zeros"
+                               : "";
         const Floats before = c.normal(n);
         Floats g = c.normal(n, 1), w = before, my_w = before, stored[2] = {w, w},
                now[2] = {c.normal(n, float(round % 3) / 2), c.normal(n)};
@@ -382,23 +381,21 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         c.tensor("change of w", w, my_w,
                  {{"The weight uses the moments after quantization: use m and v before they are stored.",
                    change(stored, s.bias1, s.bias2)},
-                  {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)},
-                  special});
+                  {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)}});
         for (int j = 0; j < 2 && !blank; j++)
             for (int i = 0; i < n; i++) {
                 const reference::Moment &m = moments[j], &my = mine[j];
                 const int group = i / 128;
                 const std::string of = text(" of ", "mv"[j], ", group ", group);
                 if (i % 128 == 0) {
-                    c("max", of, m.max[group], my.max[group], {special}, 1e-5 * m.max[group]);
-                    c("k", of, m.k[group], my.k[group], {special}, 1.001 / 256);
+                    c("max", of, m.max[group], my.max[group], {}, 1e-5 * m.max[group]);
+                    c("k", of, m.k[group], my.k[group], {}, 1.001 / 256);
                 }
                 // Logarithms differ in their last bits: at a border, both codes are right.
                 const float y = given::expand(now[j][i], my.max[group], my.k[group]);
-                const uint8_t got = my.codes[i], code = m.codes[i];
-                const bool border = std::abs(given::decode(got) - y) <=
-                                    std::abs(given::decode(code) - y) + 0.01f * std::abs(y);
-                c("code", text(" ", i, of), border ? got : code, got, {special});
+                const uint8_t got = my.codes[i];
+                const bool border = got == given::encode(y * 0.995f) || got == given::encode(y * 1.005f);
+                c("code", text(" ", i, of), border ? got : m.codes[i], got);
             }
     }
     return c.finish();
@@ -422,8 +419,7 @@ int judge::linear(const Function<Linear>& linear) {
     auto product = [](const Matrix& a, const Matrix& b) { return given::product(a, b).values; };
     auto wgrad = [&](const Matrix& g, const Matrix& x) { return product(given::transposed(g), x); };
     const Matrix w8 = given::quantized(w, 128, 128), w8t = given::transposed(w8), wt = given::transposed(w);
-    const char* const as_is =
-        "This is the product of the matrices as they are: quantize both operands first.";
+    const char* const as_is = "This is the product of unquantized matrices: quantize both operands first.";
     const char* const blocks = "w has blocks of 128x128: given::quantized(w, 128, 128).";
     c.tensor("y", product(by_row(x), w8t), y.values,
              {{as_is, product(x, wt)}, {blocks, product(by_row(x), by_col(wt))}});
@@ -444,7 +440,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     Floats x = c.normal(N * C, 1), weight = c.normal(C, 0.3f), dy = c.normal(N * C), undecoded;
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
     const Quantized q = reference::quantize(x.data(), N, C, Q_GROUP);
-    Floats dx(N * C, NAN), dweight(C, NAN), y(N * C), sum, last, unused, ones(C, 1.0f);
+    Floats dx(N * C, NAN), dweight(C, NAN), y(N * C), sum, last;
     backward(N, C, q.codes.data(), scales_of(q).data(), weight.data(), dy.data(), dx.data(), dweight.data());
     for (uint8_t code : q.codes) undecoded.push_back(given::decode(code));
     x = dequantize(q);
@@ -455,7 +451,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
                                         &dy[first * C], result.data(), dw.data(), nullptr);
         return result;
     };
-    const Floats expected = gradient(x, sum), no_scale = gradient(undecoded, unused);
+    const Floats expected = gradient(x, sum), no_scale = gradient(undecoded, last);
     gradient(x, last, N - 1);
     reference::norm_forward<float>(true, 1e-5f, N, C, x.data(), weight.data(), nullptr, y.data());
     for (int i = 0; i < N * C; i++) y[i] = x[i] == 0 ? 0 : dy[i] * y[i] / x[i];

@@ -154,8 +154,8 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     auto forgets_sign = [](float y, float max, float k) { return contract(std::abs(y), max, k); };
     if (!exercises_are_solved())
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
-    six("rounded to the nearest multiple of 1/256", sixteenths, expand, contract);
-    six("Only k is wrong: log R", of_release, expand, contract);
+    six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
+    six("Only k is wrong: compare with its formula", of_release, expand, contract);
     six("about the limits of k:", no_limits, expand, contract);
     six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
