@@ -507,9 +507,7 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
             const std::string at = text(" of row ", r, ", column ", col, " of ", rows, " x ", cols);
             c("code", at, expected, codes[i], {cut});
             c("transposed code", at, expected, transposed[col * rows + r],
-              {cut,
-               oblong,
-               {"Only the transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
+              {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
         }
     }
     return c.finish();

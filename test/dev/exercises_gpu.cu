@@ -111,7 +111,7 @@ GPU_TEST_CASE("exercises 11 and 12: an empty kernel, typical mistakes, and a sol
     }
     transposes("about matrices with cut tiles:", transpose<Transpose::LeavesOutCutTiles>);
     transposes("about oblong matrices:", transpose<Transpose::RowsOfCols>);
-    transposes("Only the transpose is wrong", transpose<Transpose::TilesStay>);
+    transposes("The transpose is wrong", transpose<Transpose::TilesStay>);
     transposes("exercise 11: passed, ", transpose<Transpose::Right>);
     updates("The weight uses the moments after quantization", adamw<Update::OfStoredMoments>);
     updates("about groups with zeros:", adamw<Update::ZerosCount>);
