@@ -13,9 +13,9 @@ using namespace coat::test;
 namespace {
 
 // The aims are 11,000 lines of core, 4,500 for the reading order of one step, and 8,500 of tests.
-// Of DEV, 1,600 lines are the course: dev/coat.py, dev/exercises, dev/figures.py and what belongs to them. Of
-// TESTS, 800 lines test it (test/dev, walk.cpp).
-constexpr size_t CORE = 12502, READING = 4270, TESTS = 10542, DEV = 6000, LARGEST_FILE = 1300, FUNCTION = 130;
+// Of DEV, 1,660 lines are the course: dev/coat.py, dev/exercises, dev/figures.py and what belongs to them. Of
+// TESTS, 860 lines test it (test/dev, walk.cpp).
+constexpr size_t CORE = 11750, READING = 4159, TESTS = 10101, DEV = 5954, LARGEST_FILE = 1300, FUNCTION = 130;
 
 bool ends(const std::string& s, const std::string& end) {
     return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;

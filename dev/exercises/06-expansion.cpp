@@ -10,8 +10,8 @@
 //   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.
 //   max is above 0. With equal magnitudes log(max / min) is 0, and k infinite before it is limited.
 //   |x| / max and max / min may underflow or overflow: subtract logarithms in place of dividing.
-//   In contract the power may underflow: with its square root r, the value is (max r) r.
-//   expand(0) is 0, and so is contract(0).
+//   In contract the power may underflow: with r = 2^(log2(|y| / 448) / (2k)), the value is (max r) r.
+//   expand(0) is 0, and so is contract(0). Float is precise enough throughout.
 //
 // std::log2, std::exp2, std::rint, std::fabs and std::copysign are in <cmath>.
 #include "judge.h"

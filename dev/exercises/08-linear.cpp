@@ -13,8 +13,9 @@
 //   dimension that they sum over contiguous. So transpose the tensor (not its FP8 values), quantize it, and
 //   here transpose it back where the product needs that.
 //
-// Set y, dx and dw. given::quantized(x, rows, cols) encodes in E4M3 and decodes: scales are in its values.
-// given::transposed(x); given::product(a, b) is a b, and sums over a's columns and b's rows.
+// Set y, dx and dw: y = given::product(a, b) is a b, and sums over a's columns and b's rows.
+// given::quantized(x, rows, cols) encodes in E4M3 and decodes: scales are in its values.
+// given::transposed(x).
 #include "judge.h"
 
 void linear(const Matrix& x, const Matrix& w, const Matrix& g, Matrix& y, Matrix& dx, Matrix& dw) {
