@@ -315,12 +315,17 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
 Bytes whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     Bytes mine(kept(setup, t).count * t.bytes), whole;
-    if (!mine.empty()) model.read(t.name, mine.data());
-    if (setup.ranks == 1) return mine;
-    whole.reserve(setup.rank ? 0 : t.total_bytes());
-    for (const Bytes& part : setup.processes->gather(mine, false))
-        if (setup.rank == 0 && int64_t(whole.size()) < t.total_bytes())
-            whole.insert(whole.end(), part.begin(), part.end());
+    try {
+        if (!mine.empty()) model.read(t.name, mine.data());
+        if (setup.ranks == 1) return mine;
+        whole.reserve(setup.rank ? 0 : t.total_bytes());
+        for (const Bytes& part : setup.processes->gather(mine, false))
+            if (setup.rank == 0 && int64_t(whole.size()) < t.total_bytes())
+                whole.insert(whole.end(), part.begin(), part.end());
+    } catch (const std::exception& error) {
+        if (!setup.processes) throw;
+        setup.processes->fail(error.what());  // the others would take what is sent next for this tensor
+    }
     return whole;
 }
 

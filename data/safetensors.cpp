@@ -107,7 +107,7 @@ Fields parse_json(const std::string& path, const void* data, int64_t bytes) {
         require(depth <= MAX_DEPTH, "of at most 32 levels");
     }
     json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-    require(value.is_object(), "in whole");
+    require(value.is_object() && text.find('\0') == text.npos, "in whole");
     return {path, std::move(value)};
 }
 

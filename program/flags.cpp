@@ -72,7 +72,8 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
     auto parse = [&](auto member) {
         using T = std::decay_t<decltype(flags.*member)>;
         if constexpr (std::is_same_v<T, std::string>) {
-            if (*flag.words && concat(" ", flag.words, " ").find(" " + text + " ") == text.npos)
+            const bool one = text.find(' ') == text.npos;
+            if (*flag.words && !(one && concat(" ", flag.words, " ").find(" " + text + " ") != text.npos))
                 throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
             flags.*member = text;
         } else if constexpr (std::is_same_v<T, bool>) {
@@ -112,7 +113,8 @@ std::string Flags::take(const Json& saved) {
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
         const Json &theirs = saved.at(flag.name), ours = value(*this, flag);
-        if (!given(flag.name)) std::visit([&](auto member) { theirs.get_to(this->*member); }, flag.member);
+        if (!given(flag.name) && !is_switch(flag))
+            set(*this, flag, theirs.is_string() ? theirs.get<std::string>() : theirs.dump());
         else if (flag.resume == SAME && ours != theirs)
             throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),
                         "; leave it out to continue that run, or leave --resume out to begin another.");

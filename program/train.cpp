@@ -161,6 +161,7 @@ void sample(Run& run) {
         const float top = *std::max_element(logits.begin(), logits.end());
         for (float& logit : logits) logit = std::exp((logit - top) / TEMPERATURE);
         tokens.push_back(std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random));
+        tokens.back() = run.processes->all_gather(tokens.back()).front();  // ranks must end together
         if (tokens.back() == run.corpus.end_token) break;
     }
     if (tokens.size() == PROMPT) return;

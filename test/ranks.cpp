@@ -274,6 +274,19 @@ TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the r
     }).check({0, 0, 0}, "");
 }
 
+TEST_CASE("ranks: one that fails while rank 0 reads nothing prints its sentence itself, and ends") {
+    const Played played(
+        ONE_BY_ONE,
+        [](ProcessGroup& ranks) {
+            if (ranks.rank() == 2) throw Error("The GPU is gone.");
+            sleep_ms(2500);  // as within a call of a library
+            ranks.all_gather(1);
+        },
+        0.8);
+    CHECK(played.codes == std::vector<int>{1, 1, 1});
+    CHECK(contains(played.error, "train: The GPU is gone.\n"));
+}
+
 TEST_CASE("ranks: a signal ends the run while a rank hangs, and the processes that rank 0 has started") {
     const Played played(
         BY_RANK_0,

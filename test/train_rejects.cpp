@@ -1,5 +1,6 @@
 // train_rejects.cpp - everything that ./train refuses: flags, sizes, data, checkpoints, files. Each gives one
 // sentence that names what is at fault, exit code 1, and no file is lost, changed or left half-written.
+#include "../program/flags.h"
 #include "../program/plan.h"
 #include "help/program.h"
 #include "help/tokens.h"
@@ -54,6 +55,7 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
                 {"--lr 0.1x", "--lr"},
                 {"--weight-decay -0.1", "--weight-decay"},
                 {"--device tpu", "--device tpu is not one of: auto cpu gpu."},
+                {"--master 'exact none'", "--master exact none is not one of: exact none."},
                 {"--recipe fp9", "--recipe"},
                 {"--optimizer sgd", "--optimizer"},
                 {"--attention fp8", "--attention"},
@@ -114,6 +116,14 @@ TEST_CASE("train: --data that cannot be trained on is rejected, and so are files
                 {"large.bin", "50300"}});
     check_rows(folder, TINY + "--steps 2 --out '' ", {{"--log nowhere/log", "--log"}, {"--log /", "--log"}});
     check_rejected(folder, TINY + "--steps 2 --out text/out", "text cannot be created");
+}
+
+TEST_CASE("train: a saved setting has the limits of its flag") {
+    nlohmann::ordered_json saved = Flags().settings(false);
+    saved["optimizer"] = "coat";
+    CHECK(Flags().take(saved) == "");
+    saved["keep"] = 0;
+    check_error([&] { Flags().take(saved); }, "--keep 0 is not a whole number from 1");
 }
 
 TEST_CASE("train: a checkpoint that is missing, finished, of another run or damaged is not continued") {

@@ -129,7 +129,8 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
     const std::string brackets(1000, '[');
     CHECK(read("{\"a\": \"" + brackets + "\\\"" + brackets + "\\\\\"}").at("a") ==
           brackets + "\"" + brackets + "\\");
-    for (const std::string& bad : {std::string(), std::string("[1]"), std::string("{\"a\":1")})
+    for (const std::string& bad :
+         {std::string(), std::string("[1]"), std::string("{\"a\":1"), std::string("{}\0x", 4)})
         check_error([&] { read(bad); }, "a.json");
     check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");
     check_error([&] { read_json(folder.path.string()); }, folder.path.string(), "not a regular file");
