@@ -169,8 +169,7 @@ void Safetensors::add(const std::string& path) {
 const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
                                    const std::string& dtypes) const {
     const auto found = tensors_.find(name);
-    if (found == tensors_.end() || found->second.shape != shape ||
-        (" " + dtypes + " ").find(" " + found->second.dtype + " ") == std::string::npos)
+    if (found == tensors_.end() || found->second.shape != shape || !is_one_of(dtypes, found->second.dtype))
         throw Error(path_, " has no tensor ", name, " of shape ", json(shape).dump(), " in ", dtypes,
                     "; it belongs to another model or run, or must be downloaded again.");
     return found->second;

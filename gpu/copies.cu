@@ -1,5 +1,4 @@
-// gpu/copies.cu - GPUs of one machine write into each other's memory with their copy engines
-// (peers.cuh).
+// gpu/copies.cu - GPUs of one machine write into each other's memory with their copy engines (peers.cuh).
 //
 // A process maps the memory of the others. Two flags for each pair order the copies, without the host:
 //   ready    "my places for exchange n are free"       the receiver sets it at the sender

@@ -28,6 +28,10 @@ template <class... Parts> std::string concat(const Parts&... parts) {
     return text;
 }
 
+inline bool is_one_of(const std::string& words, const std::string& word) {  // words: "auto cpu gpu"
+    return word.find(' ') == word.npos && (" " + words + " ").find(" " + word + " ") != words.npos;
+}
+
 // Its text is given in parts, as above. train.cpp prints it and exits with 1.
 struct Error : std::runtime_error {
     template <class... Parts>

@@ -72,8 +72,7 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
     auto parse = [&](auto member) {
         using T = std::decay_t<decltype(flags.*member)>;
         if constexpr (std::is_same_v<T, std::string>) {
-            const bool one = text.find(' ') == text.npos;
-            if (*flag.words && !(one && concat(" ", flag.words, " ").find(" " + text + " ") != text.npos))
+            if (*flag.words && !is_one_of(flag.words, text))
                 throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
             flags.*member = text;
         } else if constexpr (std::is_same_v<T, bool>) {
@@ -113,7 +112,7 @@ std::string Flags::take(const Json& saved) {
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
         const Json &theirs = saved.at(flag.name), ours = value(*this, flag);
-        if (!given(flag.name) && !is_switch(flag))
+        if (!given(flag.name))
             set(*this, flag, theirs.is_string() ? theirs.get<std::string>() : theirs.dump());
         else if (flag.resume == SAME && ours != theirs)
             throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),

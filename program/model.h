@@ -217,8 +217,8 @@ struct StepResult {
     double loss;       // nats per token, mean over all targets of the step that count
     double grad_norm;  // before clipping
     // Nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not finite,
-    // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, what a
-    // GPU has updated before that stays updated.
+    // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, what a GPU has updated
+    // before that stays updated.
     bool skipped;
     int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };

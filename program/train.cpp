@@ -201,10 +201,9 @@ void print_quantization(Run& run) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The training loop. Every rank goes through it.
+// The training loop. Every rank goes through it. loop() returns the exit code.
 
-// The last save of a run: if it fails, it is tried again every minute until it succeeds or a signal comes,
-// which is returned.
+// The last save: tried again every minute until it succeeds, or until a signal comes, which is returned.
 int save_last(Run& run) {
     interrupted = 0;
     while (!save(run)) {
@@ -257,7 +256,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
     run.print_log("step", line);
 }
 
-int loop(Run& run) {                  // returns the exit code
+int loop(Run& run) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const Flags& flags = run.flags;
     LoopState& state = run.state;
