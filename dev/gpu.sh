@@ -17,8 +17,6 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 logs=${OUT:-build/logs}
 mkdir -p "$logs"
-# The tests themselves load all kernels first, as those of several GPUs need it; the tools would check each.
-case ${1:-} in sanitize | races) export CUDA_MODULE_LOADING=LAZY ;; esac
 export OMP_WAIT_POLICY=passive
 summary=()
 note() { summary+=("$1"); echo "== $1"; }

@@ -5,13 +5,11 @@
 //   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
 // Streams set flags and wait for them by themselves (the driver's stream memory operations).
 #include <cuda.h>
-#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <random>
 
 #include "peers.cuh"
 
@@ -21,7 +19,6 @@ namespace {
 // What a rank tells the others, so that they can map its memory.
 struct Address {
     char machine[40];
-    uint64_t process;  // a random number: processes of two containers can have the same pid
     int device;
     void* memory;
     cudaIpcMemHandle_t handle;
@@ -31,14 +28,13 @@ class Copies : public Peers {
 public:
     // flags: two for each rank.
     Copies(const Setup& s, cudaStream_t compute, uint8_t* memory, uint32_t* flags)
-        : Peers(s, compute), processes_(*s.processes), memory_(memory), ready_(flags),
-          arrived_(flags + count), others_(count) {
+        : Peers(s, compute), memory_(memory), ready_(flags), arrived_(flags + count), others_(count) {
         check(cudaMemset(flags, 0, 2 * count * sizeof(uint32_t)), "Clearing memory failed");
         check(cudaDeviceSynchronize(), "Clearing memory failed");
     }
     ~Copies() override {
         // Copies may be in flight, which wait for another rank.
-        processes_.wait_until([&] { return cudaStreamQuery(stream()) != cudaErrorNotReady; });
+        processes_->wait_until([&] { return cudaStreamQuery(stream()) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
         for (const Other& o : others_)
             if (o.mapped) cudaIpcCloseMemHandle(o.memory);
@@ -47,24 +43,22 @@ public:
 
     // Whether every rank reaches the memory of every other: all ranks get the same answer.
     bool map_others() {
-        static const uint64_t process = uint64_t(std::random_device{}()) << 32 | uint32_t(getpid());
-        Address mine{{}, process, 0, memory_, {}};
+        Address mine{{}, 0, memory_, {}};
         std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.machine, sizeof mine.machine - 1);
         check(cudaGetDevice(&mine.device), "Asking for the GPU failed");
         bool mapped =
             write_ && wait_ && mine.machine[0] && cudaIpcGetMemHandle(&mine.handle, memory_) == cudaSuccess;
-        const std::vector<Address> all = processes_.all_gather(mine);
+        const std::vector<Address> all = processes_->all_gather(mine);
         for (int64_t r = 0; r < count && mapped; r++)
-            mapped =
-                r == rank || (!std::strcmp(all[r].machine, mine.machine) && map(all[r], mine, others_[r]));
+            mapped = r == rank || (!std::strcmp(all[r].machine, mine.machine) && map(all[r], others_[r]));
         cudaGetLastError();
-        for (int theirs : processes_.all_gather(int(mapped))) mapped = mapped && theirs;
+        for (int theirs : processes_->all_gather(int(mapped))) mapped = mapped && theirs;
         return mapped;
     }
 
     // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
     // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
-    void exchange(const std::vector<Transfer>& transfers) override {
+    void send(const std::vector<Transfer>& transfers) override {
         number_++;
         auto other = [&](int64_t i) { return (rank + i) % count; };  // each rank begins with another one
         for (int64_t i = 1; i < count; i++) flag(write_, at(other(i), ready_ + rank));
@@ -84,7 +78,6 @@ private:
         void* memory = nullptr;
         bool mapped = false;  // to be closed; ranks that are threads of one process share addresses
     };
-    ProcessGroup& processes_;
     uint8_t* const memory_;
     uint32_t *const ready_, *const arrived_;  // flags, by the rank that sets them
     std::vector<Other> others_;
@@ -95,8 +88,8 @@ private:
     const StreamFlag wait_ = driver_function<StreamFlag>("cuStreamWaitValue32");
 
     // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
-    bool map(const Address& theirs, const Address& mine, Other& other) {
-        if (theirs.process == mine.process) {
+    bool map(const Address& theirs, Other& other) {
+        if (processes_->threads) {
             other.memory = theirs.memory;
             const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
             return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;

@@ -67,6 +67,7 @@ public:
         begin(1);
         start_pass(tokens, tokens, 1, n);
         last_logits(gemms_.scratch());
+        device_.wait();
         copy(logits, gemms_.scratch(), config_.V * 4, cuda_);
         device_.wait();
     }
@@ -78,6 +79,7 @@ public:
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
         run(0, tokens, targets);
         peers_.make_compute_wait();
+        device_.wait();
         report_.k_m = state_.expansion_factors(false);
         report_.k_v = state_.expansion_factors(true);
         copy(report_.kinds, device_.results->stats, sizeof(device_.results->stats), cuda_);
@@ -90,10 +92,12 @@ public:
 
     void read(const std::string& name, void* out) override {
         peers_.make_compute_wait();
+        device_.wait();
         state_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
         peers_.make_compute_wait();
+        device_.wait();
         state_.write(name, in);
         weights_changed();
     }
@@ -170,8 +174,8 @@ private:
         return sum;
     }
 
-    // Copies from the host may wait for what runs, and would not notice that another rank has ended. So what
-    // runs is waited for first.
+    // Copies from and to the host may wait for what runs, and would not notice that another rank has ended.
+    // So what runs is waited for first, here and above.
     void start_pass(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         device_.wait();

@@ -39,7 +39,7 @@ public:
 
     // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
     // circle.
-    void exchange(const std::vector<Transfer>& transfers) override {
+    void send(const std::vector<Transfer>& transfers) override {
         call<int()>("ncclGroupStart");
         for (const Transfer& t : transfers) {
             if (t.from == t.to || t.bytes == 0) continue;

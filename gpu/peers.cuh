@@ -29,7 +29,8 @@ struct Transfer {
 class Peers {
 public:
     Peers(const Setup& s, cudaStream_t compute)
-        : rank(s.rank), count(s.ranks), compute_(compute), stream_(compute == DRY_RUN) {}
+        : rank(s.rank), count(s.ranks), processes_(s.processes), compute_(compute),
+          stream_(compute == DRY_RUN) {}
     virtual ~Peers() = default;
 
     const int64_t rank, count;
@@ -46,7 +47,15 @@ public:
     // All transfers of one call belong together; what is launched on stream() afterwards finds them done. The
     // host does not wait. A collective: every rank makes the same calls in the same order. If a rank ends,
     // ranks.h ends the others.
-    virtual void exchange(const std::vector<Transfer>&) {}
+    //
+    // Before CUDA loads a kernel, it waits for all GPUs of the process. One that waits for a transfer, which
+    // the host of another rank is about to launch, would wait for ever, if that host, in the same process,
+    // loads a kernel. So where ranks are threads, their hosts meet before and after they launch transfers.
+    void exchange(const std::vector<Transfer>& transfers) {
+        meet_threads();
+        send(transfers);
+        meet_threads();
+    }
 
     // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
@@ -68,10 +77,18 @@ public:
         make_compute_wait();
     }
 
+protected:
+    virtual void send(const std::vector<Transfer>&) {}
+    ProcessGroup* const processes_;
+
 private:
     const cudaStream_t compute_;
     const Stream stream_;
     Event now_, then_;
+
+    void meet_threads() const {
+        if (several() && processes_ && processes_->threads) processes_->all_gather(0);
+    }
 };
 
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no

@@ -47,6 +47,7 @@ public:
     int rank() const { return rank_; }
     int count() const { return int(peers_.size()); }
     int local() const { return local_; }
+    bool threads = false;  // ranks are threads of one process, as in tests, and share its addresses
 
     // Every rank calls these at the same time. What every rank has, by rank: all of it on every rank, or on
     // rank 0 alone. T: a value, or a vector or string of values, of any length.

@@ -6,7 +6,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -38,14 +37,6 @@ struct Tally : doctest::IReporter {
 REGISTER_LISTENER("tally", 1, Tally);
 
 }  // namespace
-
-// CUDA loads a kernel at its first launch, and for that waits for every GPU of the process. In tests of
-// several GPUs ranks are threads of one process: a GPU that waits for what another rank is about to launch
-// would wait for ever. (In ./train each rank is a process.) CUDA reads the variable at its first call. That
-// is before main(): tests ask for GPUs while they register.
-__attribute__((constructor(101))) static void load_all_kernels_first() {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-}
 
 int main(int argc, char** argv) {
     doctest::Context context(argc, argv);

@@ -203,7 +203,8 @@ void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs
     check_close("out", s.format, unpack(s.format, first.out), exact_out, limit.out);
     check_close("lse", Format::F32, unpack(Format::F32, first.lse), lse, limit.lse);
     check_close("dqkv", s.format, unpack(s.format, first.dqkv), dqkv, limit.dqkv);
-    CHECK(first == run(s, kernel, qkv, out, lse, dout));
+    // A second run finds nothing new under racecheck.
+    if (!test::quick()) CHECK(first == run(s, kernel, qkv, out, lse, dout));
 }
 
 // One token, sequences that do not fill a tile, and several numbers of key/value heads. The sizes are small
@@ -213,8 +214,10 @@ void check_short(Format f, int64_t HS, AttentionKernel kernel) {
     for (int64_t NKV : {4, 1}) check({1, 24, 4, NKV, HS, f}, kernel);
 }
 
-// One token less and more than a tile, several tiles and sequences, and unusual inputs.
+// One token less and more than a tile, several tiles and sequences, and unusual inputs. Under racecheck,
+// only enough tiles that each buffer is used again.
 void check_long(Format f, int64_t HS, AttentionKernel kernel) {
+    if (test::quick()) return check({1, 520, 2, 1, HS, f}, kernel);
     for (int64_t T : {63, 64, 65, 127, 128, 129, 257}) check({2, T, 4, 2, HS, f}, kernel);
     for (int64_t NKV : {8, 2, 1}) check({1, 200, 8, NKV, HS, f}, kernel);
     check({1, 200, 14, 2, HS, f}, kernel);  // Qwen2.5: seven query heads read a key/value head
@@ -246,10 +249,14 @@ GPU_TEST_CASE("attention_forward and attention_backward on CUDA cores: several t
     check({1, 257, 2, 1, 64, Format::F32}, AttentionKernel::AnyGpu);
 }
 
-TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head sizes 64 and 128" *
+TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head size 64" *
+          doctest::skip(!hopper())) {
+    for (auto check_sizes : {check_short, check_long}) check_sizes(Format::BF16, 64, AttentionKernel::Hopper);
+}
+TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head size 128" *
           doctest::skip(!hopper())) {
     for (auto check_sizes : {check_short, check_long})
-        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
+        check_sizes(Format::BF16, 128, AttentionKernel::Hopper);
 }
 
 // The blocks of a head add to dq in turns. In long sequences some multiprocessors are faster than others by

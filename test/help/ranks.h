@@ -45,8 +45,10 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
             own.rank = rank, own.ranks = ranks;
             try {
                 std::unique_ptr<ProcessGroup> processes;
-                if (ranks > 1)
+                if (ranks > 1) {
                     processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
+                    processes->threads = true;
+                }
                 own.processes = processes.get();
                 try {
                     body(own);
