@@ -15,14 +15,6 @@ namespace {
 const std::string OPTIMIZER_FILE = "optimizer.state", TRAINER_FILE = "trainer.json";
 const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPTIMIZER_FILE};
 
-// The tensors of optimizer.state, byte for byte as the model has them. Those with larger elements come first,
-// so that every element is aligned, as PyTorch's reader requires.
-std::vector<StateTensor> optimizer_table(const Setup& setup) {
-    std::vector<StateTensor> table = optimizer_tensors(setup);
-    std::stable_sort(table.begin(), table.end(), [](auto& a, auto& b) { return a.bytes > b.bytes; });
-    return table;
-}
-
 // Of all fields of trainer.json but this one.
 std::string hash_of_fields(json trainer) {
     trainer.erase("hash");
@@ -104,11 +96,11 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     if (writes) fs::remove_all(temporary, ignored), fs::create_directories(temporary, ignored);
     try {  // what fails on rank 0 does so after all ranks have sent all tensors
         std::vector<Tensor> tensors;
-        for (const StateTensor& t : optimizer_table(setup)) tensors.push_back({t.name, t.dtype, t.shape});
+        for (const StateTensor& t : optimizer_tensors(setup)) tensors.push_back({t.name, t.dtype, t.shape});
         const std::string path = path_in(temporary, OPTIMIZER_FILE);
         std::ofstream file(writes ? path : "", std::ios::binary);
         file << safetensors_header(tensors);
-        for (const StateTensor& t : optimizer_table(setup)) {
+        for (const StateTensor& t : optimizer_tensors(setup)) {
             const Bytes bytes = whole_tensor(model, t);
             file.write(reinterpret_cast<const char*>(bytes.data()), int64_t(bytes.size()));
         }
@@ -152,7 +144,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
             throw Error(
                 path, " was changed: its hash is not that in trainer.json; resume from another checkpoint.");
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
-    const std::vector<StateTensor> table = optimizer_table(setup);
+    const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);
     load_weights(checkpoint, setup.config, &model);
     for (const StateTensor& t : table)
