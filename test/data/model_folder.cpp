@@ -252,6 +252,13 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
                  bits_of(model.master(params.front(), i)) != bits_of(i & 0x8000 ? -magnitude : magnitude);
     }
     CHECK(wrong == 0);
+    Setup second = model.setup();
+    second.rank = 1, second.ranks = 3;
+    MemoryModel part(second, 1);
+    load(folder.path.string(), part);
+    for (const std::string& name : {params.back().name, params.back().name + ".remainder"})
+        CHECK(model.tensors.at(name).substr(2 * owned(second, params.back()).first,
+                                            part.tensors.at(name).size()) == part.tensors.at(name));
     // NaN and infinities, NaNs whose upper half would round to zeros, and what would round to infinity.
     for (uint32_t code : {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F7FFFFFu}) {
         std::string bad = bytes;

@@ -20,7 +20,8 @@ public:
         for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
             for (const StateTensor& t : table) {
                 const bool weight = t.name == params[t.param].name, k = ends_with(t.name, ".k");
-                std::string& bytes = tensors[t.name] = std::string(size_t(t.total_bytes()), '\0');
+                std::string& bytes = tensors[t.name] =
+                    std::string(size_t(kept(setup, t).count * t.bytes), '\0');
                 for (char& b : bytes) b = char(random.bits());
                 // In every format the second bit of the top byte is the first bit of the exponent.
                 for (size_t i = size_t(t.bytes) - 1; i < bytes.size() && t.dtype != std::string("I16");
@@ -30,9 +31,8 @@ public:
                     const float factor = 0.0625f * float(1 + random.below(1024));
                     std::memcpy(&bytes[i], &factor, 4);
                 }
-                if (weight)
-                    std::fill(bytes.begin() + 2 * used_elements(setup.config, params[t.param]), bytes.end(),
-                              '\0');
+                const size_t used = 2 * size_t(used_elements(setup.config, params[t.param]));
+                if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }
     StepResult step(const int32_t*, const int32_t*, const AdamW&) override {
