@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COPY = ROOT / "build-slips"
 SECONDS = 900  # for the tests of one slip
 SUBJECTS = {"reference": "*reference*,*model*", "flags": "*train*", "error": "*train*,*safetensors*",
-            "records": "*tokenize*", "state": "*model*,*adamw*",
+            "records": "*tokenize*", "state": "*model*,*adamw*", "gradients": "*gpu/state*",
             "exchange": "*ranks*", "copies": "*ranks*"}
 
 

@@ -4,61 +4,26 @@
 // The tolerance of every element follows from what the kernels round: p and ds to BF16 before they enter a
 // tensor core, sums to FP32, and the result to BF16. See Bounds. These tests seldom notice a missing wait in
 // a kernel: after a change of one, dev/gpu.sh races runs them under racecheck.
-#include <algorithm>
-#include <cstring>
-#include <random>
-#include <vector>
-
 #include "../../gpu/attention.cuh"
+
 #include "../help/gpu.h"
 
 using namespace coat;
+using namespace coat::test;
 
 namespace {
 
-using Buffer = test::Buffer<uint8_t>;
-
-bool hopper() {
-    int major = 0;
-    return test::gpu_available() &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
-}
-
-std::vector<uint8_t> pack(Format f, const std::vector<float>& x) {
-    std::vector<uint8_t> bytes(x.size() * info(f).bytes);
-    for (size_t i = 0; i < x.size(); i++) {
-        const uint16_t half = reference::to_bf16(x[i]);
-        if (f == Format::F32) std::memcpy(&bytes[4 * i], &x[i], 4);
-        else std::memcpy(&bytes[2 * i], &half, 2);
-    }
-    return bytes;
-}
-
-std::vector<float> unpack(Format f, const std::vector<uint8_t>& bytes) {
-    std::vector<float> x(bytes.size() / info(f).bytes);
-    for (size_t i = 0; i < x.size(); i++) {
-        uint16_t half;
-        std::memcpy(&half, &bytes[2 * i], 2);
-        if (f == Format::F32) std::memcpy(&x[i], &bytes[4 * i], 4);
-        else x[i] = reference::from_bf16(half);
-    }
-    return x;
-}
+bool hopper() { return gpu_available() && gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
+#define HOPPER_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(!hopper()))
 
 enum class Inputs { Normal, HeavyTails, LargeLogits };
 
 // n values, rounded to f.
-std::vector<float> random(Format f, size_t n, Inputs kind, uint64_t seed) {
-    std::mt19937_64 bits(seed);
-    std::normal_distribution<float> normal;
-    std::student_t_distribution<float> heavy(2.0f);
-    std::vector<float> x(n);
-    for (float& v : x) {
-        v = kind == Inputs::HeavyTails ? heavy(bits)
-                                       : normal(bits) * (kind == Inputs::LargeLogits ? 30.0f : 1.0f);
-        v = reference::round_to(f, std::clamp(v, -1e4f, 1e4f));
-    }
-    return x;
+Floats inputs(Random& rng, Format f, int64_t n, Inputs kind = Inputs::Normal) {
+    if (kind != Inputs::HeavyTails) return normals(rng, f, n, kind == Inputs::LargeLogits ? 30 : 1);
+    Floats x = sample(find_row(distributions(), "Student t with 2 degrees of freedom", ""), rng, n);
+    for (float& v : x) v = std::clamp(v, -1e4f, 1e4f);
+    return rounded(f, x);
 }
 
 // The allowed error of every element of the outputs. An element is a sum of terms, and the error of a term is
@@ -76,12 +41,12 @@ std::vector<float> random(Format f, size_t n, Inputs kind, uint64_t seed) {
 //
 // FP32 sums have an error of at most 2^-24 for each term.
 struct Bounds {
-    std::vector<double> out, lse, dqkv;
+    Doubles out, lse, dqkv;
 };
 
 // The part of one query: row t of sequence b, head h.
-void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std::vector<float>& out,
-               const std::vector<float>& dout, int64_t b, int64_t h, int64_t t, Bounds& r) {
+void add_query(const AttentionShape& s, const Floats& qkv, const Floats& out, const Floats& dout, int64_t b,
+               int64_t h, int64_t t, Bounds& r) {
     const double scale = 1 / std::sqrt(double(s.HS)), u = s.format == Format::BF16 ? 0x1p-8 : 0;
     const double sums = (s.T + s.HS) * 0x1p-24;
     const int64_t cols = s.qkv_cols(), HS = s.HS, kv = h / (s.NH / s.NKV);
@@ -95,7 +60,7 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
             dot += xy, magnitude += std::abs(xy);
         }
     };
-    std::vector<double> p(t + 1), e(t + 1);
+    Doubles p(t + 1), e(t + 1);
     double max = -INFINITY, sum = 0, worst = 0, delta = 0, delta_magnitude = 0;
     for (int64_t j = 0; j <= t; j++) {
         double dot = 0, magnitude = 0;
@@ -126,10 +91,8 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
     }
 }
 
-Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std::vector<float>& out,
-              const std::vector<float>& dout) {
-    Bounds r{std::vector<double>(out.size()), std::vector<double>(s.B * s.NH * s.T),
-             std::vector<double>(qkv.size())};
+Bounds bounds(const AttentionShape& s, const Floats& qkv, const Floats& out, const Floats& dout) {
+    Bounds r{Doubles(out.size()), Doubles(s.B * s.NH * s.T), Doubles(qkv.size())};
     const int64_t sharing = s.NH / s.NKV;  // query heads that share a key/value head
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < s.B; b++)
@@ -139,43 +102,35 @@ Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std:
     return r;
 }
 
-// Checks that every element is finite and within its bound plus the rounding of the result to its format.
-void check_close(const std::string& what, Format f, const std::vector<float>& got,
-                 const std::vector<float>& want, const std::vector<double>& bound) {
-    REQUIRE(got.size() == want.size());
-    int64_t wrong = 0;
-    double worst = 0;
-    for (size_t i = 0; i < got.size(); i++) {
-        // Both results are rounded, possibly in opposite directions.
-        const double rounding = (f == Format::BF16 ? 0x1p-8 : 0x1p-22) * std::abs(want[i]);
-        const double limit = bound[i] + rounding + 1e-37, error = std::abs(double(got[i]) - want[i]);
-        if (!(error <= limit) && wrong++ == 0)
-            MESSAGE(what << "[" << i << "] is " << got[i] << ", expected " << want[i] << " +- " << limit);
-        worst = std::max(worst, error / limit);
-    }
-    INFO(what << ": worst error is " << worst << " of its bound");
-    CHECK(wrong == 0);
+// Every element within its bound, with the roundings of both results to their format, possibly in opposite
+// directions.
+void check_close(const Tensor& got, const Floats& wanted, Doubles bounds) {
+    const double rounding = got.quant.format == Format::BF16 ? 0x1p-8 : 0x1p-22;
+    for (size_t i = 0; i < wanted.size(); i++) bounds[i] += rounding * std::abs(wanted[i]) + 1e-37;
+    check_within(got.values(), doubles(wanted), bounds);
 }
 
+// What forward gives, and then backward from the given out and lse instead of forward's, so that each is
+// checked on its own.
 struct Run {
-    std::vector<uint8_t> out, lse, dqkv;
-    bool operator==(const Run& o) const { return out == o.out && lse == o.lse && dqkv == o.dqkv; }
-};
+    const Tensor out, lse, dqkv;
 
-// Runs forward, and then backward from the given out and lse instead of forward's, so that each is checked on
-// its own.
-Run run(const AttentionShape& s, AttentionKernel kernel, const std::vector<float>& qkv,
-        const std::vector<float>& out, const std::vector<float>& lse, const std::vector<float>& dout) {
-    const Buffer in(pack(s.format, qkv)), o(pack(s.format, out)), l(pack(Format::F32, lse)),
-        g(pack(s.format, dout));
-    const Buffer to(int64_t(pack(s.format, out).size())), to_lse(int64_t(lse.size() * 4));
-    const Buffer grad(int64_t(pack(s.format, qkv).size())), workspace(int64_t(attention_workspace(s)));
-    attention_forward(s, in.get(), to.get(), reinterpret_cast<float*>(to_lse.get()), nullptr, kernel);
-    attention_backward(s, in.get(), o.get(), reinterpret_cast<const float*>(l.get()), g.get(), grad.get(),
-                       workspace.get(), nullptr, kernel);
-    test::succeeded(cudaDeviceSynchronize());
-    return {to.read(), to_lse.read(), grad.read()};
-}
+    Run(const AttentionShape& s, AttentionKernel kernel, const Floats& qkv, const Floats& exact_out,
+        const Floats& exact_lse, const Floats& dout)
+        : out(1, s.B * s.T * s.NH * s.HS, Quant{s.format}), lse(1, s.B * s.NH * s.T, Q_F32),
+          dqkv(1, s.B * s.T * s.qkv_cols(), Quant{s.format}) {
+        const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::F32), g(dout, s.format);
+        const Buffer<uint8_t> workspace(int64_t(attention_workspace(s)));
+        attention_forward(s, in.codes.get(), out.codes.get(), floats(lse), nullptr, kernel);
+        attention_backward(s, in.codes.get(), o.codes.get(), floats(l), g.codes.get(), dqkv.codes.get(),
+                           workspace.get(), nullptr, kernel);
+    }
+    static float* floats(const Tensor& x) { return reinterpret_cast<float*>(x.codes.get()); }
+    bool operator==(const Run& o) const {
+        return out.codes.read() == o.out.codes.read() && lse.codes.read() == o.lse.codes.read() &&
+               dqkv.codes.read() == o.dqkv.codes.read();
+    }
+};
 
 ModelConfig config(const AttentionShape& s) {
     ModelConfig c{"test", LLAMA, 1, s.NH * s.HS, s.NH, s.NKV, 16, 16, s.T, true};
@@ -183,28 +138,26 @@ ModelConfig config(const AttentionShape& s) {
     return c;
 }
 
-void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs::Normal,
-           uint64_t seed = test::run_seed()) {
-    INFO("B " << s.B << " T " << s.T << " NH " << s.NH << " NKV " << s.NKV << " HS " << s.HS << " "
-              << std::string(info(s.format).name) << " kernel " << int(kernel) << " seed " << seed);
-    const size_t rows = s.B * s.T;
-    const std::vector<float> qkv = random(s.format, rows * s.qkv_cols(), kind, seed);
+void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs::Normal) {
+    FRESH_RANDOM(rng);
+    INFO("B ", s.B, " T ", s.T, " NH ", s.NH, " NKV ", s.NKV, " HS ", s.HS, " ",
+         std::string(info(s.format).name), " kernel ", int(kernel));
+    const Floats qkv = inputs(rng, s.format, s.B * s.T * s.qkv_cols(), kind);
     const Inputs dout_kind = kind == Inputs::LargeLogits ? Inputs::Normal : kind;
-    const std::vector<float> dout = random(s.format, rows * s.NH * s.HS, dout_kind, seed + 1);
-    std::vector<float> out(dout.size()), lse(s.B * s.NH * s.T), dqkv(qkv.size());
-    reference::attention_forward(config(s), s.B, s.T, qkv.data(), out.data(), lse.data());
-    const std::vector<float> exact_out = out;
-    for (float& x : out) x = reference::round_to(s.format, x);
+    const Floats dout = inputs(rng, s.format, s.B * s.T * s.NH * s.HS, dout_kind);
+    Floats exact_out(dout.size()), lse(s.B * s.NH * s.T), dqkv(qkv.size());
+    reference::attention_forward(config(s), s.B, s.T, qkv.data(), exact_out.data(), lse.data());
+    const Floats out = rounded(s.format, exact_out);
     reference::attention_backward(config(s), s.B, s.T, qkv.data(), out.data(), lse.data(), dout.data(),
                                   dqkv.data());
 
-    const Run first = run(s, kernel, qkv, out, lse, dout);
+    const Run first(s, kernel, qkv, out, lse, dout);
     const Bounds limit = bounds(s, qkv, out, dout);
-    check_close("out", s.format, unpack(s.format, first.out), exact_out, limit.out);
-    check_close("lse", Format::F32, unpack(Format::F32, first.lse), lse, limit.lse);
-    check_close("dqkv", s.format, unpack(s.format, first.dqkv), dqkv, limit.dqkv);
+    check_close(first.out, exact_out, limit.out);
+    check_close(first.lse, lse, limit.lse);
+    check_close(first.dqkv, dqkv, limit.dqkv);
     // A second run finds nothing new under racecheck.
-    if (!test::quick()) CHECK(first == run(s, kernel, qkv, out, lse, dout));
+    if (!quick()) CHECK(first == Run(s, kernel, qkv, out, lse, dout));
 }
 
 // One token, sequences that do not fill a tile, and several numbers of key/value heads. The sizes are small
@@ -217,7 +170,7 @@ void check_short(Format f, int64_t HS, AttentionKernel kernel) {
 // One token less and more than a tile, several tiles and sequences, and unusual inputs. Under racecheck,
 // only enough tiles that each buffer is used again.
 void check_long(Format f, int64_t HS, AttentionKernel kernel) {
-    if (test::quick()) return check({1, 520, 2, 1, HS, f}, kernel);
+    if (quick()) return check({1, 520, 2, 1, HS, f}, kernel);
     for (int64_t T : {63, 64, 65, 127, 128, 129, 257}) check({2, T, 4, 2, HS, f}, kernel);
     for (int64_t NKV : {8, 2, 1}) check({1, 200, 8, NKV, HS, f}, kernel);
     check({1, 200, 14, 2, HS, f}, kernel);  // Qwen2.5: seven query heads read a key/value head
@@ -249,34 +202,32 @@ GPU_TEST_CASE("attention_forward and attention_backward on CUDA cores: several t
     check({1, 257, 2, 1, 64, Format::F32}, AttentionKernel::AnyGpu);
 }
 
-TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head size 64" *
-          doctest::skip(!hopper())) {
+HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head size 64") {
     for (auto check_sizes : {check_short, check_long}) check_sizes(Format::BF16, 64, AttentionKernel::Hopper);
 }
-TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head size 128" *
-          doctest::skip(!hopper())) {
+HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head size 128") {
     for (auto check_sizes : {check_short, check_long})
         check_sizes(Format::BF16, 128, AttentionKernel::Hopper);
 }
 
 // The blocks of a head add to dq in turns. In long sequences some multiprocessors are faster than others by
 // more than a turn: without waiting, they would add in another order each time.
-TEST_CASE("gpu: long attention_backward on Hopper: the same bits each time" * doctest::skip(!hopper())) {
+HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
     FRESH_RANDOM(rng);
     for (int64_t HS : {64, 128}) {
         CAPTURE(HS);
         const AttentionShape s{1, 16384, 4, 2, HS, Format::BF16};
-        const std::vector<float> qkv = random(s.format, s.T * s.qkv_cols(), Inputs::Normal, rng.bits());
-        const std::vector<float> dout = random(s.format, s.T * s.NH * HS, Inputs::Normal, rng.bits());
-        const Buffer in(pack(s.format, qkv)), gradient(pack(s.format, dout)), out(int64_t(2 * dout.size()));
-        const Buffer lse(4 * s.NH * s.T), workspace(int64_t(attention_workspace(s)));
-        float* const sums = reinterpret_cast<float*>(lse.get());
-        attention_forward(s, in.get(), out.get(), sums, nullptr, AttentionKernel::Hopper);
-        std::vector<uint8_t> first;
+        const int64_t outputs = s.T * s.NH * HS, inputs = s.T * s.qkv_cols();
+        const Tensor in(normals(rng, s.format, inputs), s.format), out(1, outputs, Q_BF16),
+            dout(normals(rng, s.format, outputs), s.format);
+        const Buffer<float> lse(s.NH * s.T);
+        const Buffer<uint8_t> workspace(int64_t(attention_workspace(s)));
+        attention_forward(s, in.codes.get(), out.codes.get(), lse.get(), nullptr, AttentionKernel::Hopper);
+        Bytes first;
         for (int turn = 0; turn < 20; turn++) {
-            const Buffer dqkv(int64_t(2 * qkv.size()));
-            attention_backward(s, in.get(), out.get(), sums, gradient.get(), dqkv.get(), workspace.get(),
-                               nullptr, AttentionKernel::Hopper);
+            const Buffer<uint8_t> dqkv(2 * inputs);
+            attention_backward(s, in.codes.get(), out.codes.get(), lse.get(), dout.codes.get(), dqkv.get(),
+                               workspace.get(), nullptr, AttentionKernel::Hopper);
             if (turn == 0) first = dqkv.read();
             else REQUIRE(dqkv.read() == first);
         }

@@ -59,19 +59,18 @@ struct NormCase {
 
 GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm that follows") {
     FRESH_RANDOM(rng);
-    const Shape shapes[] = {{1, 16},   {5, 48},   {48, 128}, {19, 768}, {16, 1040},
-                            {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}};
+    const auto all = shapes(
+        {{1, 16}, {5, 48}, {48, 128}, {19, 768}, {16, 1040}, {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}});
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool rms : {true, false})
-            for (Shape s : shapes)
+            for (Shape s : all)
                 for (bool reads_saved : {true, false}) {
-                    if ((!reads_saved && !f.nonlinear.fp8()) || too_long(s.rows * s.cols)) continue;
+                    if (!reads_saved && !f.nonlinear.fp8()) continue;
                     INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", reads_saved ? "" : " reads the sum");
-                    const int64_t n = s.rows * s.cols;
                     const Quant compute{f.compute};
-                    const Floats x = heavy(rng, f.compute, n), branch = heavy(rng, f.compute, n);
+                    const Floats x = heavy(rng, f.compute, s.n()), branch = heavy(rng, f.compute, s.n());
                     Floats sum = x;
-                    for (int64_t i = 0; i < n; i++) sum[i] += branch[i];
+                    for (int64_t i = 0; i < s.n(); i++) sum[i] += branch[i];
                     const Tensor device_x(x, s.rows, s.cols, compute),
                         device_branch(branch, s.rows, s.cols, compute);
                     const Tensor x_out(s.rows, s.cols, compute), y(s.rows, s.cols, Q_E4M3),
@@ -86,20 +85,19 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                     const Lazy norm = gpu::norm(c.norm(read.view()));
                     check_lazy(norm, f.compute, c.forward<double>(in), c.forward<float>(in));
                     gpu::quantize(norm, values.operand(), nullptr, 0);
-                    CHECK(y.amax() == reference::amax(values.values().data(), n));
+                    CHECK(y.amax() == reference::amax(values.values().data(), s.n()));
                 }
 }
 
 GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and statistics, always the same") {
     FRESH_RANDOM(rng);
-    const Shape shapes[] = {{1, 16},    {50, 48},   {700, 128}, {2500, 768},
-                            {37, 1040}, {40, 4096}, {9, 6656},  {3, 16384}};
+    const auto all =
+        shapes({{1, 16}, {50, 48}, {700, 128}, {2500, 768}, {37, 1040}, {40, 4096}, {9, 6656}, {3, 16384}});
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool rms : {true, false})
-            for (Shape s : shapes) {
-                if (too_long(s.rows * s.cols)) continue;
+            for (Shape s : all) {
                 INFO(s.rows, " x ", s.cols, rms ? " RMSNorm" : " LayerNorm");
-                const int64_t n = s.rows * s.cols;
+                const int64_t n = s.n();
                 const Quant compute{f.compute};
                 const NormCase c(rng, f, rms, s);
                 const Tensor in(heavy(rng, f.compute, n), s.rows, s.cols, f.nonlinear);
@@ -127,23 +125,6 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and stat
                 }
             }
 }
-
-namespace {
-
-// Gradients of rows: before + the sum over tokens n of g[n] in row row_of(n).
-template <class RowOf>
-void check_row_sums(const Tensor& got, const Floats& before, const Floats& g, RowOf row_of) {
-    Doubles exact = doubles(before);
-    Floats in_float = before;
-    for (int64_t i = 0; i < int64_t(g.size()); i++) {
-        const int64_t at = row_of(i / got.cols) * got.cols + i % got.cols;
-        exact[at] += g[i];
-        in_float[at] += g[i];
-    }
-    check_as_float(got.values(), exact, in_float, got.cols, got.quant.format);
-}
-
-}  // namespace
 
 GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") {
     FRESH_RANDOM(rng);
@@ -212,10 +193,6 @@ GPU_TEST_CASE(
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
                 CHECK(got.amax() == (amax ? reference::amax(values.data(), N * cols) : 0));
-                int64_t changed = 0;
-                for (int64_t i = 0; i < N * cols; i++)
-                    changed += i % cols >= rope.rotated_cols && values[i] != x[i];
-                CHECK(changed == 0);
             }
         }
 }
@@ -281,12 +258,11 @@ void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t tar
 GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
     FRESH_RANDOM(rng);
     // A row of the last one does not fit the shared memory of a block.
-    const Shape shapes[] = {{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}};
+    const auto all = shapes({{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}});
     for (Format compute : {Format::BF16, Format::F32})
-        for (Shape s : shapes)
+        for (Shape s : all)
             for (double spread : {1.0, 30.0}) {
                 const int64_t N = s.rows, V = s.cols, stride = round_up(V, 64);
-                if (too_long(N * V)) continue;
                 CAPTURE(V);
                 Floats logits = normals(rng, compute, N * stride, spread);
                 for (int64_t i = 0; i < N * stride; i++)

@@ -110,27 +110,25 @@ inline Floats heavy(Random& rng, Format f, int64_t n) {
     return rounded(f, x);
 }
 
-// Per-row, 1x128 and 128x128 scales as cuBLASLt reads them (its manual: "Outer Vector Scaling", "128-element
-// 1D and 128x128 2D Block Scaling"). 1x128 scales are transposed: neighbours belong to neighbouring rows.
-// Each row of 128x128 scales is padded to a multiple of four; the kernels fill the padding with 1.
-inline Floats scales_for_gemm(const reference::Quantized& q) {
-    const float* from = reinterpret_cast<const float*>(q.scales.data());
+inline Bytes bytes_of(const Floats& x) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(x.data());
+    return Bytes(bytes, bytes + x.size() * sizeof(float));
+}
+// Scales as they lie in memory; none for a scale per tensor, which lies elsewhere. Blocks are as cuBLASLt
+// reads them (its manual: "128-element 1D and 128x128 2D Block Scaling"): 1x128 scales are transposed, so
+// that neighbours belong to neighbouring rows; each row of 128x128 scales is padded to a multiple of four,
+// and the kernels fill the padding with 1.
+inline Bytes stored_scales(const reference::Quantized& q) {
+    const Granularity& g = q.quant.granularity;
+    if (g == PER_TENSOR) return {};
+    if (g.cols != 128) return q.scales;
     const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);
-    if (q.quant.granularity == PER_ROW) return Floats(from, from + rows);
-    const bool transpose = q.quant.granularity.rows == 1;
-    const int64_t padded = transpose ? cols : round_up(cols, 4);
+    const int64_t padded = g.rows == 1 ? cols : round_up(cols, 4);
     Floats to(rows * padded, 1.0f);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) to[transpose ? c * rows + r : r * padded + c] = from[r * cols + c];
-    return to;
-}
-// Scales as they lie in memory; none for a scale per tensor, which lies elsewhere.
-inline Bytes stored_scales(const reference::Quantized& q) {
-    if (!q.quant.fp8() || q.quant.granularity == PER_GROUP) return q.scales;
-    if (q.quant.granularity == PER_TENSOR) return {};
-    const Floats laid_out = scales_for_gemm(q);
-    const auto* bytes = reinterpret_cast<const uint8_t*>(laid_out.data());
-    return Bytes(bytes, bytes + 4 * laid_out.size());
+        for (int64_t c = 0; c < cols; c++)
+            to[g.rows == 1 ? c * rows + r : r * padded + c] = q.scale(r * g.rows, c * g.cols);
+    return bytes_of(to);
 }
 
 // A tensor on the device in any format, as kernels store it: row-major, and transposed too if a GEMM may read
@@ -155,6 +153,10 @@ public:
         codes.write(from.codes);
         scales.write(stored_scales(from));
         if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+        if (!transposes()) return;
+        const reference::Quantized other = quantized_transpose(x, nullptr);
+        transposed.write(other.codes);
+        transposed_scales.write(stored_scales(other));
     }
     Tensor(const Floats& x, Format f) : Tensor(x, 1, int64_t(x.size()), Quant{f}) {}
 
@@ -171,12 +173,13 @@ public:
     float amax() const { return slot.read()[0].amax; }
     float scale() const { return slot.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
-        reference::Quantized q;
-        q.codes = codes.read(), q.scales = scales.read(), q.rows = rows, q.cols = cols, q.quant = quant;
-        if (per_tensor()) q.scales.resize(sizeof(float));
-        const float of_tensor = scale();
-        if (per_tensor()) std::memcpy(q.scales.data(), &of_tensor, sizeof of_tensor);
-        return reference::dequantize(q);
+        return reference::dequantize(
+            {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, quant});
+    }
+    // What the transposed codes and scales are, of values x (rows, cols).
+    reference::Quantized quantized_transpose(const Floats& x, const float* delayed) const {
+        return reference::quantize(test::transposed(x, rows, cols).data(), cols, rows, quant, nullptr,
+                                   delayed);
     }
 };
 
@@ -187,10 +190,12 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
     });
 }
 
-// Codes and scales in both orientations, and the amax, against the reference's quantization of x.
-inline void check_quantized(const Tensor& out, const Floats& x) {
+// Codes and scales in both orientations, and the amax, against the reference's quantization of x: with the
+// delayed scale of the tensor, or just in time.
+inline void check_quantized(const Tensor& out, const Floats& x, const float* delayed = nullptr) {
     INFO(out.quant.text(), " ", out.rows, "x", out.cols);
-    const reference::Quantized wanted = reference::quantize(x.data(), out.rows, out.cols, out.quant);
+    const reference::Quantized wanted =
+        reference::quantize(x.data(), out.rows, out.cols, out.quant, nullptr, delayed);
     if (!out.quant.fp8()) {
         CHECK(same_bytes(out.codes.read(), wanted.codes));
         return;
@@ -200,12 +205,28 @@ inline void check_quantized(const Tensor& out, const Floats& x) {
     if (!out.for_gemm()) return;
     const float amax = reference::amax(x.data(), out.rows * out.cols), got = out.amax();
     CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
-    if (out.per_tensor()) CHECK(out.scale() == reference::scale_of(out.quant, amax));
+    if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.quant, amax)));
     if (!out.transposes()) return;
-    const reference::Quantized other =
-        reference::quantize(transposed(x, out.rows, out.cols).data(), out.cols, out.rows, out.quant);
+    const reference::Quantized other = out.quantized_transpose(x, delayed);
     CHECK(same_codes(out.quant.format, out.transposed.read(), other.codes));
     CHECK(same_bytes(out.transposed_scales.read(), stored_scales(other)));
+}
+
+// Each value against the exact one, with a bound of its own; both limits are rounded by stored(i, x).
+template <class Rounding>
+void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds, Rounding stored) {
+    REQUIRE(got.size() == exact.size());
+    int64_t wrong = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const auto low = stored(i, exact[i] - bounds[i]), high = stored(i, exact[i] + bounds[i]);
+        if (low <= got[i] && got[i] <= high) continue;
+        if (wrong++ == 0)
+            MESSAGE("element ", i, " of ", got.size(), " is ", got[i], ", expected ", low, " to ", high);
+    }
+    CHECK(wrong == 0);
+}
+inline void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds) {
+    check_within(got, exact, bounds, [](size_t, double x) { return x; });
 }
 
 // Compares the FP32 values of a kernel with the exact ones. In each row of `cols` values, the reference in
@@ -217,24 +238,17 @@ constexpr double SLACK = 32, U = 0x1p-24;
 template <class Rounding>
 void check_limits(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
                   Rounding stored, double terms = 0) {
-    REQUIRE(got.size() == exact.size());
-    int64_t wrong = 0;
-    for (size_t first = 0; first < got.size(); first += size_t(cols)) {
-        const size_t last = std::min(got.size(), first + size_t(cols));
+    Doubles bounds;
+    while (bounds.size() < exact.size()) {
+        const size_t first = bounds.size(), last = std::min(exact.size(), first + size_t(cols));
         double lost = 0, largest = terms;
         for (size_t i = first; i < last; i++) {
             if (std::isfinite(in_float[i])) lost = std::max(lost, std::abs(in_float[i] - exact[i]));
             largest = std::max(largest, std::abs(exact[i]));
         }
-        const double bound = SLACK * (lost + U * largest) + 0x1p-126;
-        for (size_t i = first; i < last; i++) {
-            const float low = stored(i, float(exact[i] - bound)), high = stored(i, float(exact[i] + bound));
-            if (low <= got[i] && got[i] <= high) continue;
-            if (wrong++ == 0)
-                MESSAGE("element ", i, " of ", got.size(), " is ", got[i], ", expected ", low, " to ", high);
-        }
+        bounds.resize(last, SLACK * (lost + U * largest) + 0x1p-126);
     }
-    CHECK(wrong == 0);
+    check_within(got, exact, bounds, stored);
 }
 inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
                            Format stored = Format::F32, double terms = 0) {
@@ -244,10 +258,16 @@ inline void check_as_float(const Floats& got, const Doubles& exact, const Floats
 
 struct Shape {
     int64_t rows, cols;
+    int64_t n() const { return rows * cols; }
 };
-// Under a sanitizer a launch takes seconds, so large shapes are skipped; smaller ones have several tiles and
+// Under a sanitizer a launch takes seconds, so large shapes are left out; smaller ones have several tiles and
 // rows too.
-inline bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
+inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
+    std::vector<Shape> chosen;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(chosen),
+                 [](const Shape& s) { return !quick() || s.n() <= 1 << 16; });
+    return chosen;
+}
 
 // A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
 struct RecipeFormats {
@@ -266,21 +286,28 @@ inline const Quant GEMM_FORMATS[] = {Q_E4M3,
                                      {Format::E5M2, PER_1x128},
                                      {Format::E5M2, PER_128x128}};
 
+// Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
+template <class RowOf>
+void check_row_sums(const Tensor& got, const Floats& before, const Floats& x, RowOf row_of) {
+    Doubles exact = doubles(before);
+    Floats in_float = before;
+    for (int64_t i = 0; i < int64_t(x.size()); i++) {
+        const int64_t at = row_of(i / got.cols) * got.cols + i % got.cols;
+        exact[at] += x[i];
+        in_float[at] += x[i];
+    }
+    check_as_float(got.values(), exact, in_float, got.cols, got.quant.format);
+}
+
 // Column sums of x, whose FP32 values are given, added to 0.5.
 inline void check_column_sums(const Lazy& x, const Floats& values) {
-    const int64_t cols = x.cols;
+    const Floats before(x.cols, 0.5f);
     for (bool with_amax : {true, false}) {
-        const Tensor sums(Floats(cols, 0.5f), Format::F32);
-        Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
+        const Tensor sums(before, Format::F32);
+        const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
         gpu::column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
-        CHECK(sums.amax() == (with_amax ? reference::amax(values.data(), x.rows * cols) : 0));
-        Doubles exact(cols, 0.5);
-        Floats in_float(cols, 0.5f);
-        for (int64_t i = 0; i < x.rows * cols; i++) {
-            exact[i % cols] += values[i];
-            in_float[i % cols] += values[i];
-        }
-        check_as_float(sums.values(), exact, in_float, cols);
+        CHECK(sums.amax() == (with_amax ? reference::amax(values.data(), x.rows * x.cols) : 0));
+        check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
 }
 
@@ -300,11 +327,9 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
     }
     gpu::quantize(x, bf16.operand(), nullptr, 0);
     check_quantized(bf16, values);
-    const float amax = reference::amax(values.data(), rows * cols);
     for (Quant q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
-        Tensor both(rows, cols, q), row_major(rows, cols, q), column_major(rows, cols, q),
-            delayed(rows, cols, q);
+        const Tensor both(rows, cols, q), row_major(rows, cols, q), column_major(rows, cols, q);
         for (const Tensor* t : {&both, &row_major, &column_major}) {
             Operand out = t->operand();
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
@@ -319,14 +344,12 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
         CHECK(same_bytes(column_major.transposed.read(), both.transposed.read()));
         CHECK(same_bytes(column_major.transposed_scales.read(), both.transposed_scales.read()));
         if (!per_tensor) continue;
-        const float scale = reference::scale_of(q, amax / 2);  // half of the amax: some values saturate
+        // half of the amax: some values saturate
+        const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
+        Tensor delayed(rows, cols, q);
         delayed.slot.write({AmaxAndScale{0, 0, scale, 0}});
         gpu::quantize(x, delayed.operand(), nullptr, 0);
-        const Bytes wanted = reference::quantize(values.data(), rows, cols, q, nullptr, &scale).codes;
-        CHECK(same_codes(q.format, delayed.codes.read(), wanted));
-        if (delayed.transposes())
-            CHECK(same_codes(q.format, delayed.transposed.read(), transposed(wanted, rows, cols)));
-        CHECK((delayed.scale() == scale && delayed.amax() == amax));
+        check_quantized(delayed, values, &scale);
     }
 }
 

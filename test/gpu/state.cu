@@ -1,0 +1,92 @@
+// state.cu - what a step keeps (../../gpu/state.cuh), by the kernels that write it: first values of weights
+// (parameters.cu), norms and sums of gradients (gradients.cu), against double and the CPU reference.
+#include "../../gpu/gradients.cuh"
+#include "../help/gpu.h"
+
+using namespace coat;
+using namespace coat::test;
+
+GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference") {
+    ModelConfig c = find_row(models(), "gpt2-tiny", "--model");
+    c.V = 65, c.L = 1;
+    const std::vector<Param> params = parameters(c);
+    const int64_t total = params.back().offset + params.back().padded_size();
+    for (Format f : {Format::F32, Format::BF16}) {
+        const Tensor values(1, total, Quant{f});
+        const Buffer<int16_t> remainder(total);
+        int16_t* const rest = f == Format::F32 ? nullptr : remainder.get();
+        Floats expected(total);
+        for (size_t i = 0; i < params.size(); i++) {
+            const Param& p = params[i];
+            const int64_t used = used_elements(c, p);
+            gpu::initialize({values.codes.get(), rest, f}, p, {{0, p.size()}, p.offset, 0}, i, used, 7, 0);
+            for (int64_t e = 0; e < p.size(); e++)
+                expected[p.offset + e] = initial(p.init_std, p.role.weight, used, 7, i, e);
+        }
+        std::vector<uint16_t> upper(total);
+        std::vector<int16_t> lower(total);
+        for (int64_t i = 0; i < total; i++) reference::split_master(expected[i], &upper[i], &lower[i]);
+        for (int64_t i = 0; f == Format::BF16 && i < total; i++) expected[i] = reference::from_bf16(upper[i]);
+        CHECK(same_bytes(values.values(), expected));
+        if (rest) CHECK(remainder.read() == lower);
+    }
+}
+
+GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
+    FRESH_RANDOM(rng);
+    auto state_of = [](const Floats& g, Format f, double loss, float clip) {
+        const Tensor x(g, f);
+        Buffer<gpu::GradientState> state(1);
+        state.zero();
+        const int64_t n = int64_t(g.size()), units = ceil_div(n, SHARD_UNIT);
+        const Buffer<double> sums(1 + units), device_loss(std::vector<double>{loss});
+        const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, device_loss.get(), sums.get(),
+                              0);
+        gpu::gradient_norm(sums.get(), units, 1, clip, state.get(), 0);
+        return state.read()[0];
+    };
+    for (Format f : {Format::F32, Format::BF16})
+        for (Shape shape : shapes({{1, 128}, {1001, 128}, {40000, 128}}))
+            for (double size : {1e-25, 1e-6, 1.0, 1e25}) {
+                const Floats g = normals(rng, f, shape.n(), size);
+                double sum = 0;
+                for (float v : g) sum += double(v) * v;
+                const gpu::GradientState s = state_of(g, f, 1.0, 1.0f), unclipped = state_of(g, f, 1.0, 0.0f);
+                // 8 squares at a time are summed in FP32, the rest in double.
+                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));
+                CHECK(s.clip_factor == (s.norm > 1 ? float(1 / s.norm) : 1.0f));
+                CHECK(s.skip == 0);
+                CHECK(unclipped.norm == s.norm);
+                CHECK(unclipped.clip_factor == 1.0f);
+                CHECK(unclipped.skip == (s.norm >= 0x1p62));
+            }
+    for (float bad : {INFINITY, NAN}) {
+        Floats g = normals(rng, Format::BF16, 128 * 999);
+        CHECK(state_of(g, Format::BF16, bad, 1.0f).skip == 1);
+        g[rng.below(128 * 999)] = bad;
+        CHECK(state_of(g, Format::BF16, 1.0, 1.0f).skip == 1);
+    }
+}
+
+GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks, rounded once") {
+    FRESH_RANDOM(rng);
+    constexpr int64_t N = 128 * 77;
+    for (Format f : {Format::F32, Format::BF16})
+        for (int64_t ranks : {2, 3, 8})
+            for (int64_t rank : {int64_t(0), int64_t(1), ranks - 1})
+                for (bool assign : {true, false}) {
+                    const Floats before = normals(rng, f, N);
+                    Floats expected = assign ? Floats(N) : before, own, received;
+                    for (int64_t r = 0; r < ranks; r++) {
+                        const Floats part = normals(rng, f, N);
+                        for (int64_t i = 0; i < N; i++) expected[i] += part[i];
+                        Floats& place = r == rank ? own : received;
+                        place.insert(place.end(), part.begin(), part.end());
+                    }
+                    const Tensor sum(before, f), device_own(own, f), others(received, f);
+                    gpu::add_gradients(sum.codes.get(), assign, device_own.codes.get(), others.codes.get(), f,
+                                       N, rank, ranks, 0);
+                    CHECK(sum.values() == rounded(f, expected));
+                }
+}
