@@ -31,28 +31,29 @@ void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
 // 1x16 groups: what they hold is decoded, written back, and quantized again.
 void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
-    const Tensor fp32(groups.rows, groups.cols, Q_F32), bf16(groups.rows, groups.cols, Q_BF16);
+    const Shape s{groups.rows, groups.cols};
+    const Tensor fp32(s, Q_F32), bf16(s, Q_BF16);
     gpu::convert(groups.view(), fp32.view(), 0);
     gpu::convert(groups.view(), bf16.view(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
-    const Tensor in(x, groups.rows, groups.cols, Q_BF16), again(groups.rows, groups.cols, Q_GROUP);
+    const Tensor in(x, s, Q_BF16), again(s, Q_GROUP);
     gpu::quantize_groups(in.view(), again.view(), true, {}, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
-    const Tensor operand(groups.rows, groups.cols, Q_E4M3);
+    const Tensor operand(s, Q_E4M3);
     quantize(groups.view(), operand);
     check_quantized(operand, values);
 }
 
 // Codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 void check_all_formats(const Floats& x, Shape s) {
-    const Tensor in(x, s.rows, s.cols, Q_BF16);
+    const Tensor in(x, s, Q_BF16);
     std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
     formats.push_back(Q_GROUP);
     for (Quant q : formats) {
-        const Tensor out(s.rows, s.cols, q);
+        const Tensor out(s, q);
         const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
         quantize(in.view(), out, stats.get());
         check_quantized(out, x);
@@ -96,14 +97,14 @@ GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::F32, s.n());
-        const Tensor in(x, s.rows, s.cols, Q_F32);
+        const Tensor in(x, s, Q_F32);
         for (Quant q : {Q_F32, Q_BF16}) {
-            const Tensor out(s.rows, s.cols, q);
+            const Tensor out(s, q);
             quantize(in.view(), out);
             check_quantized(out, x);
         }
         for (Quant q : {Q_E4M3, Q_GROUP, Q_ROW}) {
-            const Tensor out(s.rows, s.cols, q);
+            const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
         }
     }
@@ -121,8 +122,8 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 5 - 2) / 4 * half_step) * scale;
-        const Tensor in(x, rows, cols, Q_BF16);
-        Tensor out(rows, cols, q);
+        const Tensor in(x, {rows, cols}, Q_BF16);
+        Tensor out({rows, cols}, q);
         out.slot.write({AmaxAndScale{0, 0, scale, 0}});
         const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
         gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
@@ -137,11 +138,11 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     FRESH_RANDOM(rng);
     const int64_t rows = 21, padded = 32, cols = 272;
     Floats x = heavy(rng, Format::BF16, rows * cols);
-    const Tensor in(x, rows, cols, Q_BF16);
+    const Tensor in(x, {rows, cols}, Q_BF16);
     x.resize(padded * cols);  // the padding counts as zeros, but its codes are not written
     for (Quant q : {Q_E4M3, Q_ROW, Q_1x128, Q_128x128}) {
         CAPTURE(q.text());
-        const Tensor out(padded, cols, q);
+        const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = operand.transposed_scales = nullptr;
         if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
@@ -157,8 +158,8 @@ namespace {
 
 // Both passes of an activation with input `values`, stored as the recipe says, and gradient d of its output.
 void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
-    const Tensor gate_up(values, s.rows, s.cols * (gated ? 2 : 1), formats.nonlinear);
-    const Tensor dact(d, s.rows, s.cols, Quant{formats.compute});
+    const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
+    const Tensor dact(d, s, Quant{formats.compute});
     const Floats x = gate_up.values();
     auto forward = [&](const auto& in) {
         auto act = in;
@@ -209,8 +210,9 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
             for (Shape s : shapes({{1, 32}, {33, 96}, {130, 288}, {256, 704}})) {
                 INFO(s.cols, gated ? " gated" : "", reads_saved ? " reads what is saved" : "");
                 const Floats x = heavy(rng, Format::BF16, s.n());
-                const Tensor gate_up(x, s.rows, s.cols, Q_BF16), groups(s.rows, s.cols, Q_GROUP);
-                const Tensor fused(1, 16, Q_E4M3), separate(1, 16, Q_E4M3);  // of these only the amax is used
+                const Tensor gate_up(x, s, Q_BF16), groups(s, Q_GROUP);
+                const Tensor fused({1, 16}, Q_E4M3),
+                    separate({1, 16}, Q_E4M3);  // of these only the amax is used
                 gpu::quantize_groups(gate_up.view(), groups.view(), false,
                                      {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);
@@ -234,10 +236,10 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
             gate_up[i / F * 2 * F + i % F] = 400;
             dact[i] = 0x1p-14f;
         }
-        const Tensor in(gate_up, rows, 2 * F, Q_GROUP), gradient(dact, rows, F, Q_BF16);
+        const Tensor in(gate_up, {rows, 2 * F}, Q_GROUP), gradient(dact, {rows, F}, Q_BF16);
         const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
-        const Tensor exact(rows, 2 * F, Q_F32);
-        Tensor out(rows, 2 * F, Q_E5M2);
+        const Tensor exact({rows, 2 * F}, Q_F32);
+        Tensor out({rows, 2 * F}, Q_E5M2);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
         const float amax = reference::amax(values.data(), rows * 2 * F),

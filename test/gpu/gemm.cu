@@ -34,8 +34,8 @@ struct Operands {
     Doubles left, right;  // (M, K) and (K, N)
 
     Operands(const GemmCase& p, const Floats& x, Quant qa, const Floats& y, Quant qb)
-        : of(p), a(x, p.a.rows, p.a.cols, qa), b(y, p.b.rows, p.b.cols, qb),
-          left(values(x, p.a, qa, p.kind == Gemm::Wgrad)), right(values(y, p.b, qb, p.kind != Gemm::Fprop)) {
+        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == Gemm::Wgrad)),
+          right(values(y, p.b, qb, p.kind != Gemm::Fprop)) {
         if (p.kind == Gemm::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
         if (p.kind == Gemm::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
@@ -59,7 +59,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     Operands operands(p, rng.normals<float>(p.a.n()), qa, rng.normals<float>(p.b.n()), qb);
     const Floats before = normals(rng, out_format, p.M() * p.N()), bias = normals(rng, out_format, p.N());
     const Tensor device_bias(bias, out_format);
-    Tensor out(p.M(), p.N(), Quant{out_format});
+    Tensor out({p.M(), p.N()}, Quant{out_format});
     if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.quant).codes);
     gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), accumulate,
               with_bias ? device_bias.codes.get() : nullptr, nullptr);
@@ -144,7 +144,7 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
         CAPTURE(std::string(p.name));
         REQUIRE(p.K() == K);
         const Operands operands(p, random_values(p.a.n()), Q_E5M2, random_values(p.b.n()), Q_E4M3);
-        const Tensor out(p.M(), p.N(), Q_F32);
+        const Tensor out({p.M(), p.N()}, Q_F32);
         gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), false, nullptr, nullptr);
         const Doubles exact = operands.product();
         Doubles bounds = exact;  // which are positive
@@ -167,9 +167,10 @@ GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference")
 GPU_TEST_CASE("Gemms::run: unsupported operands are rejected, also the second time") {
     const Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
     gpu::Gemms gemms(scratch.get(), {false, false, false});
-    const Floats ones(64 * 64, 1.0f);
-    const Tensor e5m2(ones, 64, 64, Q_E5M2), bf16(ones, 64, 64, Q_BF16), e4m3(ones, 64, 64, Q_E4M3),
-        blocks(ones, 64, 64, Q_128x128), out(64, 64, Q_BF16), narrow(64, 32, Q_BF16);
+    const Shape s{64, 64};
+    const Floats ones(s.n(), 1.0f);
+    const Tensor e5m2(ones, s, Q_E5M2), bf16(ones, s, Q_BF16), e4m3(ones, s, Q_E4M3),
+        blocks(ones, s, Q_128x128), out(s, Q_BF16), narrow({64, 32}, Q_BF16);
     const gpu::Operand row_major{e4m3.view()};
     gpu::Operand groups = e4m3.operand();
     groups.view.quant = Q_GROUP;

@@ -21,9 +21,8 @@ struct NormCase {
     const Buffer<float2> stats;
 
     NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
-        : N(s.rows), C(s.cols), rms(rms), in(N, C, f.nonlinear),
-          weight(normals(rng, f.compute, C), f.compute), bias(normals(rng, f.compute, C), f.compute),
-          stats(N) {}
+        : N(s.rows), C(s.cols), rms(rms), in(s, f.nonlinear), weight(normals(rng, f.compute, C), f.compute),
+          bias(normals(rng, f.compute, C), f.compute), stats(N) {}
     gpu::Norm norm(const View& x) const {
         return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
     }
@@ -49,7 +48,7 @@ struct NormCase {
     }
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
-        const Tensor y(N, C, Q_F32);
+        const Tensor y({N, C}, Q_F32);
         gpu::quantize(gpu::norm(norm(read.view())), y.operand(), nullptr, 0);
         check_as_float(y.values(), forward<double>(read.values()), forward<float>(read.values()), C);
     }
@@ -71,10 +70,8 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                     const Floats x = heavy(rng, f.compute, s.n()), branch = heavy(rng, f.compute, s.n());
                     Floats sum = x;
                     for (int64_t i = 0; i < s.n(); i++) sum[i] += branch[i];
-                    const Tensor device_x(x, s.rows, s.cols, compute),
-                        device_branch(branch, s.rows, s.cols, compute);
-                    const Tensor x_out(s.rows, s.cols, compute), y(s.rows, s.cols, Q_E4M3),
-                        values(s.rows, s.cols, Q_F32);
+                    const Tensor device_x(x, s, compute), device_branch(branch, s, compute),
+                        x_out(s, compute), y(s, Q_E4M3), values(s, Q_F32);
                     const NormCase c(rng, f, rms, s);
                     gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(),
                                       c.norm(c.in.view()), reads_saved, y.slot.get(), 0);
@@ -100,15 +97,14 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and stat
                 const int64_t n = s.n();
                 const Quant compute{f.compute};
                 const NormCase c(rng, f, rms, s);
-                const Tensor in(heavy(rng, f.compute, n), s.rows, s.cols, f.nonlinear);
+                const Tensor in(heavy(rng, f.compute, n), s, f.nonlinear);
                 const Floats x = in.values(), dy = heavy(rng, f.compute, n);
                 const Floats g = normals(rng, f.compute, n), before = normals(rng, f.compute, s.cols);
-                const Tensor device_dy(dy, s.rows, s.cols, compute), device_g(g, s.rows, s.cols, compute);
+                const Tensor device_dy(dy, s, compute), device_g(g, s, compute);
                 const Buffer<float> workspace(int64_t(gpu::norm_backward_workspace(s.cols) / sizeof(float)));
                 Bytes first;
                 for (bool add : {true, false, true}) {
-                    const Tensor out(s.rows, s.cols, compute), dweight(before, f.compute),
-                        dbias(before, f.compute);
+                    const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
                     gpu::norm_backward(c.norm(in.view()), device_dy.view(), add ? device_g.view() : View{},
                                        out.view(), out.slot.get(), dweight.view(),
                                        rms ? View{} : dbias.view(), workspace.get(), 0);
@@ -137,8 +133,8 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
             std::vector<int32_t> tokens(N);  // three of them are frequent
             for (int32_t& t : tokens) t = int32_t(rng.below(3) ? rng.below(3) : rng.below(live));
             const Buffer<int32_t> device_tokens(tokens);
-            const Tensor device_e(e, V, C, compute), device_p(p, T, C, compute), device_g(g, N, C, compute),
-                x(N, C, compute);
+            const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
+                device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
             gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{},
                                    T, x.view(), c.norm(c.in.view()), true, nullptr, 0);
@@ -155,7 +151,7 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::F32}) {  // of the gradients
-                const Tensor de(e, V, C, Quant{format}), dp(p, T, C, Quant{format});
+                const Tensor de(e, {V, C}, Quant{format}), dp(p, {T, C}, Quant{format});
                 gpu::embedding_backward(device_g.view(), device_order.get(), token_rows.get(), distinct,
                                         de.view(), 0);
                 gpu::embedding_backward(device_g.view(), nullptr, nullptr, T, dp.view(), 0);
@@ -186,7 +182,7 @@ GPU_TEST_CASE(
                 Floats in_float = x;
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
-                const Tensor got(x, N, cols, Quant{compute});
+                const Tensor got(x, {N, cols}, Quant{compute});
                 AmaxAndScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
                 if (direction == FORWARD) gpu::rope_forward(rope, got.view(), 0);
                 else gpu::rope_backward(rope, got.view(), amax, 0);
@@ -208,7 +204,7 @@ GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k hav
             const Floats x = normals(rng, compute, N * cols), dy = normals(rng, compute, N * cols),
                          w = normals(rng, compute, 2 * HS), before = normals(rng, compute, 2 * HS);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
-            const Tensor in(x, N, cols, dense), out(x, N, cols, dense), weight(w, compute);
+            const Tensor in(x, {N, cols}, dense), out(x, {N, cols}, dense), weight(w, compute);
             const gpu::HeadNorm n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
             auto forward = [&](auto y, const auto& weights) {
                 reference::head_norm_forward(c, N, weights.data(), y.data());
@@ -224,7 +220,7 @@ GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k hav
             const auto in_float = backward(x, w, dy, before);
             Bytes first;
             for (int again : {0, 1}) {
-                const Tensor dx(dy, N, cols, dense), dweight(before, Format::F32);
+                const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::F32);
                 gpu::head_norm_backward(n, in.view(), dx.view(), dweight.view(), workspace.get(), 0);
                 check_as_float(dx.values(), exact.first, in_float.first, HS, compute);
                 check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::F32);
@@ -271,7 +267,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                 for (int32_t& t : targets) t = int32_t(rng.below(V));
                 targets[1] = NO_TARGET;
                 const Buffer<int32_t> device_targets(targets);
-                const Tensor x(logits, N, stride, Quant{compute});
+                const Tensor x(logits, {N, stride}, Quant{compute});
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
                 Buffer<double> scale(std::vector<double>{0.125});

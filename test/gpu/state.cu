@@ -12,7 +12,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
     const std::vector<Param> params = parameters(c);
     const int64_t total = params.back().offset + params.back().padded_size();
     for (Format f : {Format::F32, Format::BF16}) {
-        const Tensor values(1, total, Quant{f});
+        const Tensor values({1, total}, Quant{f});
         const Buffer<int16_t> remainder(total);
         int16_t* const rest = f == Format::F32 ? nullptr : remainder.get();
         Floats expected(total);

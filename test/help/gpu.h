@@ -131,6 +131,11 @@ inline Bytes stored_scales(const reference::Quantized& q) {
     return bytes_of(to);
 }
 
+struct Shape {
+    int64_t rows, cols;
+    int64_t n() const { return rows * cols; }
+};
+
 // A tensor on the device in any format, as kernels store it: row-major, and transposed too if a GEMM may read
 // it so.
 class Tensor {
@@ -140,25 +145,24 @@ public:
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
     Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
 
-    Tensor(int64_t rows, int64_t cols, Quant q)
-        : rows(rows), cols(cols), quant(q), codes(q.code_bytes(rows, cols)),
+    Tensor(Shape s, Quant q)
+        : rows(s.rows), cols(s.cols), quant(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
                  info(q.scale_format).bytes),
           transposed_scales(transposes() ? q.operand_scales(cols, rows) * 4 : 0), slot(1) {
         slot.zero();
     }
-    Tensor(const Floats& x, int64_t rows, int64_t cols, Quant q) : Tensor(rows, cols, q) {
-        const reference::Quantized from = reference::quantize(x.data(), rows, cols, q);
-        codes.write(from.codes);
-        scales.write(stored_scales(from));
-        if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
-        if (!transposes()) return;
-        const reference::Quantized other = quantized_transpose(x, nullptr);
-        transposed.write(other.codes);
-        transposed_scales.write(stored_scales(other));
+    Tensor(const Floats& x, Shape s, Quant q) : Tensor(s, q) {
+        for (bool transpose : {false, true}) {
+            if (transpose && !transposes()) continue;
+            const reference::Quantized from = quantized(x, transpose);
+            (transpose ? transposed : codes).write(from.codes);
+            (transpose ? transposed_scales : scales).write(stored_scales(from));
+            if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+        }
     }
-    Tensor(const Floats& x, Format f) : Tensor(x, 1, int64_t(x.size()), Quant{f}) {}
+    Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Quant{f}) {}
 
     bool per_tensor() const { return quant.fp8() && quant.granularity == PER_TENSOR; }
     bool for_gemm() const { return quant.fp8() && !(quant.granularity == PER_GROUP); }
@@ -176,10 +180,11 @@ public:
         return reference::dequantize(
             {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, quant});
     }
-    // What the transposed codes and scales are, of values x (rows, cols).
-    reference::Quantized quantized_transpose(const Floats& x, const float* delayed) const {
-        return reference::quantize(test::transposed(x, rows, cols).data(), cols, rows, quant, nullptr,
-                                   delayed);
+    // The codes and scales of x (rows, cols), row-major or transposed.
+    reference::Quantized quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
+        if (!transpose) return reference::quantize(x.data(), rows, cols, quant, nullptr, delayed);
+        const Floats t = test::transposed(x, rows, cols);
+        return reference::quantize(t.data(), cols, rows, quant, nullptr, delayed);
     }
 };
 
@@ -194,22 +199,17 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
 // delayed scale of the tensor, or just in time.
 inline void check_quantized(const Tensor& out, const Floats& x, const float* delayed = nullptr) {
     INFO(out.quant.text(), " ", out.rows, "x", out.cols);
-    const reference::Quantized wanted =
-        reference::quantize(x.data(), out.rows, out.cols, out.quant, nullptr, delayed);
-    if (!out.quant.fp8()) {
-        CHECK(same_bytes(out.codes.read(), wanted.codes));
-        return;
+    for (bool transpose : {false, true}) {
+        if (transpose && !out.transposes()) continue;
+        const reference::Quantized wanted = out.quantized(x, transpose, delayed);
+        const Bytes codes = (transpose ? out.transposed : out.codes).read();
+        CHECK((out.quant.fp8() ? same_codes(out.quant.format, codes, wanted.codes) : codes == wanted.codes));
+        CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
-    CHECK(same_codes(out.quant.format, out.codes.read(), wanted.codes));
-    CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
     if (!out.for_gemm()) return;
     const float amax = reference::amax(x.data(), out.rows * out.cols), got = out.amax();
     CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
     if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.quant, amax)));
-    if (!out.transposes()) return;
-    const reference::Quantized other = out.quantized_transpose(x, delayed);
-    CHECK(same_codes(out.quant.format, out.transposed.read(), other.codes));
-    CHECK(same_bytes(out.transposed_scales.read(), stored_scales(other)));
 }
 
 // Each value against the exact one, with a bound of its own; both limits are rounded by stored(i, x).
@@ -256,10 +256,6 @@ inline void check_as_float(const Floats& got, const Doubles& exact, const Floats
     check_limits(got, exact, in_float, cols, round, terms);
 }
 
-struct Shape {
-    int64_t rows, cols;
-    int64_t n() const { return rows * cols; }
-};
 // Under a sanitizer a launch takes seconds, so large shapes are left out; smaller ones have several tiles and
 // rows too.
 inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
@@ -315,11 +311,11 @@ inline void check_column_sums(const Lazy& x, const Floats& values) {
 // against those values: BF16, column sums, and codes and scales in every format and orientation, alone and
 // together, just in time and delayed.
 inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, const Floats& in_float) {
-    const int64_t rows = x.rows, cols = x.cols;
-    const Tensor fp32(rows, cols, Q_F32), bf16(rows, cols, Q_BF16);
+    const Shape s{x.rows, x.cols};
+    const Tensor fp32(s, Q_F32), bf16(s, Q_BF16);
     gpu::quantize(x, fp32.operand(), nullptr, 0);
     const Floats values = fp32.values();
-    check_as_float(values, exact, in_float, cols);
+    check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::F32) {
         CHECK_THROWS_AS(gpu::amax(x, bf16.slot.get(), 0), Error);
@@ -329,7 +325,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
     check_quantized(bf16, values);
     for (Quant q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
-        const Tensor both(rows, cols, q), row_major(rows, cols, q), column_major(rows, cols, q);
+        const Tensor both(s, q), row_major(s, q), column_major(s, q);
         for (const Tensor* t : {&both, &row_major, &column_major}) {
             Operand out = t->operand();
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
@@ -345,8 +341,8 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
         CHECK(same_bytes(column_major.transposed_scales.read(), both.transposed_scales.read()));
         if (!per_tensor) continue;
         // half of the amax: some values saturate
-        const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
-        Tensor delayed(rows, cols, q);
+        const float scale = reference::scale_of(q, reference::amax(values.data(), s.n()) / 2);
+        Tensor delayed(s, q);
         delayed.slot.write({AmaxAndScale{0, 0, scale, 0}});
         gpu::quantize(x, delayed.operand(), nullptr, 0);
         check_quantized(delayed, values, &scale);
