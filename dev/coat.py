@@ -13,7 +13,7 @@ only those before it:
     4. Operators    norm, activation, attention, and their gradients
     5. Flow         which tensor of a Llama layer has which format       (section 5, precision flow)
 
-test/dev/coat_py.cpp compares all of it with reference.cpp.
+test/dev/arithmetic.cpp compares all of it with reference.cpp.
 """
 import numpy as np
 

@@ -3,7 +3,7 @@
 
     make figures     draws all; if build/figures has no model yet, one is trained first, for two minutes
 
-coat.py, which has the reference's codes (test/dev/coat_py.cpp), quantizes the values. Needs matplotlib.
+coat.py, which has the reference's codes (test/dev/arithmetic.cpp), quantizes the values. Needs matplotlib.
 """
 import pathlib
 import re

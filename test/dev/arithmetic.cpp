@@ -1,0 +1,291 @@
+// arithmetic.cpp - the method in two other languages against the reference: dev/coat.py in NumPy, and the
+// first script of dev/explore.html. Codes, scales and k of random values; of coat.py also a step of AdamW,
+// and the gradients of a Llama layer.
+//
+// A test writes its inputs as raw files, runs a few lines of a program that read them and write what the
+// other language makes of them, and compares. Where NumPy (apt-get install python3-numpy) or node (nodejs) is
+// missing, it is skipped.
+#include "../../reference.h"
+#include "../help/model.h"
+#include "../help/oracle.h"
+#include "../help/program.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+namespace {
+
+const bool NO_NUMPY = std::system("python3 -c 'import numpy' >/dev/null 2>&1") != 0;
+const bool NO_NODE = std::system("node --version >/dev/null 2>&1") != 0;
+using Floats = std::vector<float>;
+
+// A folder of raw arrays in FP32. In its programs, load("x") is the file x, and save("y", array) writes y.
+struct Arrays : Folder {
+    void put(const std::string& name, const Floats& x) const {
+        write(name, std::string(reinterpret_cast<const char*>(x.data()), x.size() * sizeof(float)));
+    }
+    Floats get(const std::string& name) const {
+        const std::string bytes = read_file(path / name);
+        Floats x(bytes.size() / sizeof(float));
+        std::memcpy(x.data(), bytes.data(), x.size() * sizeof(float));
+        return x;
+    }
+    void python(const std::string& lines) const {
+        write("run.py", "import sys\nsys.path.insert(0, '" + fs::absolute("dev").string() + R"(')
+from coat import *
+load = lambda name, *shape: np.fromfile(name, F32).reshape(*shape or [-1])
+def save(name, x):
+    assert x.dtype in (F32, np.uint8)  # values and codes
+    x.astype(F32).tofile(name)
+)" + lines);
+        require_success(shell(*this, "PYTHONDONTWRITEBYTECODE=1 python3 -W error run.py"));
+    }
+    void javascript(const std::string& lines) const {
+        const std::string page = read_file("dev/explore.html"), tag = "<script id=\"arithmetic\">";
+        const size_t first = page.find(tag) + tag.size();
+        write("run.js", page.substr(first, page.find("</script>", first) - first) + R"(
+const fs = require("fs"), load = name => new Float32Array(new Uint8Array(fs.readFileSync(name)).buffer);
+const save = (name, x) => fs.writeFileSync(name, Buffer.from(Float32Array.from(x).buffer));
+)" + lines);
+        require_success(shell(*this, "node run.js"));
+    }
+};
+
+double distance(const Floats& x, const Floats& expected) {  // relative to what is expected
+    REQUIRE(x.size() == expected.size());
+    return relative_error(x, expected);
+}
+
+// Random values of many magnitudes; some are zero.
+Floats values(Random& rng, int64_t n, double spread) {
+    Floats x(n);
+    for (float& v : x) v = rng.below(50) == 0 ? 0.0f : float(rng.normal() * std::exp(spread * rng.normal()));
+    return x;
+}
+
+// Values of many magnitudes, special ones, and ties.
+Floats to_encode(Random& rng) {
+    Floats x = values(rng, 20000, 8);
+    for (int i = 0; i < 100; i++) x[i] = float_of((bits_of(x[i]) & 0xFFFF0000) | 0x8000);  // ties of BF16
+    for (float special : {448.0f, 464.0f, 464.1f, 1e30f, INFINITY, -INFINITY, NAN, -0.0f, 0x1p-10f, 0x3p-11f})
+        x.push_back(special);
+    for (int code = 0; code < 0x7B; code++)
+        for (Format f : {Format::E4M3, Format::E5M2})
+            x.push_back((decode(f, uint16_t(code)) + decode(f, uint16_t(code + 1))) / 2);
+    return x;
+}
+
+template <class T> Floats floats(const std::vector<T>& x) { return Floats(x.begin(), x.end()); }
+template <class F> Floats each(const Floats& x, F f) {
+    Floats y(x.size());
+    std::transform(x.begin(), x.end(), y.begin(), f);
+    return y;
+}
+// Equal bits; but NaN is NaN.
+bool same(const Floats& a, const Floats& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
+        return bits_of(x) == bits_of(y) || (std::isnan(x) && std::isnan(y));
+    });
+}
+// How many values are not the wanted ones. None is off by more than this.
+int others(const Floats& got, const Floats& wanted, float absolute, float relative = 0) {
+    REQUIRE(got.size() == wanted.size());
+    int n = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        CHECK(std::abs(got[i] - wanted[i]) <= absolute + relative * std::abs(wanted[i]));
+        n += got[i] != wanted[i];
+    }
+    return n;
+}
+// What a program has made of x: the files "e4m3" and "e5m2", codes; "e4m3.values" and "e5m2.values", of all
+// codes; and "bf16".
+void check_formats(const Arrays& folder, const Floats& x) {
+    CHECK(same(folder.get("bf16"), each(x, [](float v) { return round_to(Format::BF16, v); })));
+    Floats codes(256);
+    std::iota(codes.begin(), codes.end(), 0.0f);
+    for (Format f : {Format::E4M3, Format::E5M2}) {
+        const std::string name = info(f).name;
+        CAPTURE(name);
+        CHECK(same(folder.get(name), each(x, [&](float v) { return float(encode(f, v)); })));
+        CHECK(
+            same(folder.get(name + ".values"), each(codes, [&](float c) { return decode(f, uint16_t(c)); })));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("explore.html: codes, scales and expansion are those of the reference" * doctest::skip(NO_NODE)) {
+    FRESH_RANDOM(rng);
+    const Arrays folder;
+    const int n = 10000;
+    const Floats x = to_encode(rng);
+    const Floats v = each(values(rng, n, 6), [](float a) { return a == 0 ? 1 : a; });
+    Floats max(n), min(n);  // of groups of two values
+    for (int i = 0; i < n; i++)
+        std::tie(min[i], max[i]) = std::minmax({std::abs(v[i]), std::abs(v[(i + 1) % n])});
+    folder.put("x", x), folder.put("v", v), folder.put("max", max), folder.put("min", min);
+    folder.javascript(R"(
+const x = load("x"), max = load("max"), min = load("min");
+for (const f of [E4M3, E5M2]) {
+  save(f.name.toLowerCase(), x.map(v => encode(f, v)));
+  save(f.name.toLowerCase() + ".values", Array.from({length: 256}, (_, code) => decode(f, code)));
+}
+save("bf16", x.map(toBF16));
+save("scale", max.map(m => scaleOf(E4M3, m)));
+const k = max.map((m, i) => expansionFactor(m, min[i])), y = load("v").map((v, i) => expand(v, max[i], k[i]));
+save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max[i], k[i])));
+)");
+    check_formats(folder, x);
+    CHECK(same(folder.get("scale"), each(max, [](float m) { return scale_of(Q_E4M3, m); })));
+    const Floats k = folder.get("k"), y = folder.get("y");
+    Floats wanted_k(n), wanted_y(n), wanted_back(n);
+    for (int i = 0; i < n; i++) {
+        wanted_k[i] = expansion_factor(Format::E4M3, max[i], min[i]);
+        wanted_y[i] = expand(Format::E4M3, v[i], max[i], k.at(i));
+        wanted_back[i] = contract(Format::E4M3, y.at(i), max[i], k[i]);
+    }
+    // Logarithms differ in their last bits: k rarely by 1/256, and the powers a little.
+    CHECK(others(k, wanted_k, 1.0f / 256) < n / 100);
+    others(y, wanted_y, 0, 1e-3f);
+    others(folder.get("back"), wanted_back, 0, 1e-4f);
+}
+
+TEST_CASE("coat.py: codes of both formats, BF16, and codes and scales of tensors and groups" *
+          doctest::skip(NO_NUMPY)) {
+    FRESH_RANDOM(rng);
+    const Arrays folder;
+    const Floats x = to_encode(rng);
+    const int64_t rows = 37, cols = 96;
+    Floats matrix = values(rng, rows * cols, 2);
+    std::fill_n(matrix.begin(), 16, 0.0f);
+    matrix[16] = 1e-42f;
+    folder.put("x", x), folder.put("matrix", matrix);
+    folder.python(R"(
+x, matrix = load("x"), load("matrix", 37, 96)
+for f, name in ((E4M3, "e4m3"), (E5M2, "e5m2")):
+    save(name, encode(f, x)), save(name + ".values", decode(f, np.arange(256)))
+    codes, s = quantize_tensor(f, matrix)
+    save(name + ".tensor", codes), save(name + ".scale", s)
+save("bf16", bf16(x))
+codes, s = quantize_groups(matrix)
+save("groups", codes), save("scales", s), save("decoded", dequantize_groups(codes, s))
+)");
+    check_formats(folder, x);
+    for (Format f : {Format::E4M3, Format::E5M2}) {
+        const std::string name = info(f).name;
+        const Quantized q = quantize(matrix.data(), rows, cols, {f});
+        CHECK((folder.get(name + ".tensor") == floats(q.codes)));
+        CHECK(folder.get(name + ".scale").at(0) == q.scale(0, 0));
+    }
+    const Quantized q = quantize(matrix.data(), rows, cols, Q_GROUP);
+    CHECK((folder.get("groups") == floats(q.codes)));
+    CHECK((folder.get("decoded") == dequantize(q)));
+    const Floats scales = folder.get("scales");
+    for (int64_t i = 0; i < rows * cols; i += 16) CHECK(scales.at(i / 16) == q.scale(i / cols, i % cols));
+}
+
+// Logarithms differ in their last bits. Where one falls on a border, k may differ by 1/256 and a code by one.
+TEST_CASE("coat.py: k and codes of moments, and a step of AdamW with FP8 moments" * doctest::skip(NO_NUMPY)) {
+    FRESH_RANDOM(rng);
+    const Arrays folder;
+    const int64_t groups = 200, n = groups * MOMENT_GROUP;
+    Floats w = values(rng, n, 0), g = values(rng, n, 1), m(n), v(n);
+    for (int64_t i = 0; i < n; i++) {
+        const double spread = 0.02 * double(1 + i / MOMENT_GROUP);  // of the group
+        m[i] = float(rng.normal() * std::exp(spread * rng.normal()));
+        v[i] = float(std::exp(spread * rng.normal()));
+    }
+    std::fill_n(m.begin(), 128, 0.0f), std::fill_n(v.begin() + 128, 128, 3.0f);  // no range at all
+    folder.put("w", w), folder.put("g", g), folder.put("m", m), folder.put("v", v);
+    folder.python(R"(
+w, g, m, v = (load(name, -1, 128) for name in "wgmv")
+m, v = store_moment(m, False), store_moment(v, True)
+new_w, new_m, new_v = adamw(w, g, m, v, step=5, lr=0.01)
+for name, stored in (("m", m), ("v", v), ("new_m", new_m), ("new_v", new_v)):
+    for part, x in zip((".codes", ".max", ".k"), stored):
+        save(name + part, x)
+save("new_w", new_w)
+)");
+    auto check = [&](const std::string& name, const Moment& expected) {
+        INFO(name);
+        others(folder.get(name + ".max"), expected.max, 0, 0x1p-21f);
+        CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
+        CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
+    };
+    Moment stored_m, stored_v;
+    stored_m.init(Format::E4M3, true, n), stored_v.init(Format::E4M3, true, n);
+    stored_m.store(m.data(), false), stored_v.store(v.data(), true);
+    check("m", stored_m), check("v", stored_v);
+    stored_m.load(m.data()), stored_v.load(v.data());
+    adamw(adamw_factors({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
+    stored_m.store(m.data(), false), stored_v.store(v.data(), true);
+    check("new_m", stored_m), check("new_v", stored_v);
+    CHECK(distance(folder.get("new_w"), w) < 1e-6);
+}
+
+// Draws weights and tokens for a model of one layer. Returns the largest distance of a gradient from the
+// reference's.
+static double distance_of_gradients(Random& rng) {
+    const Arrays folder;
+    const ModelConfig config{"one-layer", LLAMA, 1, 32, 2, 2, 96, 64, 16, false};
+    const std::unique_ptr<Model> model = make_reference(setup_of("coat", config, 2, 16));
+    for (const Param& p : parameters(config)) {
+        std::vector<uint16_t> weight(p.size());
+        Floats decoded(p.size());
+        for (int64_t i = 0; i < p.size(); i++) {
+            weight[i] = to_bf16(float((p.role.weight ? 1 : 0) + 0.15 * rng.normal()));
+            decoded[i] = from_bf16(weight[i]);
+        }
+        model->write(p.name, weight.data());
+        folder.put(p.name, decoded);
+    }
+    std::vector<int32_t> tokens, targets;
+    Text(rng.bits(), config.V).next(2, 16, &tokens, &targets);
+    folder.put("tokens", floats(tokens)), folder.put("targets", floats(targets));
+    folder.python(R"(
+C, F, T, HS = 32, 96, 16, 16
+tokens, targets = load("tokens").astype(int), load("targets").astype(int)
+shapes = {"norm1": C, "norm2": C, "qkv": (-1, C), "attention_out": (-1, C), "gate_up": (-1, C), "down": (-1, F)}
+file = lambda name: "layers.0." + name + (".weight" if "norm" in name else "")
+w = {name: load(file(name)).reshape(shape) for name, shape in shapes.items()}
+embedding, head, final = load("embedding", -1, C), load("head", -1, C), load("final_norm.weight")
+out, saved = layer_forward(w, embedding[tokens], T, HS)
+x = bf16(out)
+y = bf16(rms_norm(x, final))
+logits = bf16(y @ head.T).astype(float)
+p = np.exp(logits - logits.max(axis=1, keepdims=True))
+p /= p.sum(axis=1, keepdims=True)
+counted = np.arange(len(targets)), targets
+save("loss", F32(np.mean(-np.log(p[counted]))))
+p[counted] -= 1
+dlogits = bf16(p / len(targets))
+dx, dfinal = rms_norm_backward(x, final, bf16(dlogits @ head))
+dx, gradients = layer_backward(w, saved, bf16(dx), T, HS)
+dembedding = np.zeros_like(embedding)
+np.add.at(dembedding, tokens, dx)
+gradients = {file(name): gradient for name, gradient in gradients.items()}
+gradients |= {"embedding": dembedding, "head": dlogits.T @ y, "final_norm.weight": dfinal}
+for name, gradient in gradients.items():
+    save(name + ".gradient", bf16(gradient))
+)");
+    const StepResult result = model->step(tokens.data(), targets.data(), {1, 0.0f});
+    CHECK(folder.get("loss").at(0) == doctest::Approx(result.loss).epsilon(1e-3));
+    double largest = 0;
+    for (const Param& p : parameters(config)) {
+        Floats expected(p.size());
+        model->read(p.name + ".gradient", expected.data());
+        largest = std::max(largest, distance(folder.get(p.name + ".gradient"), expected));
+    }
+    return largest;
+}
+
+// The sums of GEMMs have another order. So in a few draws a value is rounded to another code, and other
+// roundings follow. An error of the method makes a distance of 0.02 or more in every draw.
+TEST_CASE("coat.py: the loss of a model of one layer, and the gradient of every parameter" *
+          doctest::skip(NO_NUMPY)) {
+    FRESH_RANDOM(rng);
+    double best = 1;
+    for (int draw = 0; draw < 6 && best > 0.003; draw++) best = std::min(best, distance_of_gradients(rng));
+    CHECK(best < 0.003);
+}
