@@ -54,7 +54,7 @@ void check_all_formats(const Floats& x, Shape s) {
     formats.push_back(Q_GROUP);
     for (Quant q : formats) {
         const Tensor out(s, q);
-        const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
+        const Buffer<QuantStats> stats({BEFORE});
         quantize(in.view(), out, stats.get());
         check_quantized(out, x);
         QuantStats wanted;
@@ -123,9 +123,8 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 5 - 2) / 4 * half_step) * scale;
         const Tensor in(x, {rows, cols}, Q_BF16);
-        Tensor out({rows, cols}, q);
-        out.slot.write({AmaxAndScale{0, 0, scale, 0}});
-        const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
+        const Tensor out({rows, cols}, q, scale);
+        const Buffer<QuantStats> stats({BEFORE});
         gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
         check_quantized(out, x, &scale);
         QuantStats wanted;
@@ -211,8 +210,8 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
                 INFO(s.cols, gated ? " gated" : "", reads_saved ? " reads what is saved" : "");
                 const Floats x = heavy(rng, Format::BF16, s.n());
                 const Tensor gate_up(x, s, Q_BF16), groups(s, Q_GROUP);
-                const Tensor fused({1, 16}, Q_E4M3),
-                    separate({1, 16}, Q_E4M3);  // of these only the amax is used
+                // Of these only the amax is used.
+                const Tensor fused({1, 16}, Q_E4M3), separate({1, 16}, Q_E4M3);
                 gpu::quantize_groups(gate_up.view(), groups.view(), false,
                                      {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);
@@ -239,12 +238,11 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
         const Tensor in(gate_up, {rows, 2 * F}, Q_GROUP), gradient(dact, {rows, F}, Q_BF16);
         const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
         const Tensor exact({rows, 2 * F}, Q_F32);
-        Tensor out({rows, 2 * F}, Q_E5M2);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
         const float amax = reference::amax(values.data(), rows * 2 * F),
                     scale = reference::scale_of(Q_E5M2, amax);
-        out.slot.write({AmaxAndScale{0, 0, scale, 0}});
+        const Tensor out({rows, 2 * F}, Q_E5M2, scale);
         Operand operand = out.operand();
         operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
@@ -283,7 +281,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 for (int i = 1; i < SCALES; i++)  // the first overflows when it is multiplied by 2^margin
                     scales[i].amax = wanted[i].amax = i == 1 ? 3e38f : random_amax();
                 device_scales.write(scales);
-                const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skipped}});
+                const Buffer<gpu::GradientState> state({gpu::GradientState{1, 1, 1, skipped}});
                 empty.zero();
                 gpu::end_delayed_step(device_scales.get(), SCALES, histories.get(), length, margin, format,
                                       &state.get()->skip, empty.get(), 0);

@@ -26,23 +26,19 @@ struct NormCase {
     gpu::Norm norm(const View& x) const {
         return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
     }
-    template <class Real> std::vector<Real> forward(const Floats& x) const {
-        const Floats w = weight.values(), b = bias.values();
-        const std::vector<Real> xs(x.begin(), x.end()), ws(w.begin(), w.end()), bs(b.begin(), b.end());
-        std::vector<Real> y(x.size());
-        reference::norm_forward<Real>(rms, EPS, N, C, xs.data(), ws.data(), rms ? nullptr : bs.data(),
-                                      y.data());
+    template <class Real> std::vector<Real> forward(const Tensor& x) const {
+        std::vector<Real> y(N * C);
+        reference::norm_forward<Real>(rms, EPS, N, C, x.as<Real>().data(), weight.as<Real>().data(),
+                                      rms ? nullptr : bias.as<Real>().data(), y.data());
         return y;
     }
     // dx + g, dweight and dbias. These two start from `before`.
     template <class Real>
-    std::array<std::vector<Real>, 3> backward(const Floats& x, const Floats& dy, const Floats& g,
+    std::array<std::vector<Real>, 3> backward(const Tensor& x, const Tensor& dy, const Floats& g,
                                               const Floats& before) const {
-        const Floats w = weight.values();
-        const std::vector<Real> xs(x.begin(), x.end()), ws(w.begin(), w.end()), ds(dy.begin(), dy.end());
-        std::vector<Real> dx(x.size()), dw(before.begin(), before.end()), db = dw;
-        reference::norm_backward<Real>(rms, EPS, N, C, xs.data(), ws.data(), ds.data(), dx.data(), dw.data(),
-                                       rms ? nullptr : db.data());
+        std::vector<Real> dx(g.size()), dw(before.begin(), before.end()), db = dw;
+        reference::norm_backward<Real>(rms, EPS, N, C, x.as<Real>().data(), weight.as<Real>().data(),
+                                       dy.as<Real>().data(), dx.data(), dw.data(), rms ? nullptr : db.data());
         for (size_t i = 0; i < dx.size(); i++) dx[i] += Real(g[i]);
         return {dx, dw, db};
     }
@@ -50,7 +46,7 @@ struct NormCase {
     void check_statistics(const Tensor& read) const {
         const Tensor y({N, C}, Q_F32);
         gpu::quantize(gpu::norm(norm(read.view())), y.operand(), nullptr, 0);
-        check_as_float(y.values(), forward<double>(read.values()), forward<float>(read.values()), C);
+        check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
 };
 
@@ -67,20 +63,19 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                     if (!reads_saved && !f.nonlinear.fp8()) continue;
                     INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", reads_saved ? "" : " reads the sum");
                     const Quant compute{f.compute};
-                    const Floats x = heavy(rng, f.compute, s.n()), branch = heavy(rng, f.compute, s.n());
-                    Floats sum = x;
-                    for (int64_t i = 0; i < s.n(); i++) sum[i] += branch[i];
-                    const Tensor device_x(x, s, compute), device_branch(branch, s, compute),
-                        x_out(s, compute), y(s, Q_E4M3), values(s, Q_F32);
+                    const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
+                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, Q_E4M3), values(s, Q_F32);
                     const NormCase c(rng, f, rms, s);
-                    gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(),
-                                      c.norm(c.in.view()), reads_saved, y.slot.get(), 0);
+                    gpu::residual_add(x.view(), branch.view(), x_out.view(), c.norm(c.in.view()), reads_saved,
+                                      y.slot.get(), 0);
+                    Floats sum = x.values();
+                    const Floats added = branch.values();
+                    for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
                     const Tensor& read = reads_saved ? c.in : x_out;
-                    const Floats in = read.values();
                     const Lazy norm = gpu::norm(c.norm(read.view()));
-                    check_lazy(norm, f.compute, c.forward<double>(in), c.forward<float>(in));
+                    check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::quantize(norm, values.operand(), nullptr, 0);
                     CHECK(y.amax() == reference::amax(values.values().data(), s.n()));
                 }
@@ -97,22 +92,21 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and stat
                 const int64_t n = s.n();
                 const Quant compute{f.compute};
                 const NormCase c(rng, f, rms, s);
-                const Tensor in(heavy(rng, f.compute, n), s, f.nonlinear);
-                const Floats x = in.values(), dy = heavy(rng, f.compute, n);
-                const Floats g = normals(rng, f.compute, n), before = normals(rng, f.compute, s.cols);
-                const Tensor device_dy(dy, s, compute), device_g(g, s, compute);
+                const Tensor in(heavy(rng, f.compute, n), s, f.nonlinear),
+                    dy(heavy(rng, f.compute, n), s, compute), g(normals(rng, f.compute, n), s, compute);
+                const Floats before = normals(rng, f.compute, s.cols);
                 const Buffer<float> workspace(int64_t(gpu::norm_backward_workspace(s.cols) / sizeof(float)));
                 Bytes first;
                 for (bool add : {true, false, true}) {
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
-                    gpu::norm_backward(c.norm(in.view()), device_dy.view(), add ? device_g.view() : View{},
-                                       out.view(), out.slot.get(), dweight.view(),
-                                       rms ? View{} : dbias.view(), workspace.get(), 0);
+                    gpu::norm_backward(c.norm(in.view()), dy.view(), add ? g.view() : View{}, out.view(),
+                                       out.slot.get(), dweight.view(), rms ? View{} : dbias.view(),
+                                       workspace.get(), 0);
                     c.check_statistics(in);
-                    const Floats got = out.values(), around = add ? g : Floats(n);
+                    const Floats got = out.values(), around = add ? g.values() : Floats(n);
                     CHECK(out.amax() == reference::amax(got.data(), n));
-                    const auto exact = c.backward<double>(x, dy, around, before);
-                    const auto in_float = c.backward<float>(x, dy, around, before);
+                    const auto exact = c.backward<double>(in, dy, around, before);
+                    const auto in_float = c.backward<float>(in, dy, around, before);
                     check_as_float(got, exact[0], in_float[0], s.cols, f.compute);
                     check_as_float(dweight.values(), exact[1], in_float[1], s.cols, f.compute);
                     check_as_float(dbias.values(), exact[2], in_float[2], s.cols, f.compute);

@@ -145,13 +145,13 @@ public:
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
     Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
 
-    Tensor(Shape s, Quant q)
+    Tensor(Shape s, Quant q, float delayed = 0)  // 0: without a delayed scale
         : rows(s.rows), cols(s.cols), quant(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
                  info(q.scale_format).bytes),
           transposed_scales(transposes() ? q.operand_scales(cols, rows) * 4 : 0), slot(1) {
-        slot.zero();
+        slot.write({AmaxAndScale{0, 0, delayed, 0}});
     }
     Tensor(const Floats& x, Shape s, Quant q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
@@ -179,6 +179,10 @@ public:
     Floats values() const {  // of all formats but those in blocks
         return reference::dequantize(
             {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, quant});
+    }
+    template <class Real> std::vector<Real> as() const {
+        const Floats x = values();
+        return {x.begin(), x.end()};
     }
     // The codes and scales of x (rows, cols), row-major or transposed.
     reference::Quantized quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
@@ -342,8 +346,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
         if (!per_tensor) continue;
         // half of the amax: some values saturate
         const float scale = reference::scale_of(q, reference::amax(values.data(), s.n()) / 2);
-        Tensor delayed(s, q);
-        delayed.slot.write({AmaxAndScale{0, 0, scale, 0}});
+        const Tensor delayed(s, q, scale);
         gpu::quantize(x, delayed.operand(), nullptr, 0);
         check_quantized(delayed, values, &scale);
     }
