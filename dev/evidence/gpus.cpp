@@ -14,20 +14,24 @@ using namespace coat;
 const char* const START = "<!-- gpus: make build/evidence_gpus && build/evidence_gpus -->\n";
 const char* const END = "<!-- end -->\n";
 
-// How linear layers run. An older GPU than 8.0 is refused (gpu/this_gpu.cu).
+// How linear layers run; recipes that run alike share a row. An older GPU than 8.0 is refused
+// (gpu/this_gpu.cu).
 std::string recipes_by_capability() {
-    std::string table =
-        "| GEMMs of `--recipe` | 8.0 | 8.6 | 8.9 | 9.0 | 10.0 | 12.0 |\n|---|---|---|---|---|---|---|\n";
+    std::vector<std::pair<std::string, std::string>> rows;  // names, cells
     for (const Recipe& r : recipes()) {
-        table += concat("| `", r.name, "` |");
+        std::string cells;
         for (int capability : {80, 86, 89, 90, 100, 120}) try {
                 const Recipe ours = recipe_on_gpu(r, capability);
-                table += ours.x.fp8() ? " FP8 |" : ours.compute == Format::F32 ? " FP32 |" : " BF16 |";
+                cells += ours.x.fp8() ? " FP8 |" : ours.compute == Format::F32 ? " FP32 |" : " BF16 |";
             } catch (const Error&) {
-                table += " error |";
+                cells += " error |";
             }
-        table += "\n";
+        if (rows.empty() || rows.back().second != cells) rows.push_back({"", cells});
+        rows.back().first += concat(rows.back().first.empty() ? "`" : ", `", r.name, "`");
     }
+    std::string table =
+        "| GEMMs of `--recipe` | 8.0 | 8.6 | 8.9 | 9.0 | 10.0 | 12.0 |\n|---|---|---|---|---|---|---|\n";
+    for (const auto& [names, cells] : rows) table += "| " + names + " |" + cells + "\n";
     return table;
 }
 
@@ -46,8 +50,8 @@ std::string models_by_gpu() {
     std::string table = "| model | GB, default flags | GB, leanest flags |", line = "|---|---|---|";
     for (const Gpu& gpu : gpus) table += concat(" ", gpu.name, " |"), line += "---|";
     table += "\n" + line + "\n";
-    for (const ModelConfig& model : models()) {
-        if (model.max_T < 2048) continue;
+    for (const char* name : {"tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"}) {
+        const ModelConfig& model = find_row(models(), name, "");
         Setup s{model, find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 2048};
         const int64_t by_default = total_bytes(gpu_memory_plan(s));
         s.recipe.attention = Q_GROUP, s.master = s.keep_gradients = false;
