@@ -30,7 +30,7 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     const double max = info(f).max;
     const float log_max = static_cast<float>(std::log2(max)),
                 log_range = static_cast<float>(std::log2(max / info(f).min));
-    return {f == Format::E5M2, o.expands(f), o.group == 0, o.keep_positive, info(f).max, log_max, log_range};
+    return {f == Format::E5M2, o.expands(f), o.group == 0, info(f).max, log_max, log_range};
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
@@ -115,7 +115,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     uint2 codes = encode(f.e5m2, y, 1.0f);
     // Not needed in expand()'s fast way: k is at most 1/512 too large, so the group's smallest value,
     // expanded, is above 0.8 times the smallest positive code and is rounded to it.
-    if (SECOND && f.keep_positive && !(f.expand && encodes_fast(f, g))) {
+    if (SECOND && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
         }

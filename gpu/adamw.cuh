@@ -28,7 +28,7 @@ struct Factors {
 };
 
 struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
-    bool e5m2 = false, expand = false, per_tensor = false, keep_positive = false;
+    bool e5m2 = false, expand = false, per_tensor = false;
     float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
 };
 

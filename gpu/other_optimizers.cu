@@ -28,9 +28,8 @@ static __device__ void store_moment(const MomentView& m, const MomentFormat& f, 
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
-    alignas(16) __half halves[CHUNK];  // saturated
-    for (int j = 0; j < CHUNK; j++)
-        halves[j] = __float2half_rn(fminf(fmaxf(x[j] * inverse, -65504.0f), 65504.0f));
+    alignas(16) __half halves[CHUNK];
+    for (int j = 0; j < CHUNK; j++) halves[j] = __float2half_rn(x[j] * inverse);
     put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(halves));
 }
 
@@ -61,7 +60,7 @@ static __global__ void __launch_bounds__(THREADS)
         store_moment(segment.m, a.m, i, m);
         store_moment(segment.v, a.v, i, v);
     }
-    if (!maxima && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
+    if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
     if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
     if (maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
 }

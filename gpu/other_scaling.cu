@@ -57,7 +57,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
             uint32_t top = 0;
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                const uint32_t bits = live ? magnitude(v[p][j]) : 0;
+                const uint32_t bits = magnitude(v[p][j]);  // a place outside copies its block's last row
                 top = max(top, bits);
                 tops[p][j] = max(tops[p][j], bits);
             }

@@ -215,6 +215,8 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
                 gpu::quantize_groups(gate_up.view(), groups.view(), false,
                                      {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);
+                gpu::quantize_groups(gate_up.view(), groups.view(), false, {}, nullptr, 0);
+                CHECK(same_values(gate_up.values(), x));
                 const View read = reads_saved ? groups.view() : gate_up.view();
                 gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
                 CHECK(fused.amax() == separate.amax());

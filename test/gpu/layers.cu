@@ -142,6 +142,8 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
             const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N);
             const int64_t distinct = int64_t(order.tokens.size());
             REQUIRE(distinct <= live);
+            for (const gpu::TokenRows& t : order.tokens)  // a token's rows are in order
+                CHECK(std::is_sorted(&order.order[t.first], &order.order[t.first] + t.count));
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::F32}) {  // of the gradients
