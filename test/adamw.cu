@@ -5,7 +5,7 @@
 // between the codes of the limits.
 #include "../gpu/adamw.cuh"
 
-#include <memory>
+#include <deque>
 
 #include "../gpu/report.cuh"
 #include "help/gpu.h"
@@ -149,13 +149,12 @@ struct Run {
     Result on_gpu(const AdamW& a, bool skip = false) const {
         const int64_t total = int64_t(master.size());
         const Buffer<AmaxAndScale> amaxes(std::vector<AmaxAndScale>(params.size(), {1, OLD_AMAX, 0, 0}));
-        std::vector<std::unique_ptr<DeviceMoment>> m, v;
+        std::deque<DeviceMoment> m, v;
         std::vector<gpu::Segment> table;
         for (const HostParam& p : params) {
-            m.push_back(std::make_unique<DeviceMoment>(p.m, p.padded()));
-            v.push_back(std::make_unique<DeviceMoment>(p.v, p.padded()));
+            m.emplace_back(p.m, p.padded()), v.emplace_back(p.v, p.padded());
             AmaxAndScale* const amax = amaxes.get() + table.size();
-            table.push_back({p.offset, p.size, m.back()->view(), v.back()->view(), p.decays, amax});
+            table.push_back({p.offset, p.size, m.back().view(), v.back().view(), p.decays, amax});
         }
         const Buffer<gpu::Segment> segments(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
@@ -187,8 +186,8 @@ struct Run {
         for (int64_t i = 0; splits && i < total; i++)
             r.master[i] = reference::join_master(reference::to_bf16(r.stored[i]), lower[i]);
         for (const AmaxAndScale& s : amaxes.read()) r.amax.push_back(s.amax);
-        for (const auto& moment : m) r.m.push_back(moment->read());
-        for (const auto& moment : v) r.v.push_back(moment->read());
+        for (const auto& moment : m) r.m.push_back(moment.read());
+        for (const auto& moment : v) r.v.push_back(moment.read());
         return r;
     }
 };
