@@ -164,48 +164,38 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
 }
 
 TEST_CASE("exercise 7: an empty body, typical mistakes, and a solution") {
-    using Vector = const float*;
-    auto right = [](const Step& s, int n, Vector g, float* w, Moment m, Moment v) {
-        Floats values[2] = {Floats(n), Floats(n)};
-        const Moment* given[2] = {&m, &v};
-        reference::Moment moments[2];
-        for (int j : {0, 1}) {
-            moments[j].init(Format::E4M3, true, n);
-            moments[j].codes.assign(given[j]->codes, given[j]->codes + n);
-            moments[j].max = {*given[j]->max}, moments[j].k = {*given[j]->k};
-            moments[j].load(values[j].data());
+    auto load = [](Moment from, int i) { return contract(given::decode(from.codes[i]), *from.max, *from.k); };
+    auto store = [](Moment to, const Floats& x, bool zeros_count) {
+        float max = 0, min = INFINITY;
+        for (float value : x) {
+            max = std::max(max, std::abs(value));
+            if (value != 0 || zeros_count) min = std::min(min, value == 0 ? 1e-30f : std::abs(value));
         }
-        reference::adamw({s.lr, s.beta1, s.beta2, 1 - s.beta1, 1 - s.beta2, s.eps, s.decay, s.bias1,
-                          std::sqrt(s.bias2), 1},
-                         n, g, w, values[0].data(), values[1].data());
-        for (int j : {0, 1}) {
-            moments[j].store(values[j].data(), false);
-            std::copy_n(moments[j].codes.data(), n, given[j]->codes);
-            *given[j]->max = moments[j].max[0], *given[j]->k = moments[j].k[0];
-        }
+        *to.max = max, *to.k = max == 0 ? 1 : given::expansion_factor(max, min);
+        for (size_t i = 0; i < x.size(); i++) to.codes[i] = given::encode(expand(x[i], max, *to.k));
     };
-    auto uncorrected = [=](Step s, int n, Vector g, float* w, Moment m, Moment v) {
-        s.bias1 = s.bias2 = 1;
-        right(s, n, g, w, m, v);
-    };
-    auto zeros_count = [=](const Step& s, int n, Vector g, float* w, Moment m, Moment v) {
-        right(s, n, g, w, m, v);
-        if (*m.max > 0 && std::count(m.codes, m.codes + n, 0)) *m.k = given::expansion_factor(*m.max, 1e-30f);
-    };
-    auto quantized_first = [=](const Step& s, int n, Vector g, float* w, Moment m, Moment v) {
-        const Floats old(w, w + n);
-        right(s, n, g, w, m, v);
-        for (int i = 0; i < n; i++) {
-            const float m_i = contract(given::decode(m.codes[i]), *m.max, *m.k) / s.bias1,
-                        v_i = contract(given::decode(v.codes[i]), *v.max, *v.k) / s.bias2;
-            w[i] = old[i] - s.lr * (m_i / (std::sqrt(v_i) + s.eps) + s.decay * old[i]);
-        }
+    enum Mistake { NONE, QUANTIZES_FIRST, ZEROS_COUNT, UNCORRECTED };
+    auto adamw = [=](Mistake mistake) {
+        return [=](Step s, int n, const float* g, float* w, Moment m, Moment v) {
+            Floats new_m(n), new_v(n);
+            for (int i = 0; i < n; i++) {
+                new_m[i] = s.beta1 * load(m, i) + (1 - s.beta1) * g[i];
+                new_v[i] = s.beta2 * load(v, i) + (1 - s.beta2) * g[i] * g[i];
+            }
+            store(m, new_m, mistake == ZEROS_COUNT), store(v, new_v, mistake == ZEROS_COUNT);
+            if (mistake == UNCORRECTED) s.bias1 = s.bias2 = 1;
+            for (int i = 0; i < n; i++) {
+                if (mistake == QUANTIZES_FIRST) new_m[i] = load(m, i), new_v[i] = load(v, i);
+                w[i] -=
+                    s.lr * (new_m[i] / s.bias1 / (std::sqrt(new_v[i] / s.bias2) + s.eps) + s.decay * w[i]);
+            }
+        };
     };
     exercise([](const std::function<judge::AdamW>& adamw) { return judge::adamw(adamw); }, empty::adamw,
-             {{"The weight uses the moments after quantization", quantized_first},
-              {"about groups with zeros:", zeros_count},
-              {"The bias correction is missing", uncorrected},
-              {"passed, ", right}});
+             {{"The weight uses the moments after quantization", adamw(QUANTIZES_FIRST)},
+              {"about groups with zeros:", adamw(ZEROS_COUNT)},
+              {"The bias correction is missing", adamw(UNCORRECTED)},
+              {"passed, ", adamw(NONE)}});
 }
 
 TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") {
