@@ -225,61 +225,51 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
 
     using Bytes = const uint8_t*;
     using Vector = const float*;
-    auto decoded = [](int n, Bytes codes, Vector scales) {
-        Floats x(n);
-        for (int i = 0; i < n; i++) x[i] = given::decode(codes[i]) * scales[i / 16];
-        return x;
-    };
-    auto norm = [=](int N, int C, Bytes codes, Vector scales, Vector weight, Vector dy, float* dx,
-                    float* dw) {
-        std::fill(dw, dw + C, 0.0f);
-        reference::norm_backward<float>(true, 1e-5f, N, C, decoded(N * C, codes, scales).data(), weight, dy,
-                                        dx, dw, nullptr);
-    };
-    const Floats ones(10000, 1);
-    auto no_mean = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
-        norm(N, C, codes, scales, w, dy, dx, dw);
-        Floats x = decoded(N * C, codes, scales), y(N * C);
-        reference::norm_forward<float>(true, 1e-5f, N, C, x.data(), w, nullptr, y.data());
-        for (int i = 0; i < N * C; i++) dx[i] = x[i] == 0 ? 0 : dy[i] * y[i] / x[i];
-    };
-    auto last = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
-        norm(N, C, codes, scales, w, dy, dx, dw);
-        const int i = (N - 1) * C;
-        norm(1, C, codes + i, scales + i / 16, w, dy + i, dx + i, dw);
+    enum NormMistake { NO_NORM_MISTAKE, NO_MEAN, NO_SCALES, LAST_TOKEN };
+    auto norm = [](NormMistake mistake) {
+        return [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
+            for (int first = 0; first < N * C; first += C) {
+                Floats x(C);
+                float square = 0, mean = 0;
+                for (int c = 0; c < C; c++) {
+                    const float scale = mistake == NO_SCALES ? 1 : scales[(first + c) / 16];
+                    x[c] = given::decode(codes[first + c]) * scale;
+                    square += x[c] * x[c];
+                }
+                const float rstd = 1 / std::sqrt(square / float(C) + 1e-5f);
+                for (int c = 0; c < C; c++) mean += dy[first + c] * w[c] * x[c] * rstd / float(C);
+                if (mistake == NO_MEAN) mean = 0;
+                for (int c = 0; c < C; c++) {
+                    dx[first + c] = rstd * (dy[first + c] * w[c] - x[c] * rstd * mean);
+                    if (first == 0 || mistake == LAST_TOKEN) dw[c] = 0;
+                    dw[c] += dy[first + c] * x[c] * rstd;
+                }
+            }
+        };
     };
     exercise(judge::norm_backward, empty::norm_backward,
-             {{"The term with the mean is missing", no_mean},
-              {"times the scale of its group", [=](int N, int C, auto c, auto, auto w, auto dy, auto dx,
-                                                   auto dw) { norm(N, C, c, ones.data(), w, dy, dx, dw); }},
-              {"not that of the last one", last},
-              {"passed, ", norm}});
+             {{"The term with the mean is missing", norm(NO_MEAN)},
+              {"times the scale of its group", norm(NO_SCALES)},
+              {"not that of the last one", norm(LAST_TOKEN)},
+              {"passed, ", norm(NO_NORM_MISTAKE)}});
 
-    auto swiglu = [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
-        reference::activation_backward<float>(true, N, F, decoded(N * 2 * F, codes, scales).data(), dact, dx);
-    };
-    auto sigmoid = [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
-        swiglu(N, F, codes, scales, dact, dx);
-        const Floats x = decoded(N * 2 * F, codes, scales);
-        for (int i = 0; i < N * F; i++) {
-            const int gate = i / F * 2 * F + i % F;
-            const float s = 1 / (1 + std::exp(-x[gate]));
-            dx[gate] = dact[i] * x[gate + F] * s * (1 - s);
-        }
-    };
-    auto swapped = [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
-        swiglu(N, F, codes, scales, dact, dx);
-        for (int i = 0; i < N * F; i++) std::swap(dx[i / F * 2 * F + i % F], dx[i / F * 2 * F + F + i % F]);
-    };
-    auto gate_scales = [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
-        Floats s(scales, scales + N * F / 8);
-        for (int i = 0; i < N * F / 16; i++)
-            s[i / (F / 16) * F / 8 + F / 16 + i % (F / 16)] = s[i / (F / 16) * F / 8 + i % (F / 16)];
-        swiglu(N, F, codes, s.data(), dact, dx);
+    enum SwigluMistake { NO_SWIGLU_MISTAKE, SIGMOID, SWAPPED, SCALES_OF_GATE };
+    auto swiglu = [](SwigluMistake mistake) {
+        return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
+            for (int i = 0; i < N * F; i++) {
+                const int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
+                const float gate = given::decode(codes[g]) * scales[g / 16];
+                const float up = given::decode(codes[u]) * scales[(mistake == SCALES_OF_GATE ? g : u) / 16];
+                const float s = 1 / (1 + std::exp(-gate)), derivative = s * (1 - s);
+                dx[g] = dact[i] * up * (mistake == SIGMOID ? derivative : s + gate * derivative);
+                dx[u] = dact[i] * gate * s;
+                if (mistake == SWAPPED) std::swap(dx[g], dx[u]);
+            }
+        };
     };
     exercise(judge::swiglu_backward, empty::swiglu_backward,
-             {{"This is the derivative of sigmoid", sigmoid},
-              {"a row has dgate, then dup", swapped},
-              {"up is decoded with the scales of gate", gate_scales},
-              {"passed, ", swiglu}});
+             {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
+              {"a row has dgate, then dup", swiglu(SWAPPED)},
+              {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
+              {"passed, ", swiglu(NO_SWIGLU_MISTAKE)}});
 }
