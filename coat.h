@@ -5,6 +5,7 @@
 // hidden size, NH query heads, NKV key/value heads, HS head size, F feed-forward size, V vocabulary.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -113,21 +114,17 @@ struct Quant {
 
 enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
 
-// Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
-// intervals, which takes longer.
-struct Accumulation {
-    bool fast[3];  // of fprop, dgrad and wgrad
-};
-
 struct Recipe {
     const char* name;
-    Format compute;     // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
-                        // weights, unless many are summed (model.h, gradient_format)
-    Quant x, w, g;      // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;    // inputs of norms 1 and 2 and of activations, as they are saved for backward
-    Quant attention;    // q, k, v and the output of attention, also saved: the compute dtype, or groups
-    Scaling scaling;    // of x, w and g
-    Accumulation sums;  // precision of the sums in its FP8 GEMMs
+    Format compute;   // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
+                      // weights, unless many are summed (model.h, gradient_format)
+    Quant x, w, g;    // GEMM operands: activations, weights, gradients of outputs
+    Quant nonlinear;  // inputs of norms 1 and 2 and of activations, as they are saved for backward
+    Quant attention;  // q, k, v and the output of attention, also saved: the compute dtype, or groups
+    Scaling scaling;  // of x, w and g
+    // Whether fprop, dgrad and wgrad accumulate in the about 14 bits of Hopper's FP8 tensor cores. Exact
+    // accumulation moves the sums to FP32 at intervals, which takes longer.
+    std::array<bool, 3> fast;
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Norms and activation functions read `nonlinear` tensors. Backward reads the groups that were saved. The
@@ -146,9 +143,9 @@ inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3,
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
-    constexpr Accumulation FORWARD{{true, false, false}}, EXACT{}, FAST{{true, true, true}};
+    constexpr std::array FORWARD{true, false, false}, EXACT{false, false, false}, FAST{true, true, true};
     static const std::vector<Recipe> table = {
-        // name, compute dtype, x, w, g, nonlinear, attention, scaling, sums, about, optimizer,
+        // name, compute dtype, x, w, g, nonlinear, attention, scaling, fast, about, optimizer,
         // forward_reads_groups
         {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, EXACT,
          "everything in FP32, to compare the others with"},
@@ -218,19 +215,19 @@ template <class Table> const auto& find_row(const Table& table, std::string_view
 // Models
 
 struct Architecture {
-    const char* name;      // Hugging Face's model_type
-    bool rms;              // RMSNorm; else LayerNorm with a bias
-    bool rope;             // rotary positions; else learned ones
-    bool gated;            // SiLU(gate) * up; else GELU (tanh form)
-    bool qkv_bias;         // the linear layer of q, k and v has a bias
-    bool bias;             // the other linear layers have one
-    bool qk_norm = false;  // RMSNorm of each head of q and of k, before RoPE
+    const char *name, *causal_lm;  // Hugging Face's model_type, and its class in transformers
+    bool rms;                      // RMSNorm; else LayerNorm with a bias
+    bool rope;                     // rotary positions; else learned ones
+    bool gated;                    // SiLU(gate) * up; else GELU (tanh form)
+    bool qkv_bias;                 // the linear layer of q, k and v has a bias
+    bool bias;                     // the other linear layers have one
+    bool qk_norm = false;          // RMSNorm of each head of q and of k, before RoPE
 };
-inline constexpr Architecture LLAMA{"llama", true, true, true, false, false};
-inline constexpr Architecture MISTRAL{"mistral", true, true, true, false, false};
-inline constexpr Architecture QWEN2{"qwen2", true, true, true, true, false};  // and Qwen2.5
-inline constexpr Architecture QWEN3{"qwen3", true, true, true, false, false, true};
-inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
+inline constexpr Architecture LLAMA{"llama", "LlamaForCausalLM", true, true, true, false, false};
+inline constexpr Architecture MISTRAL{"mistral", "MistralForCausalLM", true, true, true, false, false};
+inline constexpr Architecture QWEN2{"qwen2", "Qwen2ForCausalLM", true, true, true, true, false};
+inline constexpr Architecture QWEN3{"qwen3", "Qwen3ForCausalLM", true, true, true, false, false, true};
+inline constexpr Architecture GPT2{"gpt2", "GPT2LMHeadModel", false, false, false, true, true};
 
 // RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
 // f_i, to read longer texts than it was first trained on. The names are those of config.json.
@@ -294,19 +291,18 @@ inline const std::vector<ModelConfig>& models() {
     return table;
 }
 
-inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of FP32 logits fits a GPU's GEMM workspace
-
 // Throws Error if the shape is not supported, before anything is allocated.
 inline void validate(const ModelConfig& c) {
     auto require = [&](bool ok, const auto&... what) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
-    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows.
+    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows, and a
+    // row of FP32 logits fits a GPU's GEMM workspace.
     // clang-format off
     const std::tuple<const char*, int64_t, int64_t> sizes[] = {
         {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
         {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
-        {"vocabulary", c.V, MAX_VOCABULARY}, {"number of positions", c.max_T, 1 << 21}};
+        {"vocabulary", c.V, 1 << 22}, {"number of positions", c.max_T, 1 << 21}};
     // clang-format on
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
@@ -322,9 +318,8 @@ inline void validate(const ModelConfig& c) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The block: one table of its operators in the order of the forward pass (paper section 5). The parameters of
-// a layer, what it saves for backward, and the print-out of --plan follow from it. Forward and backward are
-// code: block_forward() and block_backward() of reference.cpp and model.cu.
+// The block. Its forward and backward passes are block_forward() and block_backward() of reference.cpp and
+// model.cu; ./train --plan prints the formats of its operators (plan.cpp, precision_plan).
 
 // The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16. If
 // the N tokens of a micro-batch are not, all linear layers of the run use the compute dtype.
@@ -349,54 +344,13 @@ struct SavedTensor {
     int64_t bytes(int64_t tokens) const { return quant.bytes(tokens, cols); }
 };
 
-enum class Part : uint8_t { Other, Norm, HeadNorm, Linear };
-struct Operator {
-    std::string name, reads, weights, writes;  // as --plan prints them
-    std::vector<SavedTensor> saves = {};
-    Part part = Part::Other;
-    const char* param = "";  // name of its parameter: of a linear layer's weight (out, in)
-    int64_t out = 0, in = 0;
-    bool adds_to_residual = false, bias = false;
-};
-
-inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const LinearFormats& q) {
-    const std::string compute = info(r.compute).name, nonlinear = r.nonlinear.text(),
-                      attention = r.attention.text(), x = q.x.text(), w = q.w.text(), none = "-",
-                      read = r.forward_reads_groups ? nonlinear : compute,
-                      sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : ""),
-                      falls = q.fallback ? " (falls back)" : "";
-    const Architecture& arch = c.arch;
-    const SavedTensor qkv{Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention};
-    std::vector<Operator> table = {
-        // clang-format off
-        {"norm 1", read, compute, x, {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear}}, Part::Norm,
-         "norm1"},
-        {"q, k, v projection" + falls, x, w, compute, {}, Part::Linear, "qkv", c.qkv_cols(), c.C, false,
-         arch.qkv_bias},
-        {"norm of each head of q and k", attention, compute, compute, {}, Part::HeadNorm, "qk_norm"},
-        {"rotary positions", compute, none, arch.qk_norm ? compute : attention},
-        {"attention", arch.qk_norm ? compute : attention, none, attention,
-         {{Saved::Attention, "attention output", c.q_cols(), r.attention},
-          {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32}}},
-        {"attention output projection" + falls, x, w, compute, {}, Part::Linear, "attention_out", c.C,
-         c.q_cols(), true, arch.bias},
-        {"residual add", compute, none, sum},
-        {"norm 2", read, compute, x, {{Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear}}, Part::Norm,
-         "norm2"},
-        {(arch.gated ? "gate and up projection" : "up projection") + falls, x, w, compute, {}, Part::Linear,
-         "gate_up", c.gate_up_cols(), c.C, false, arch.bias},
-        {arch.gated ? "SiLU(gate) x up" : "GELU", read, none, x,
-         {{Saved::GateUp, arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear}}},
-        {"down projection" + falls, x, w, compute, {}, Part::Linear, "down", c.C, c.F, true, arch.bias},
-        {"residual add", compute, none, sum},
-        // clang-format on
-    };
-    // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
-    Operator& saves_qkv = table[arch.rope && !arch.qk_norm ? 3 : 1];
-    saves_qkv.saves = {qkv}, saves_qkv.writes = attention;
-    if (!arch.rope) table.erase(table.begin() + 3);
-    if (!arch.qk_norm) table.erase(table.begin() + 2);
-    return table;
+inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {  // by Saved
+    return {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear},
+            {Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention},
+            {Saved::Attention, "attention output", c.q_cols(), r.attention},
+            {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32},
+            {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
+            {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear}};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -438,26 +392,26 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
         if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
     };
+    auto linear = [&](const std::string& name, int64_t out, int64_t in, float std, bool bias) {
+        add(name, LINEAR, out, in, std);
+        if (bias) add(name + ".bias", BIAS, 1, out, 0);
+    };
     const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's initialisation
     add("embedding", EMBEDDING, c.padded_V(), c.C, std);
     if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
-    const Recipe& any = recipes().front();
-    const std::vector<Operator> operators = block(c, any, linear_formats(any, 16));
     for (int64_t l = 0; l < c.L; l++) {
-        bool after_norm = false;  // a bucket is a linear layer, with the norm before it
-        for (const Operator& o : operators) {
-            if (o.part == Part::Other) continue;
-            const std::string name = "layers." + std::to_string(l) + "." + o.param;
-            if (o.part == Part::HeadNorm) {                            // in the bucket of qkv
-                add(name + ".weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
-                continue;
-            }
-            if (!after_norm) bucket++;
-            after_norm = o.part == Part::Norm;
-            if (o.part == Part::Norm) norm(name);
-            else add(name, LINEAR, o.out, o.in, o.adds_to_residual ? residual_std : std);
-            if (o.bias) add(name + ".bias", BIAS, 1, o.out, 0);
-        }
+        const std::string layer = concat("layers.", l, ".");
+        bucket++;  // a linear layer, with the norm before it
+        norm(layer + "norm1");
+        linear(layer + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);
+        if (c.arch.qk_norm) add(layer + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
+        bucket++;
+        linear(layer + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
+        bucket++;
+        norm(layer + "norm2");
+        linear(layer + "gate_up", c.gate_up_cols(), c.C, std, c.arch.bias);
+        bucket++;
+        linear(layer + "down", c.C, c.F, residual_std, c.arch.bias);
     }
     bucket++;
     norm("final_norm");

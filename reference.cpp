@@ -1,9 +1,6 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read coat.h first, and this file beside
-// the paper; reference.h declares what tests and other files use of it.
-//
-// COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step. It knows nothing of the GPU, whose kernels are tested
-// against it; ./train uses it where there is no GPU. Each section needs only those before it:
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop: the whole training step. Read coat.h
+// first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested against it;
+// ./train uses it where there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -83,9 +80,7 @@ uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
-float round_to(Format f, float x) {  // f: FP32 or BF16
-    return f == Format::BF16 ? from_bf16(to_bf16(x)) : x;
-}
+float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
 
 // Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
@@ -105,8 +100,7 @@ void split_master(float master, uint16_t* weight, int16_t* remainder) {
     *remainder = int16_t(bits & 0xFFFFu);
 }
 float join_master(uint16_t weight, int16_t remainder) {
-    const auto low = uint32_t(int32_t(remainder));  // with its sign
-    return bits_as<float>((uint32_t(weight) << 16) + low);
+    return bits_as<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
 // With r in the lower half of x, r of the 65536 random integers carry: rounds up with probability r / 65536.
@@ -311,8 +305,7 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Quantizes: each group gets its max and k, then its codes (equation 4). A group that is not expanded is
-// divided by its scale; FP32 and BF16 are stored as they are. The groups are independent.
+// Each group gets its max and k, then its codes (equation 4). FP32 and BF16 are stored as they are.
 void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
     const bool scaled = is_scaled(format);
     const int64_t size = group ? group : std::max<int64_t>(n, 1);  // of a group
@@ -726,8 +719,7 @@ public:
     QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
 
     // Before a step, or a forward pass on its own.
-    void begin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        require_tokens(config, tokens, targets, n);
+    void begin() {
         finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -802,7 +794,7 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; coat.h, block()).
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer()).
     struct SavedLayer {
         SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
@@ -813,9 +805,8 @@ private:
     std::vector<SavedLayer> saved_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
 
-    size_t index(const std::string& name) const { return index_.at(name); }
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
+    const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
 
     static Tensor sum(const Tensor& x, const Tensor& y) {
@@ -824,7 +815,7 @@ private:
         return z;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[index(name)];
+        Tensor& gradient = gradients[index_.at(name)];
         gradient = sum(gradient, contribution);
         if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
     }
@@ -876,7 +867,7 @@ private:
 
     // x (N, in) -> y (N, out). x8, w8 and g8 are quantized and decoded again: FP32 values that FP8 can hold.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t i = index(name);
+        const size_t i = index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
@@ -890,7 +881,7 @@ private:
 
     // dy (N, out) -> dx (N, in); adds to the gradients of the weight and the bias
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t i = index(name);
+        const size_t i = index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
@@ -1046,11 +1037,10 @@ public:
         }
     }
 
-    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. (Without
-    // keep_gradients a GPU updates each bucket in backward, which saves memory.)
+    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
-        begin(tokens, targets, accumulate * N);
+        begin();
         int64_t counted = 0;
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
@@ -1081,13 +1071,13 @@ public:
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        begin(tokens, targets, N);
+        begin();
         const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
         return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin(tokens, tokens, n);
+        begin();
         const auto x = forward(tokens, 1, n);
         const Floats last(x.end() - config.C, x.end());
         const auto row = head_forward(rounded(norm("final_norm", last)));
@@ -1096,7 +1086,7 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        begin(tokens, targets, N);
+        begin();
         clear_gradients();
         QuantReport report;
         stats = report.kinds;
@@ -1128,8 +1118,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter. Of remainders, only the elements that this rank owns are in use, and it has the moments
-    // of no others.
+    // One parameter: moments of the elements that this rank owns. Only their remainders are in use.
     struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master
@@ -1154,8 +1143,7 @@ private:
         return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<T>{mine};
     }
 
-    // After every micro-batch: what the ranks computed is added in FP32 in their order, and rounded once: sum
-    // = round(sum + g_0 + g_1 + ...).
+    // After every micro-batch, in FP32 and in the order of the ranks: sum = round(sum + g_0 + g_1 + ...).
     void sum_over_ranks(bool first) {
         for (size_t i = 0; i < params.size(); i++) {
             Floats& sum = sums_[i];
@@ -1181,8 +1169,7 @@ private:
         return std::sqrt(sum);
     }
 
-    // After an update or write(): makes the network's weights. Each rank has updated a part; the
-    // ranks exchange the parts, and the BF16 weights follow.
+    // After an update or write(), each rank has changed its part of the weights: they exchange these.
     void refresh(size_t i) {
         ParamState& s = states_[i];
         const Slice kept = owned(setup_, params[i]);
@@ -1206,8 +1193,7 @@ private:
             }
     }
 
-    // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
-    // the parameter, or a copy.
+    // Dequantizes the moments, runs AdamW in FP32, and quantizes them again. s: of parameter i, or a copy.
     void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
         const auto [first, n] = owned(setup_, params[i]);
         Floats master(n), m(n), v(n);
@@ -1222,8 +1208,7 @@ private:
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
     }
 
-    // Where this rank's part of a tensor begins, and its bytes: the tensors of model.h's weight_tensors() and
-    // optimizer_tensors(), and gradients, which are not written.
+    // Where this rank's part of a tensor begins, and its bytes. Gradients are not written.
     std::pair<void*, size_t> find(const std::string& name, bool to_write = false) {
         using Place = std::pair<void*, size_t>;
         auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };

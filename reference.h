@@ -93,8 +93,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
-// x, y: (N, C) row-major unless said otherwise. Backward functions add to parameter gradients and assign the
-// rest.
+// x, y: (N, C) row-major unless said otherwise. Backward adds to parameter gradients and assigns the rest.
 
 // C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose
 // costs nothing.

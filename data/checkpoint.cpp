@@ -45,11 +45,10 @@ Fields read_trainer(const std::string& checkpoint) {
 
 // The step in the name of a folder; -1 if it is not "step-" and digits.
 int64_t step_of(const fs::path& folder) {
-    char digits[16];
-    int end = 0;
     const std::string name = folder.filename().string();
-    const bool ok = std::sscanf(name.c_str(), "step-%15[0-9]%n", digits, &end) == 1 && name[end] == 0;
-    return ok ? std::stoll(digits) : -1;
+    const bool ok = name.rfind("step-", 0) == 0 && name.size() > 5 && name.size() <= 20 &&
+                    name.find_first_not_of("0123456789", 5) == name.npos;
+    return ok ? std::stoll(name.substr(5)) : -1;
 }
 
 std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {  // by step

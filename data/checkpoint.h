@@ -2,8 +2,7 @@
 //
 // A checkpoint is a model folder (model_folder.h) that transformers opens as it is, with two more files:
 // optimizer.state (moments, delayed scales, remainders of the FP32 master weights; a safetensors file, but
-// its name must not say so) and trainer.json (the state of the training loop, and hashes of what is read
-// again).
+// its name must not say so) and trainer.json (the state of the training loop, and hashes).
 #pragma once
 #include <string>
 

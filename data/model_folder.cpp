@@ -14,13 +14,6 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// How config.json names an architecture: its model_type (Architecture::name), and its class in transformers.
-const std::pair<Architecture, const char*> ARCHITECTURES[] = {{LLAMA, "LlamaForCausalLM"},
-                                                              {MISTRAL, "MistralForCausalLM"},
-                                                              {QWEN2, "Qwen2ForCausalLM"},
-                                                              {QWEN3, "Qwen3ForCausalLM"},
-                                                              {GPT2, "GPT2LMHeadModel"}};
-
 // A field of config.json that is a value of our model, with its names in all models but GPT-2, and in GPT-2.
 // One that is not required has a default in transformers, which is the value before it is read.
 struct Field {
@@ -89,10 +82,7 @@ RopeScaling read_rope_scaling(const Fields& rope) {
 // config.json of a named model.
 ordered_json config_json(ModelConfig c) {
     c.head_size = c.HS();
-    ordered_json j;
-    for (const auto& [arch, causal_lm] : ARCHITECTURES)
-        if (c.arch.name == std::string(arch.name))
-            j = {{"architectures", {causal_lm}}, {"model_type", arch.name}};
+    ordered_json j = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
     write_fields(fields_of(c), !c.arch.rope, j);
     if (c.arch.rope) j.update({{"hidden_act", "silu"}, {"sliding_window", {}}});
     else
@@ -219,7 +209,7 @@ ModelConfig read_model_config(const std::string& folder) {
     json types = json::array();
     ModelConfig c{};
     c.name = folder;
-    for (const auto& [arch, causal_lm] : ARCHITECTURES) {
+    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}) {
         types.push_back(arch.name);
         if (f.get<std::string>("model_type") == arch.name) c.arch = arch;
     }
@@ -278,9 +268,8 @@ Companions read_companions(const std::string& folder) {
 void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {
     const ModelConfig& c = model.setup().config;
     const bool writes = model.setup().rank == 0;
-    const std::vector<Param> params = parameters(c);
     std::vector<Tensor> tensors;
-    for (const Param& p : params)
+    for (const Param& p : parameters(c))
         for (const Piece& piece : pieces(c, p)) tensors.push_back({piece.theirs, "BF16", piece.shape});
     const std::string path = path_in(folder, "model.safetensors");
     std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
@@ -288,7 +277,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     for (const StateTensor& t : weight_tensors(c)) {
         const Bytes bytes = whole_tensor(model, t);
         const auto* all = reinterpret_cast<const uint16_t*>(bytes.data());  // from new: aligned
-        for (const Piece& piece : pieces(c, params[t.param])) {
+        for (const Piece& piece : pieces(c, t.param)) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
             for (size_t i = 0; i < part.size(); i++) part[i] = all[piece.index_in_param(int64_t(i))];
             file.write(reinterpret_cast<const char*>(part.data()), int64_t(part.size()) * 2);

@@ -1,8 +1,6 @@
-// data/model_folder.h - models as Hugging Face stores them (model_folder.cpp).
-//
-// A model folder has config.json (the shape) and model.safetensors (the weights), or several
-// model-*.safetensors. What is not implemented, or contradicts itself, is an Error: transformers would load
-// another model.
+// data/model_folder.h - models as Hugging Face stores them (model_folder.cpp): config.json (the shape) and
+// model.safetensors (the weights), or several model-*.safetensors. What is not implemented, or contradicts
+// itself, is an Error: transformers would load another model.
 #pragma once
 #include <map>
 #include <string>

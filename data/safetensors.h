@@ -1,5 +1,4 @@
-// data/safetensors.h - files: read as memory, written and synced, JSON, and tensors in the safetensors format
-// (safetensors.cpp).
+// data/safetensors.h - files: read as memory, written and synced; JSON; and tensors (safetensors.cpp).
 //
 // A file may come from anywhere and be wrong about everything. What is wrong is an Error that names the file
 // and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): an

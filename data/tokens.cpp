@@ -53,13 +53,16 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* t
         if (s.file) s.file->require_whole();
     for (uint32_t word : words(first, count)) {
         *tokens = int32_t(word & ~NOT_COUNTED);
+        if (*tokens > largest_)
+            throw Error("--data was changed while it was in use, and now has token ", *tokens,
+                        "; restore it.");
         *targets++ = word & NOT_COUNTED ? NO_TARGET : *tokens;
         tokens++;
     }
 }
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
-TokenStream::Facts TokenStream::facts() const {
+TokenStream::Facts TokenStream::facts() {
     constexpr int64_t PART = 1 << 18;
     int64_t largest = -1;
     auto hash = uint64_t(size_);
@@ -69,6 +72,7 @@ TokenStream::Facts TokenStream::facts() const {
         hash ^= hash_bytes(part.data(), part.size() * 4, first);
         for (uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
     }
+    largest_ = largest;
     return {largest, hash};
 }
 
@@ -102,12 +106,9 @@ std::vector<std::string> files_of(const std::string& data) {
         std::vector<std::string> files;
         if (!folder) files = {item};
         const auto unreadable = fs::directory_options::skip_permission_denied;
-        fs::recursive_directory_iterator entry(item, unreadable, unreachable), end;
-        for (; folder && entry != end; ++entry) {
-            const bool hidden = entry->path().filename().string()[0] == '.';
-            if (hidden && entry->is_directory(unreachable)) entry.disable_recursion_pending();
-            if (!hidden && entry->is_regular_file(unreachable)) files.push_back(entry->path().string());
-        }
+        for (fs::recursive_directory_iterator at(item, unreadable, unreachable), end; at != end; ++at)
+            if (at->path().filename().string()[0] == '.') at.disable_recursion_pending();
+            else if (at->is_regular_file(unreachable)) files.push_back(at->path().string());
         std::sort(files.begin(), files.end());
         const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
         if (others != files.begin()) files.erase(others, files.end());
@@ -157,8 +158,6 @@ std::vector<std::string> read_vocabulary(const std::string& path, int32_t* end_t
 }
 
 void read_token_file(const std::string& path, Corpus& c) {
-    if (!is_token_file(path))
-        throw Error("--data mixes token files (*.bin) and text, such as ", path, "; give one kind.");
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -167,7 +166,8 @@ void read_token_file(const std::string& path, Corpus& c) {
     const int64_t count = header[2], seq = header[3];
     if (!(wide || header[0] == MAGIC_16_BIT) || file->bytes() != HEADER + count * width ||
         !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
-        throw Error("--data ", path, " is not a whole token file; write it again with data/tokenize.py.");
+        throw Error("--data ", path, " is not a whole token file, as others are; write it again with ",
+                    "data/tokenize.py.");
     if (c.train.size() + c.validation.size() == 0) c.seq = seq;
     if (seq != c.seq)
         throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,

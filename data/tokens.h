@@ -1,11 +1,10 @@
-// data/tokens.h - text or token files in, micro-batches out (tokens.cpp).
-//
-// A corpus is two streams of tokens: one to train on, one held out for validation. Text is read as bytes
-// (vocabulary 256). Token files have llm.c's format: a header of 256 int32 (magic, version, number of
-// tokens), then uint16 (magic 20240520) or uint32 (magic 20240801). Two things are ours: in uint32 the
-// highest bit marks a token that does not count as a target, say of a user's question, and the fourth word of
-// the header is the --seq of packed conversations, 0 for text. llm.c's tokenizer file (magic 20240328) beside
-// them, tokenizer.bin, turns tokens into text. data/tokenize.py writes all of these.
+// data/tokens.h - text or token files in, micro-batches out (tokens.cpp). A corpus is two streams of tokens:
+// one to train on, one held out for validation. Text is read as bytes (vocabulary 256). Token files have
+// llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16 (magic 20240520) or
+// uint32 (magic 20240801). Two things are ours: in uint32 the highest bit marks a token that does not count
+// as a target, say of a user's question, and the fourth word of the header is the --seq of packed
+// conversations, 0 for text. llm.c's tokenizer file (magic 20240328) beside them, tokenizer.bin, turns tokens
+// into text. data/tokenize.py writes all of these.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -38,12 +37,12 @@ public:
         int64_t largest = -1;  // token; -1 if there are none
         uint64_t hash = 0;     // of every token and of whether it counts, in this order
     };
-    Facts facts() const;  // reads all tokens once
+    Facts facts();  // reads all tokens once; from then on a larger one is an Error of read()
 
 private:
     std::vector<uint32_t> words(int64_t first, int64_t count) const;
     std::vector<Source> sources_;
-    int64_t size_ = 0;
+    int64_t size_ = 0, largest_ = INT32_MAX;
 };
 
 struct Corpus {

@@ -178,7 +178,7 @@ double copy_rate(Clock& clock) {
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
 const char* gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
-    if (operand.fp8()) return r.sums.fast[int(kind)] ? FAST : EXACT;
+    if (operand.fp8()) return r.fast[int(kind)] ? FAST : EXACT;
     return operand.format == Format::F32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
@@ -248,7 +248,7 @@ private:
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
     AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
-    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.sums.fast};
+    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast};
 
     bool wanted(const char* group, const std::string& name) const {
         return (group + (": " + name)).find(only_) != std::string::npos;

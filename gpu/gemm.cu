@@ -139,9 +139,8 @@ struct Problem {
 
 }  // namespace
 
-Gemms::Gemms(void* scratch, const bool (&fast_accumulation)[3]) : scratch_(scratch) {
-    std::copy(fast_accumulation, fast_accumulation + 3, fast_accumulation_);
-}
+Gemms::Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
+    : scratch_(scratch), fast_accumulation_(fast_accumulation) {}
 Gemms::~Gemms() {
     if (handle_) cublasLtDestroy(handle_);
 }

@@ -23,7 +23,7 @@ class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     // scratch: SCRATCH bytes; between GEMMs others may use it. fast_accumulation: by Gemm, as in Recipe.
-    Gemms(void* scratch, const bool (&fast_accumulation)[3]);
+    Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation);
     ~Gemms();
     void* scratch() const { return scratch_; }
 
@@ -38,7 +38,7 @@ private:
 
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
-    bool fast_accumulation_[3];
+    const std::array<bool, 3> fast_accumulation_;
     std::map<Key, cublasLtMatmulAlgo_t> algorithms_;  // as the first GEMM of a shape has chosen them
 };
 

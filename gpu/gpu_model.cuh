@@ -14,7 +14,7 @@ class GpuModel : public Model {
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
-        : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
+        : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.fast),
           connected_(connect_gpus(setup_, device_.memory, arena_, cuda_)), exchange_(device_, state_, peers_),
           state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
                                            caches_weights},
@@ -33,7 +33,6 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        require_tokens(config_, tokens, targets, step_tokens());
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {0, 0, true};
         begin(static_cast<double>(counted));
@@ -54,7 +53,6 @@ public:
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        require_tokens(config_, tokens, targets, batch_tokens());
         begin(divisor_of_mean(targets, batch_tokens()));
         start_pass(tokens, targets, setup_.B, setup_.T);
         pass(false);
@@ -63,7 +61,6 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        require_tokens(config_, tokens, tokens, n);
         begin(1);
         start_pass(tokens, tokens, 1, n);
         last_logits(gemms_.scratch());
@@ -74,7 +71,6 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         report_ = {};
-        require_tokens(config_, tokens, targets, batch_tokens());
         clear(device_.results->stats, sizeof(device_.results->stats), cuda_);
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
         run(0, tokens, targets);

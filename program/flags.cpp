@@ -11,9 +11,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// What --resume does with a flag. HERE: no checkpoint has it. FREE: it is that of the checkpoint unless
-// another is given. FUTURE: so, too, but checkpoints say so. SAME: another would change what the state means:
-// an error.
+// What --resume does with a flag. HERE: no checkpoint has it. FREE: another may be given. FUTURE: also, but
+// checkpoints say so. SAME: another is an error, because it would change what the state means.
 enum Resume : uint8_t { HERE, FREE, FUTURE, SAME };
 
 struct Flag {
@@ -21,41 +20,38 @@ struct Flag {
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
     Resume resume;
     const char* about;          // a line for --help
-    int64_t least = 0;          // of a number
-    const char* gpu = nullptr;  // the default on a GPU, if it is another
     const char* words = "";     // the texts that it may have; "": any
+    const char* gpu = nullptr;  // the default on a GPU, if it is another
+    int64_t least = 0;          // of a number
 };
 
 // clang-format off
 const Flag TABLE[] = {
-    {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one", 0, nullptr,
-     "auto cpu gpu"},
-    {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", 1},
-    {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", 0, "llama-30m"},
+    {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one", "auto cpu gpu"},
+    {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", "", nullptr, 1},
+    {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", "", "llama-30m"},
     {"recipe", &Flags::recipe, SAME, "formats of weights, activations and gradients"},
     {"optimizer", &Flags::optimizer, SAME, "formats of the moments; default: the recipe's"},
-    {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8", 0, nullptr,
+    {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8",
      "compute groups"},
-    {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically", 0, nullptr,
-     "exact none"},
-    {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward", 0, nullptr,
-     "kept none"},
+    {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically", "exact none"},
+    {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward", "kept none"},
     {"data", &Flags::data, FREE, "text, folders of it, token files (.bin), by commas"},
-    {"batch", &Flags::batch, SAME, "sequences per micro-batch", 1, "32"},
-    {"seq", &Flags::seq, SAME, "tokens per sequence", 1, "1024"},
-    {"accumulate", &Flags::accumulate, SAME, "micro-batches per step, on each rank", 1},
-    {"steps", &Flags::steps, FUTURE, "steps in total; 0 evaluates on held-out text and stops", 0, "900"},
-    {"lr", &Flags::lr, FUTURE, "peak of the learning rate, which falls to a tenth", 0, "1e-3"},
+    {"batch", &Flags::batch, SAME, "sequences per micro-batch", "", "32", 1},
+    {"seq", &Flags::seq, SAME, "tokens per sequence", "", "1024", 1},
+    {"accumulate", &Flags::accumulate, SAME, "micro-batches per step, on each rank", "", nullptr, 1},
+    {"steps", &Flags::steps, FUTURE, "steps in total; 0 evaluates on held-out text and stops", "", "900"},
+    {"lr", &Flags::lr, FUTURE, "peak of the learning rate, which falls to a tenth", "", "1e-3"},
     {"warmup", &Flags::warmup, FUTURE, "steps of linear warm-up, before half a cosine"},
     {"weight-decay", &Flags::weight_decay, FUTURE, "decoupled weight decay of matrices"},
     {"clip", &Flags::clip, FUTURE, "clip gradients to this global norm; 0: do not clip"},
     {"seed", &Flags::seed, SAME, "of first weights, the order of the data, the samples"},
     {"out", &Flags::out, HERE, "folder for checkpoints; \"\": save none"},
     {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: about half an hour"},
-    {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", 1},
+    {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", "", nullptr, 1},
     {"resume", &Flags::resume, HERE, "continue this checkpoint, or the newest in a folder"},
-    {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", 0, "150"},
-    {"sample-every", &Flags::sample_every, FREE, "steps between samples of text; 0: none", 0, "300"},
+    {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", "", "150"},
+    {"sample-every", &Flags::sample_every, FREE, "steps between samples of text; 0: none", "", "300"},
     {"log", &Flags::log, HERE, "file for a log in JSON lines"},
     {"plan", &Flags::plan, HERE, "print formats and memory of the run, and stop"},
 };
@@ -66,6 +62,7 @@ bool is_switch(const Flag& flag) { return std::holds_alternative<bool Flags::*>(
 Json value(const Flags& flags, const Flag& flag) {
     return std::visit([&](auto member) { return Json(flags.*member); }, flag.member);
 }
+std::string text_of(const Json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
 
 // Whole numbers have at most 31 bits, so that batch x seq cannot overflow.
 void set(Flags& flags, const Flag& flag, const std::string& text) {
@@ -112,8 +109,7 @@ std::string Flags::take(const Json& saved) {
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
         const Json &theirs = saved.at(flag.name), ours = value(*this, flag);
-        if (!given(flag.name))
-            set(*this, flag, theirs.is_string() ? theirs.get<std::string>() : theirs.dump());
+        if (!given(flag.name)) set(*this, flag, text_of(theirs));
         else if (flag.resume == SAME && ours != theirs)
             throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),
                         "; leave it out to continue that run, or leave --resume out to begin another.");
@@ -142,12 +138,9 @@ void print_help() {
         "this. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
     const Flags standard;
     for (const Flag& flag : TABLE) {
-        const Json json = value(standard, flag);
-        const std::string text = is_switch(flag)    ? ""
-                                 : json.is_string() ? json.get<std::string>()
-                                                    : json.dump();
-        std::printf("  --%-12s %-22s %s\n", flag.name,
-                    (text + (flag.gpu ? concat(" | ", flag.gpu) : "")).c_str(), flag.about);
+        std::string text = is_switch(flag) ? "" : text_of(value(standard, flag));
+        if (flag.gpu) text += concat(" | ", flag.gpu);
+        std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
     }
     std::printf("\n--model\n");
     for (const ModelConfig& c : models())

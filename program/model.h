@@ -1,8 +1,6 @@
-// model.h - what a training run is made of, on the CPU and on a GPU: its settings, what each rank keeps, the
-// state that a checkpoint holds, and the Model that train.cpp drives.
-//
-// reference.cpp implements Model on the CPU and model.cu on the GPU, independently, so that a test that
-// compares the two can fail. Arithmetic that both share is here: first weights, and random bits.
+// model.h - what a training run is made of: its settings, what each rank keeps, the state that a checkpoint
+// holds, and the Model that train.cpp drives. reference.cpp implements it on the CPU and model.cu on the GPU,
+// independently, so that a test that compares the two can fail. First weights and random bits are shared.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -22,8 +20,7 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // First weights and random bits, the same on the CPU and the GPU
 
-// A random first value with standard deviation std, with the same bits on the CPU and the GPU: the sum of
-// four uniform integers approximates a normal variate without a logarithm.
+// A random first value with standard deviation std: four uniform integers add up to nearly a normal variate.
 COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
@@ -74,10 +71,7 @@ inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; } 
 
 inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
-    std::vector<SavedTensor> table;
-    for (const Operator& o : block(s.config, s.recipe, linear_formats(s)))
-        table.insert(table.end(), o.saves.begin(), o.saves.end());
-    return table;
+    return saved_per_layer(s.config, s.recipe);
 }
 
 // The elements of a parameter that a rank owns: it adds all ranks' gradients of these, and keeps and updates
@@ -89,17 +83,15 @@ inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
 };
-inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
-    const int64_t units = ceil_div(size, SHARD_UNIT);
+inline Slice owned(const Param& p, int64_t rank, int64_t ranks) {
+    const int64_t size = p.size(), units = ceil_div(size, SHARD_UNIT);
+    if (p.rows == 1) return {0, size};
     const int64_t begin = std::min(size, units * rank / ranks * SHARD_UNIT),
                   end = std::min(size, units * (rank + 1) / ranks * SHARD_UNIT);
     return {begin, end - begin};
 }
-inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
-inline Slice owned(const Param& p, int64_t rank, int64_t ranks) {
-    return p.rows > 1 ? slice_of(p.size(), rank, ranks) : Slice{0, p.size()};
-}
 inline Slice owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
+inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
 // four additions: one for each micro-batch, or two if the head is also the embedding. More are summed in
@@ -110,15 +102,14 @@ inline Format gradient_format(const Setup& s) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// State: all tensors that a run needs to resume, by name. The CPU and the GPU read and write the same
-// tensors, so that a run may stop on one and resume on the other.
+// State: all tensors that a run needs to resume, by name. They are the same on the CPU and on a GPU.
 
 struct StateTensor {
     std::string name;  // "layers.0.qkv" (weight), or with a suffix: .remainder .m .v .m.max .m.k .x.scale ...
     const char* dtype;  // safetensors' name
     int bytes;          // of one element
     std::vector<int64_t> shape;
-    size_t param;     // index into parameters()
+    Param param;
     int64_t per = 1;  // how many elements of the parameter share one here (128 share a .max); 0: all
 
     int64_t size() const {
@@ -138,9 +129,7 @@ inline size_t param_of(const std::vector<Param>& params, const std::string& tens
 
 inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     std::vector<StateTensor> table;
-    const std::vector<Param> params = parameters(c);
-    for (size_t i = 0; i < params.size(); i++)
-        table.push_back({params[i].name, "BF16", 2, {params[i].rows, params[i].cols}, i});
+    for (const Param& p : parameters(c)) table.push_back({p.name, "BF16", 2, {p.rows, p.cols}, p});
     return table;
 }
 
@@ -157,11 +146,10 @@ inline const Quant& quant_of(const Recipe& r, LinearOperand o) {
 inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     if (r.scaling != Scaling::Delayed) return table;
-    const std::vector<Param> params = parameters(c);
-    for (size_t i = 0; i < params.size(); i++)
-        for (int o = 0; params[i].role.linear && o < OPERANDS; o++) {
-            table.push_back({params[i].name + OPERAND_NAMES[o] + ".history", "F32", 4, {r.history}, i, 0});
-            table.push_back({params[i].name + OPERAND_NAMES[o] + ".scale", "F32", 4, {1}, i, 0});
+    for (const Param& p : parameters(c))
+        for (int o = 0; p.role.linear && o < OPERANDS; o++) {
+            table.push_back({p.name + OPERAND_NAMES[o] + ".history", "F32", 4, {r.history}, p, 0});
+            table.push_back({p.name + OPERAND_NAMES[o] + ".scale", "F32", 4, {1}, p, 0});
         }
     return table;
 }
@@ -170,16 +158,14 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
 // signed 16-bit remainder are the FP32 master: bits = (bf16 << 16) + remainder.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
-    const std::vector<Param> params = parameters(s.config);
-    for (size_t i = 0; i < params.size(); i++) {
-        const Param& p = params[i];
-        if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
+    for (const Param& p : parameters(s.config)) {
+        if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, p});
         for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment(wanted);
             const int64_t scales = s.optimizer.scales(f, p.size()), per = s.optimizer.group;
-            table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
-            if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i, per});
-            if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i, per});
+            table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, p});
+            if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, p, per});
+            if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, p, per});
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
@@ -188,19 +174,15 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 
 // The elements of a tensor that this rank keeps; Model::read() and write() pass these. Those of all ranks,
 // one after the other, are the whole tensor, unless every rank keeps all of it.
-inline Slice kept(const Setup& s, const Param& p, const StateTensor& t) {
+inline Slice kept(const Setup& s, const StateTensor& t) {
     if (t.per == 0) return {0, t.size()};
-    const Slice of = owned(s, p);
+    const Slice of = owned(s, t.param);
     const int64_t first = ceil_div(of.first, t.per);
     return {first, ceil_div(of.first + of.count, t.per) - first};
 }
-inline Slice kept(const Setup& s, const StateTensor& t) {
-    return kept(s, parameters(s.config).at(t.param), t);
-}
 
 // -----------------------------------------------------------------------------------------------------------
-// Model: the weights, gradients, moments and activations of one training run on one device. train.cpp, data/
-// and most tests see no other interface; reference.cpp and model.cu implement it.
+// Model: the weights, gradients, moments and activations of one training run on one device.
 
 struct AdamW {     // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
@@ -229,21 +211,14 @@ inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
 }
-// Error unless tokens are in [0, V), and targets are in [0, V) or NO_TARGET.
-inline void require_tokens(const ModelConfig& c, const int32_t* tokens, const int32_t* targets, int64_t n) {
-    for (int64_t i = 0; i < n; i++)
-        if (tokens[i] < 0 || tokens[i] >= c.V || targets[i] < NO_TARGET || targets[i] >= c.V)
-            throw Error("A token lies outside the vocabulary of ", c.V,
-                        "; choose --data and --model that belong together.");
-}
 // What the mean loss of one micro-batch divides by.
 inline double divisor_of_mean(const int32_t* targets, int64_t n) {
     return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
 }
 
-// Every function throws Error if a token, a target or the name of a tensor is unknown. Every rank calls
-// step(), evaluate(), next_logits(), quantization() and write() at the same time; step() and evaluate() with
-// its own tokens. The result of step() is that of all ranks.
+// Tokens are in [0, V), targets too, or they are NO_TARGET; nothing checks it again. A tensor's name that is
+// unknown is an Error. Every rank calls step(), evaluate(), next_logits(), quantization() and write() at the
+// same time; step() and evaluate() with its own tokens. The result of step() is that of all ranks.
 class Model {
 public:
     virtual ~Model() = default;

@@ -24,16 +24,12 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
 }
 
 double peak_tflops(const std::string& gpu, bool fp8) {
-    const struct {
-        const char* name;
-        double bf16, fp8;
-    } table[] = {{"H100 PCIe", 756, 1513},  // and GH200 as H200
-                 {"H100", 989, 1979},
-                 {"H200", 989, 1979},
-                 {"L40S", 362, 733},
-                 {"RTX 4090", 165, 330}};
-    for (const auto& row : table)
-        if (gpu.find(row.name) != gpu.npos) return fp8 ? row.fp8 : row.bf16;
+    for (const auto& [name, of_bf16, of_fp8] : {std::tuple{"H100 PCIe", 756, 1513},
+                                                {"H100", 989, 1979},
+                                                {"H200", 989, 1979},  // and GH200
+                                                {"L40S", 362, 733},
+                                                {"RTX 4090", 165, 330}})
+        if (gpu.find(name) != gpu.npos) return fp8 ? of_fp8 : of_bf16;
     return 0;
 }
 
@@ -59,15 +55,19 @@ void validate(const Setup& s) {
 
 std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
+    const Architecture& arch = s.config.arch;
     const LinearFormats q = linear_formats(s);
-    const bool gated = s.config.arch.gated, remainder = s.master && r.compute != Format::F32;
     const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-",
-                      nonlinear = r.nonlinear.text() + ", " + compute, x = q.x.text(), g = q.g.text(),
-                      attention = (r.attention.fp8() ? r.attention.text() + ", " : "") + compute,
-                      sum = compute + (r.nonlinear.fp8() ? " and " + r.nonlinear.text() : ""),
+                      nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text(),
+                      w = q.w.text(), g = q.g.text(), read = r.forward_reads_groups ? nonlinear : compute,
+                      sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : ""),
                       falls = q.fallback ? " (falls back)" : "",
                       dw = concat(info(gradient_format(s)).name, " gradient"),
-                      weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
+                      weights = compute + (s.master && compute != fp32 ? " + 16 bits = " + fp32 : "");
+    auto saves = [&](Saved which) {
+        const SavedTensor t = saved_per_layer(s)[int(which)];
+        return concat(t.name, " ", t.quant.text());
+    };
     auto moment = [&](const char* name, Format f) {
         const std::string of = s.optimizer.group == 0 ? " per tensor" : " per 128",
                           scale = s.optimizer.expands(f) ? ", max and k" + of
@@ -75,24 +75,42 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
                                                          : "";
         return Operator{name, info(f).name, none, info(f).name + scale};
     };
-    return {
-        {"", {{"embedding", "tokens", compute, sum}}},
-        {concat("each of ", s.config.L, " layers"), block(s.config, r, q)},
-        {"",
-         {{"final norm", compute, compute, compute, {{Saved{}, "its input", s.config.C, Quant{r.compute}}}},
-          {"head", compute, compute, compute},
-          {"cross-entropy", compute, none, fp32}}},
-        {"backward",
-         {{"linear layers, dgrad" + falls, g, q.w.text(), compute},
-          {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
-          {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g},
-          {"norms", nonlinear, compute, compute},
-          {"attention", attention, none, compute},
-          {"head", compute, compute, compute}}},
-        {"update",
-         {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
-          moment("AdamW, first moment", s.optimizer.m),
-          moment("AdamW, second moment", s.optimizer.v)}}};
+    std::vector<Operator> block = {
+        {"norm 1", read, compute, x, saves(Saved::Norm1Input)},
+        {"q, k, v projection" + falls, x, w, compute},
+        {"norm of each head of q and k", attention, compute, compute},
+        {"rotary positions", compute, none, arch.qk_norm ? compute : attention},
+        {"attention", arch.qk_norm ? compute : attention, none, attention,
+         saves(Saved::Attention) + "; " + saves(Saved::LogSumExp)},
+        {"attention output projection" + falls, x, w, compute},
+        {"residual add", compute, none, sum},
+        {"norm 2", read, compute, x, saves(Saved::Norm2Input)},
+        {(arch.gated ? "gate and up projection" : "up projection") + falls, x, w, compute},
+        {arch.gated ? "SiLU(gate) x up" : "GELU", read, none, x, saves(Saved::GateUp)},
+        {"down projection" + falls, x, w, compute},
+        {"residual add", compute, none, sum}};
+    // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
+    Operator& before_attention = block[arch.rope && !arch.qk_norm ? 3 : 1];
+    before_attention.writes = attention, before_attention.saves = saves(Saved::Qkv);
+    if (!arch.rope) block.erase(block.begin() + 3);
+    if (!arch.qk_norm) block.erase(block.begin() + 2);
+    return {{"", {{"embedding", "tokens", compute, sum}}},
+            {concat("each of ", s.config.L, " layers"), block},
+            {"",
+             {{"final norm", compute, compute, compute, "its input " + compute},
+              {"head", compute, compute, compute},
+              {"cross-entropy", compute, none, fp32}}},
+            {"backward",
+             {{"linear layers, dgrad" + falls, g, w, compute},
+              {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
+              {arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear + ", " + compute, none, g},
+              {"norms", nonlinear + ", " + compute, compute, compute},
+              {"attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute},
+              {"head", compute, compute, compute}}},
+            {"update",
+             {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
+              moment("AdamW, first moment", s.optimizer.m),
+              moment("AdamW, second moment", s.optimizer.v)}}};
 }
 
 std::vector<ShardPlace> shard_places(const Setup& s) {
@@ -126,17 +144,15 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
 
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
-    const std::vector<Param> params = parameters(c);
     const int64_t N = s.B * s.T, count = parameter_count(c);
     const Format compute = s.recipe.compute, dw = gradient_format(s);
     std::map<std::string, int64_t> kept_of;  // bytes of all tensors whose names end so; "": of the weights
     for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
         for (const StateTensor& t : table)
-            kept_of[t.name.substr(params[t.param].name.size())] +=
-                kept(s, params[t.param], t).count * t.bytes;
+            kept_of[t.name.substr(t.param.name.size())] += kept(s, t).count * t.bytes;
     int64_t scaling = 0, gradients = 0;  // gradients: elements of which they exist at the same time
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    for (const Param& p : params) gradients += padded(owned(s, p));
+    for (const Param& p : parameters(c)) gradients += padded(owned(s, p));
     const BucketElements e = bucket_elements(s);
     if (!s.keep_gradients)
         gradients = s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
@@ -185,9 +201,7 @@ Setup bf16_baseline(Setup s) {
 // -----------------------------------------------------------------------------------------------------------
 // One GPU
 
-// The lowest offset from the first saved activation at which all gradients may begin. The gradients of a
-// parameter are first written when later layers need no saved activations any more. A layer has four buckets;
-// the tied embedding's gradient is written first by the head.
+// The lowest possible. A layer has four buckets; the tied embedding's gradient is written first by the head.
 int64_t gradients_offset(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
@@ -242,7 +256,6 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
 // -----------------------------------------------------------------------------------------------------------
 // Printing
 
-// The table, then what its cells cannot say.
 static void print_precision(const Setup& s) {
     const Recipe& r = s.recipe;
     std::printf(
@@ -254,21 +267,18 @@ static void print_precision(const Setup& s) {
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     for (const auto& [part, operators] : precision_plan(s)) {
         if (!part.empty()) std::printf("  %s\n", part.c_str());
-        for (const Operator& o : operators) {
-            std::string saves;
-            for (const SavedTensor& t : o.saves)
-                saves += concat(saves.empty() ? "" : "; ", t.name, " ", t.quant.text());
+        for (const Operator& o : operators)
             std::printf(format, ((part.empty() ? "" : "  ") + o.name).c_str(), o.reads.c_str(),
-                        o.weights.c_str(), o.writes.c_str(), saves.empty() ? "-" : saves.c_str());
-        }
+                        o.weights.c_str(), o.writes.c_str(), o.saves.c_str());
     }
     if (linear_formats(s).fallback)
         std::printf("\n  Linear layers fall back to %s: --batch x --seq is %ld tokens, no multiple of 16.\n",
                     info(r.compute).name, s.B * s.T);
 }
 
-// The run beside the BF16 baseline, row by row and by category, with the rows of a GPU if there is CUDA.
-static void print_memory(const Setup& s) {
+// The memory is printed beside that of the BF16 baseline, with the rows of a GPU if there is CUDA.
+void print_plan(const Setup& s) {
+    print_precision(s);
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = gpu_memory_plan(s), beside = gpu_memory_plan(other);
     auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
@@ -296,11 +306,6 @@ static void print_memory(const Setup& s) {
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
         s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
-}
-
-void print_plan(const Setup& s) {
-    print_precision(s);
-    print_memory(s);
 }
 
 }  // namespace coat

@@ -1,6 +1,5 @@
-// plan.h - what is known of a run before it starts: the learning rate of every step, the format of every
-// tensor, the bytes of every category (the paper's table of memory, for any model), and the sizes that the
-// parts of a GPU's memory have.
+// plan.h - what is known of a run before it starts: learning rates, the format of every tensor, the bytes of
+// every category (the paper's table of memory, for any model), and how a GPU's memory is divided.
 #pragma once
 #include "model.h"
 
@@ -19,6 +18,9 @@ double peak_tflops(const std::string& gpu, bool fp8);
 void validate(const Setup& s);
 
 // The precision flow (paper section 5): formats of what operators read, write and save for backward.
+struct Operator {
+    std::string name, reads, weights, writes, saves = "-";  // as --plan prints them
+};
 using PrecisionPart = std::pair<std::string, std::vector<Operator>>;  // of a step: "backward", "update", ...
 std::vector<PrecisionPart> precision_plan(const Setup& s);
 

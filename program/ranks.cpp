@@ -302,7 +302,8 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
 
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
-    if (!sentence.empty() && !advice.empty()) print_error(advice);
+    if (!sentence.empty() && !checkpoint.empty())
+        print_error("The last complete checkpoint is " + checkpoint + "; continue it with --resume.");
     for (const Peer& peer : peers_)
         if (rank_ == 0) tell(peer.socket, ENDING);
     for (const pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);

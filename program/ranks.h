@@ -59,8 +59,8 @@ public:
     void wait_until(const std::function<bool()>& done);
     static double patience;  // in seconds, until it is named
 
-    // Printed after the sentence of any error: what the user can continue from.
-    std::string advice;
+    // The last complete one, or empty; named after the sentence of any error.
+    std::string checkpoint;
 
     // Ends all ranks with exit code 1, after rank 0 has printed this sentence once. Where all fail, the
     // sentence is rank 0's. If the process of a rank ends in any other way, all end too.

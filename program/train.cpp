@@ -1,18 +1,12 @@
-// train.cpp - the program: flags in, a trained model out.
-//
-// What a run is made of (Run), what happens between steps, the training loop, and the stages before it:
-// flags, checkpoint, model, data. It contains no CUDA and no file format.
+// train.cpp - the program: flags in, a trained model out. What a run is made of (Run), what happens between
+// steps, the training loop, and the stages before it. It contains no CUDA and no file format.
 #include "flags.h"
 
 #include <sys/file.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
-#include <csignal>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <random>
 
 #include "../data/checkpoint.h"
@@ -56,12 +50,6 @@ struct Run {
         print_error("--log " + flags.log + " cannot be written any more; the run continues without it.");
         log.close();
     }
-
-    void set_checkpoint(const std::string& path) {
-        checkpoint = path;
-        if (path.empty()) return;
-        processes->advice = "The last complete checkpoint is " + path + "; continue it with --resume.";
-    }
 };
 
 // The length of a minute in seconds. Tests make it shorter, because no test can wait for half an hour.
@@ -71,11 +59,9 @@ double minute() {
 }
 
 std::string duration(double seconds) {
-    const int64_t whole = std::llround(seconds);
-    char text[48];
-    if (whole < 3600) std::snprintf(text, sizeof text, "%ldm%02lds", whole / 60, whole % 60);
-    else std::snprintf(text, sizeof text, "%ldh%02ldm", whole / 3600, whole / 60 % 60);
-    return text;
+    const int64_t whole = std::llround(seconds), minutes = whole / 60;
+    return minutes < 60 ? concat(minutes, "m", whole % 60, "s")
+                        : concat(minutes / 60, "h", minutes % 60, "m");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -86,14 +72,15 @@ std::string duration(double seconds) {
 bool save(Run& run) {
     if (run.flags.out.empty()) return true;
     try {
-        run.set_checkpoint(
-            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep));
+        run.checkpoint =
+            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
     } catch (const Error& error) {
         if (run.setup.rank == 0)
             print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
     run.unsaved = false;
+    run.processes->checkpoint = run.checkpoint;
     std::printf("saved | step %ld | %s\n", run.state.step, printable(run.checkpoint).c_str());
     return true;
 }
@@ -107,7 +94,6 @@ void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) 
     try {
         for (int64_t i = 0; i < count; i++)
             loader.read(first + i * run.setup.ranks, &run.tokens[i * n], &run.targets[i * n]);
-        require_tokens(run.setup.config, run.tokens.data(), run.targets.data(), count * n);
     } catch (const Error& failure) {
         error = failure.what();
     }
@@ -118,10 +104,10 @@ void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) 
     }
 }
 
-// Up to 20 batches of held-out windows, the same in every run.
+// The order of held-out windows is the same in every run.
 Loader held_out(const Run& run) { return {run.corpus.validation, run.setup.B, run.setup.T, 0}; }
 
-// Mean loss over the targets that count. The ranks share the batches out.
+// Mean loss over the targets that count, of 20 batches at most. The ranks share the batches out.
 double validate(Run& run) {
     constexpr int64_t MOST_BATCHES = 20;
     const Loader loader = held_out(run);
@@ -171,8 +157,7 @@ void sample(Run& run) {
 }
 
 // How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
-// the moments that its gradients would lead to; and the expansion factors k in use. Of several ranks, each
-// has measured the moments that it keeps.
+// the moments that its gradients would lead to, by the ranks that keep them; and the factors k in use.
 void print_quantization(Run& run) {
     read_batches(run, held_out(run), 0, 1);  // the same batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
@@ -263,7 +248,7 @@ int loop(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     const int64_t resumed_at = state.step;
     auto every = [&](int64_t steps) { return steps && state.step % steps == 0; };
-    run.set_checkpoint(run.checkpoint);  // errors name it from here on
+    run.processes->checkpoint = run.checkpoint;  // errors name it from here on
     if (state.step == 0) state.first_validation = validate(run);
     const double started = now();
     double timed = 0, saved_at = started;  // timed: all steps but the first, which warms caches
@@ -308,17 +293,17 @@ int loop(Run& run) {
     const double validation = validate(run);
     const int signal = save_last(run);
     print_quantization(run);
-    const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
-    const double seconds = now() - started;
-    const double rate = steps > 1 ? run.step_tokens() * (steps - 1) / timed : 0;
-    std::printf(
-        "\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
-        steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
-    run.print_log("end", {{"first_validation", state.first_validation},
-                          {"validation", validation},
-                          {"skipped", skipped},
-                          {"seconds", seconds},
-                          {"tokens_per_second", rate}});
+    const int64_t steps = state.step - resumed_at;
+    Json end = {{"first_validation", state.first_validation},
+                {"validation", validation},
+                {"skipped", state.step - state.updates},
+                {"seconds", now() - started}};
+    if (steps > 1) end["tokens_per_second"] = run.step_tokens() * (steps - 1) / timed;
+    std::printf("\nDone: %ld steps in %s", steps, duration(end["seconds"]).c_str());
+    if (steps > 1) std::printf(", %.0f tok/s", end["tokens_per_second"].get<double>());
+    std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", state.step - state.updates,
+                state.first_validation, validation);
+    run.print_log("end", end);
     return signal ? 128 + signal : 0;
 }
 
@@ -394,17 +379,15 @@ void make_setup(Run& run) {
     s.B = flags.batch, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
 }
 
-// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes. Without
-// --seq it is that of packed conversations, or the default if the model can have it. Returns what the data
-// are: how many tokens, and their hashes.
+// A model without a vocabulary size takes that of the data, or of bytes. Without --seq it is that of packed
+// conversations, or the default if the model can have it. Returns what the data are: sizes and hashes.
 Json load_data(Run& run) {
     Flags& flags = run.flags;
     ModelConfig& config = run.setup.config;
     if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data);
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
-    if (config.V == 0) config.V = std::max(in_use, int64_t(run.corpus.vocabulary.size()));
-    if (config.V == 0) config.V = 256;
+    if (config.V == 0) config.V = in_use ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
     if (in_use > config.V)
         throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
@@ -434,9 +417,7 @@ void require_same(Run& run, const Json& data) {
     mine["resume"] = run.weights, mine["device"] = run.flags.device;
     // Ranks of another machine may find other files in a folder of the same name: the first rank of each
     // machine hashes them.
-    const std::vector<int> places = run.processes->all_gather(run.processes->local());
-    if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
-        !run.weights.empty())
+    if (run.setup.ranks > 1 && run.processes->local() == 0 && !run.weights.empty())
         for (const auto& file : fs::directory_iterator(run.weights))
             if (file.is_regular_file())
                 mine["weights_found"][file.path().filename()] = hash_file(file.path());
@@ -457,26 +438,23 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     const ModelConfig& c = s.config;
     const bool gpu = run.flags.device == "gpu";
     const int64_t memory = total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s));
-    std::vector<std::string> lines = {
-        concat("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ",
-               c.C, ", ", c.NH, " heads, vocabulary ", c.V, "; ",
-               run.weights.empty() ? "random weights" : "weights of " + run.weights),
-        concat("recipe: ", s.recipe.name, ", ", s.recipe.about),
-        concat("moments: ", s.optimizer.name, ", ", s.optimizer.about,
-               "; master weights: ", run.flags.master),
-        concat("device: ", device),
-        concat("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
-               " micro-batches on ", s.ranks, " ranks"),
-        concat("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts"),
-        "checkpoints: " + run.flags.out};
-    if (!run.flags.resume.empty())
-        lines.back() += concat("; continuing step ", run.state.step, " of ", run.weights);
-    if (const Corpus& c = run.corpus; c.train.size())
-        lines.push_back(concat("text: ", run.flags.data, ", ", c.train.size(), " tokens to train on, ",
-                               c.validation.size(), " held out"));
+    auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
+    print("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ", c.C,
+          ", ", c.NH, " heads, vocabulary ", c.V, "; ",
+          run.weights.empty() ? "random weights" : "weights of " + run.weights);
+    print("recipe: ", s.recipe.name, ", ", s.recipe.about);
+    print("moments: ", s.optimizer.name, ", ", s.optimizer.about, "; master weights: ", run.flags.master);
+    print("device: ", device);
+    print("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
+          " micro-batches on ", s.ranks, " ranks");
+    print("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts");
+    print("checkpoints: ", run.flags.out, run.flags.resume.empty() ? "" : "; continuing step ",
+          run.flags.resume.empty() ? "" : concat(run.state.step, " of ", run.weights));
+    if (const Corpus& text = run.corpus; text.train.size())
+        print("text: ", run.flags.data, ", ", text.train.size(), " tokens to train on, ",
+              text.validation.size(), " held out");
     for (const Json& change : run.state.settings.value("changes", Json::array()))
-        lines.push_back("not the bits of a run without changes, " + change.get<std::string>());
-    for (const std::string& line : lines) std::printf("%s\n", printable(line).c_str());
+        print("not the bits of a run without changes, ", change.get<std::string>());
     std::printf("\n");
 }
 
@@ -547,19 +525,16 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     return loop(run);
 }
 
-// GNU's OpenMP spins at the end of every parallel loop unless it is told otherwise before main. On a machine
-// with other work, a step then takes several times as long. So the program starts itself again with the
-// setting; if that fails, it goes on.
-void wait_without_spinning(char** argv) {
-    if (std::getenv("OMP_WAIT_POLICY")) return;
-    setenv("OMP_WAIT_POLICY", "passive", 1);
-    execv("/proc/self/exe", argv);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-    wait_without_spinning(argv);
+    // GNU's OpenMP spins at the end of every parallel loop unless it is told otherwise before main. On a
+    // machine with other work, a step then takes several times as long. So the program starts itself again
+    // with the setting; if that fails, it goes on.
+    if (!std::getenv("OMP_WAIT_POLICY")) {
+        setenv("OMP_WAIT_POLICY", "passive", 1);
+        execv("/proc/self/exe", argv);
+    }
     std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // each line appears at once, also in a pipe or a file
     std::signal(SIGXFSZ, SIG_IGN);  // beyond the limit on file sizes a write fails, and gets a message
     std::signal(SIGPIPE, SIG_IGN);  // the run continues when the reader of its output ends

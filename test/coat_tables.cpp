@@ -17,7 +17,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         std::string text = info(r.compute).name;
         for (const Quant& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
         text += r.scaling == Scaling::Delayed ? "; delayed; " : "; just in time; ";
-        for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
+        for (bool fast : r.fast) text += fast ? "fast " : "exact ";
         return text + r.optimizer + (r.forward_reads_groups ? "" : ", forward reads values");
     };
     const std::string tensors = "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, bf16, bf16; ";
@@ -67,7 +67,7 @@ TEST_CASE("recipes: Hopper's FP8 GEMMs can run every row") {
             CHECK((a.scale_format == Format::F32 && b.scale_format == Format::F32));
             const std::pair both{a.granularity, b.granularity};
             CHECK(std::count(std::begin(known), std::end(known), both) == 1);
-            CHECK((!r.sums.fast[gemm] || a.granularity.cols != 128));
+            CHECK((!r.fast[gemm] || a.granularity.cols != 128));
             CHECK((r.scaling == Scaling::JustInTime || a.granularity == PER_TENSOR));
         }
         for (const Quant& q : {r.nonlinear, r.attention})

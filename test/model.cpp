@@ -52,7 +52,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
             }
             CHECK(wrong == 0);
             for (const StateTensor& t : optimizer_tensors(s)) {
-                const std::string end = t.name.substr(params[t.param].name.size());
+                const std::string end = t.name.substr(t.param.name.size());
                 if (end == ".remainder") continue;
                 const bool k = end == ".m.k" || end == ".v.k";
                 if (k) CHECK(values_of<float>(state, t.name) == Floats(size_t(t.size()), 1.0f));
@@ -532,7 +532,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
             const char* moment = is_scaled(t.setup().optimizer.m) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {
-                const Param& p = params[tensor.param];
+                const Param& p = tensor.param;
                 INFO(tensor.name);
                 if (make == make_reference || p.bucket <= bucket)
                     CHECK((after.at(tensor.name) == state.at(tensor.name)));
@@ -568,7 +568,7 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped, 
     }
 }
 
-PROPERTY("names and tokens that the model does not have are errors") {
+PROPERTY("names that the model does not have are errors") {
     Training t(make, setup_of("te master"));
     t.step();
     std::vector<float> some(64 * 64);
@@ -578,17 +578,6 @@ PROPERTY("names and tokens that the model does not have are errors") {
         CHECK_THROWS_AS(t.model->write(name, some.data()), Error);
     }
     CHECK_THROWS_AS(t.model->write("final_norm.weight.gradient", some.data()), Error);
-    const Snapshot state = snapshot(*t.model);
-    const int32_t V = int32_t(t.setup().config.V);
-    for (const auto& [token, target] : {std::pair{V, 0}, {-1, 0}, {0, V}, {0, -2}}) {
-        t.tokens.back() = token, t.targets.back() = target;
-        CHECK_THROWS_AS(t.again(), Error);
-        CHECK_THROWS_AS(t.evaluate(), Error);
-        CHECK_THROWS_AS(t.report(), Error);
-        t.tokens[2] = token;
-        if (token) CHECK_THROWS_AS(t.next_logits(3), Error);
-    }
-    CHECK((snapshot(*t.model) == state));
 }
 
 // With several micro-batches the scale is that of the largest amax so far: the same if all are equal.

@@ -145,7 +145,7 @@ TEST_CASE(
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
           {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd",
-           "outside the vocabulary"}})
+           "--data was changed"}})
         for (const std::string ranks : {"--accumulate 2", "--ranks 2"}) {
             INFO(action, " ", ranks);
             RunFolder folder;

@@ -74,7 +74,7 @@ TEST_CASE("TokenStream: the hash knows every token, what counts and the order, b
     constexpr int64_t N = 600'001;  // three parts of the hash; half a word at the end
     Words tokens(N);
     for (uint32_t& t : tokens) t = uint32_t(rng.below(50'000));
-    const TokenStream whole = stream_of(tokens);
+    TokenStream whole = stream_of(tokens);
     const uint64_t hash = whole.facts().hash;
     TokenStream begin = whole, joined;
     const TokenStream end = begin.take_end(rng.below(N));
@@ -98,6 +98,13 @@ TEST_CASE("TokenStream: the hash knows every token, what counts and the order, b
         CHECK(stream_of(other).facts().largest == 50'001);
     }
     CHECK(TokenStream().facts().largest == -1);
+    // A file that is changed meanwhile may have any token.
+    Folder folder;
+    const std::string path = folder.write("x.bin", token_file(Shorts(100, 7)));
+    Corpus corpus = load_corpus(path);
+    CHECK((corpus.train.facts().largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
+    std::fstream(path, std::ios::in | std::ios::out | std::ios::binary).seekp(1024 + 89 * 2) << '\x08';
+    check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
 
 TEST_CASE(

@@ -88,7 +88,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
 GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").sums.fast);
+    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
     gpu::Gemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;
@@ -132,7 +132,7 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
 GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation, at a large K") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").sums.fast);
+    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
     auto random_values = [&](int64_t n) {
         Floats x(n);
         for (float& v : x) v = 1 + 0.25f * float(rng.below(4));
@@ -157,7 +157,7 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
 GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").sums.fast);
+    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
     check_gemm(gemms, rng, fprop, Q_E4M3, Q_E4M3, Format::BF16, false, true);
     check_gemm(gemms, rng, fprop, Q_BF16, Q_BF16, Format::BF16, false, true);

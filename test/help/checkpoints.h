@@ -16,10 +16,9 @@ class MemoryModel : public Model {
 public:
     MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
         Random random(seed);
-        const std::vector<Param> params = parameters(setup.config);
         for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
             for (const StateTensor& t : table) {
-                const bool weight = t.name == params[t.param].name, k = ends_with(t.name, ".k");
+                const bool weight = t.name == t.param.name, k = ends_with(t.name, ".k");
                 std::string& bytes = tensors[t.name] =
                     std::string(size_t(kept(setup, t).count * t.bytes), '\0');
                 for (char& b : bytes) b = char(random.bits());
@@ -31,7 +30,7 @@ public:
                     const float factor = 0.0625f * float(1 + random.below(1024));
                     std::memcpy(&bytes[i], &factor, 4);
                 }
-                const size_t used = 2 * size_t(used_elements(setup.config, params[t.param]));
+                const size_t used = 2 * size_t(used_elements(setup.config, t.param));
                 if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }

@@ -115,12 +115,11 @@ inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps,
             run.losses.push_back(result.skipped ? NAN : result.loss), run.norms.push_back(result.grad_norm);
         }
         std::vector<StateTensor> gradients;
-        const std::vector<Param> params = training.params();
-        for (size_t i = 0; i < params.size() && own.keep_gradients; i++)
-            gradients.push_back({params[i].name + ".gradient", "F32", 4, {params[i].size()}, i});
+        for (const Param& p : training.params())
+            if (own.keep_gradients) gradients.push_back({p.name + ".gradient", "F32", 4, {p.size()}, p});
         run.gradients = training.whole(gradients), run.state = training.whole(state_tensors(own));
         for (const StateTensor& t : state_tensors(own))  // delayed scales, norm weights and biases
-            if (t.per == 0 || (t.name == params[t.param].name && params[t.param].rows == 1))
+            if (t.per == 0 || (t.name == t.param.name && t.param.rows == 1))
                 run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());
     });
     for (const Run& run : runs) {
