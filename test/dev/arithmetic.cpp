@@ -52,11 +52,6 @@ const save = (name, x) => fs.writeFileSync(name, Buffer.from(Float32Array.from(x
     }
 };
 
-double distance(const Floats& x, const Floats& expected) {  // relative to what is expected
-    REQUIRE(x.size() == expected.size());
-    return relative_error(x, expected);
-}
-
 // Random values of many magnitudes; some are zero.
 Floats values(Random& rng, int64_t n, double spread) {
     Floats x(n);
@@ -221,7 +216,7 @@ save("new_w", new_w)
     adamw(adamw_factors({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
     stored_m.store(m.data(), false), stored_v.store(v.data(), true);
     check("new_m", stored_m), check("new_v", stored_v);
-    CHECK(distance(folder.get("new_w"), w) < 1e-6);
+    CHECK(relative_error(folder.get("new_w"), w) < 1e-6);
 }
 
 // Draws weights and tokens for a model of one layer. Returns the largest distance of a gradient from the
@@ -275,7 +270,7 @@ for name, gradient in gradients.items():
     for (const Param& p : parameters(config)) {
         Floats expected(p.size());
         model->read(p.name + ".gradient", expected.data());
-        largest = std::max(largest, distance(folder.get(p.name + ".gradient"), expected));
+        largest = std::max(largest, relative_error(folder.get(p.name + ".gradient"), expected));
     }
     return largest;
 }
