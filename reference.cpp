@@ -54,6 +54,9 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
+    if (f == Format::Root) return uint16_t(std::nearbyint(255 * std::sqrt(magnitude)));
+    if (f == Format::Companded)
+        return uint16_t(int(std::nearbyint(127 * (2 * magnitude / (1 + magnitude)))) | std::signbit(x) << 7);
     const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * bits_as<float>(uint32_t(127 + M - e) << 23);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -65,7 +68,9 @@ uint16_t encode(Format f, float x) {
 // has values, too, and only the code above the largest value is NaN.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa;
+    if (f == Format::Root) return float(code * code) / 65025;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
+    if (f == Format::Companded) return float(magnitude) / float(254 - magnitude) * (code & 0x80 ? -1 : 1);
     const uint32_t bits = magnitude << (23 - M);  // where FP32 has exponent and mantissa
     float value = bits_as<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
     if (magnitude >> M == 0) value = float(magnitude) * info(f).min;      // subnormal
@@ -85,12 +90,12 @@ float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16
 // Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
     if (f == Format::F32) return reinterpret_cast<const float*>(codes)[i];
-    const uint16_t code = is_fp8(f) ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
+    const uint16_t code = info(f).bytes == 1 ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
     return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 static void put(Format f, uint8_t* codes, int64_t i, float x) {
     if (f == Format::F32) reinterpret_cast<float*>(codes)[i] = x;
-    else if (is_fp8(f)) codes[i] = uint8_t(encode(f, x));
+    else if (info(f).bytes == 1) codes[i] = uint8_t(encode(f, x));
     else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 

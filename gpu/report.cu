@@ -101,7 +101,7 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
         x.init(f, k, n, o.group);
         fetch(x.codes, data, 1, info(f).bytes);
         if (max && o.group == 0) copy(x.max.data(), max, sizeof(float), s);
-        else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
+        else if (max) fetch(x.max, max, o.group, sizeof(float));
         if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
         check(cudaStreamSynchronize(s), "Reading the moments failed");
         return x;

@@ -69,7 +69,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
         return concat(t.name, " ", t.quant.text());
     };
     auto moment = [&](const char* name, Format f) {
-        const std::string of = s.optimizer.group == 0 ? " per tensor" : " per 128",
+        const std::string of = s.optimizer.group == 0 ? " per tensor" : concat(" per ", s.optimizer.group),
                           scale = s.optimizer.expands(f) ? ", max and k" + of
                                   : is_scaled(f)         ? ", max" + of
                                                          : "";

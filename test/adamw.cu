@@ -255,7 +255,7 @@ void check_moment(const Moment& got, const Doubles& exact, const Floats& in_floa
         return;
     }
     const double fmax = info(got.format).max;
-    const uint16_t sign = info(got.format).bytes == 1 ? 0x80 : 0x8000;
+    const uint16_t sign = got.format == Format::Root ? 0x100 : got.format == Format::F16 ? 0x8000 : 0x80;
     int64_t wrong = 0;
     Doubles y(got.n);  // magnitudes as they become codes
     Floats y_in_float(got.n);

@@ -160,6 +160,44 @@ TEST_CASE("Moment: expansion lowers the error, most in groups of a small range (
     CHECK(error(true, narrow) < error(false, narrow) / 4);
 }
 
+TEST_CASE(
+    "Moment: FlashOptim's codes are evenly spaced after a function; a group of 32 has the scale of its "
+    "maximum") {
+    FRESH_RANDOM(rng);
+    auto companded = [](double x) { return 127 * (2 * x / (1 + x)); };
+    auto root = [](double x) { return 255 * std::sqrt(x); };
+    for (int code = 0; code < 256; code++)
+        for (Format f : {Format::Companded, Format::Root}) {
+            const double x = decode(f, uint16_t(code)), size = f == Format::Root ? code : code & 127;
+            CHECK((f == Format::Root ? root : +companded)(std::fabs(x)) ==
+                  doctest::Approx(size).epsilon(1e-6));
+            CHECK(std::signbit(x) == (f == Format::Companded && code >= 128));
+            CHECK(encode(f, float(x)) == code);
+        }
+    for (const Distribution& d : distributions()) {
+        CAPTURE(d.name);
+        std::vector<float> x = sample(d, rng, 1000), values(1000);
+        for (Format f : {Format::Companded, Format::Root}) {
+            Moment moment;
+            moment.init(f, true, 1000, 32);
+            if (f == Format::Root)
+                for (float& v : x) v = std::fabs(v);
+            moment.store(x.data(), f == Format::Root);
+            moment.load(values.data());
+            REQUIRE((moment.max.size() == 32 && moment.k.empty()));
+            for (size_t i = 0; i < 1000; i++) {
+                const double max = moment.max[i / 32], size = std::fabs(x[i]) / std::max(max, 0x1p-126),
+                             steps = f == Format::Root ? root(size) : companded(size);
+                const int code = moment.codes[i] & (f == Format::Root ? 255 : 127);
+                CHECK(std::fabs(x[i]) <= moment.max[i / 32]);
+                CHECK((std::fabs(code - steps) <= 0.501 || (f == Format::Root && code == 1 && x[i] > 0)));
+                CHECK(double(values[i]) * double(x[i]) >= 0);
+                CHECK((f == Format::Companded || (values[i] > 0) == (x[i] > 0)));
+            }
+        }
+    }
+}
+
 TEST_CASE("Moment: fp8lm loses second moments below 2^-41 of the largest, the other optimizers lose none") {
     for (const OptimizerFormat& o : optimizers()) {
         INFO(std::string(o.name));
