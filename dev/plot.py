@@ -271,13 +271,13 @@ def memory(result):
     return picture(980, 84 + 27 * len(rows), parts)
 
 
-def paired(rows):
-    """The runs of each recipe, each with the run of bf16 that has the same seed, text and so data."""
+def paired(rows, first="bf16"):
+    """The runs of each recipe, each with the run of `first` that has the same seed, text and so data."""
     found = {}
     for name, row in rows.items():
         recipe, separator, seed = name.partition(" seed ")
-        base = rows.get("bf16" + separator + seed)
-        if recipe != "bf16" and base and base["text"] == row["text"]:
+        base = rows.get(first + separator + seed)
+        if recipe != first and base and base["text"] == row["text"]:
             found.setdefault(recipe, []).append((row, base))
     return found
 

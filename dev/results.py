@@ -9,9 +9,11 @@ Each result goes to dev/results.json when its run ends. A run that this commit h
 command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Only
 `peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`) need packages.
 """
+import concurrent.futures
 import contextlib
 import json
 import os
+import queue
 import re
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ class Group(typing.NamedTuple):
     shared: str = ""  # flags of ./train that all runs have
     build: str = "train"
     gpu: bool = True
+    at_once: bool = False  # one run on each GPU: for losses, which do not depend on time
 
 
 BF16 = "--recipe bf16 --optimizer bf16"
@@ -47,7 +50,8 @@ SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
          "gpt2": "--model gpt2 --batch 64 --seq 1024 --accumulate 8",
          "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048"}
 STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
-TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
+LONG = (f"--device gpu --model gpt2 --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch 64 "
+        f"--seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 --eval-every {STEPS // 2} --sample-every 0")
 GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
 
 
@@ -88,8 +92,12 @@ GROUPS = {
          **{r: f"--recipe {r}" for r in ("te", "rowwise", "deepseek", "colossal", "coat", "coat-saved")},
          **{f"{r} seed {n}": f"--recipe {r} --seed {n}"
             for n in (2, 3) for r in ("bf16", "te", "coat", "coat-saved")}},
-        f"--device gpu --model gpt2 {TEXT} --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
-        f"--eval-every {STEPS // 2} --sample-every 0"),
+        LONG, at_once=True),
+    "optimizers": Group(
+        "`coat` with the moments of other optimizers on 0.2 billion tokens",
+        {f"{optimizer} seed {n}": f"--optimizer {optimizer} --seed {n}"
+         for n in (1, 2) for optimizer in ("fp32", "coat", "companded")},
+        LONG, at_once=True),
     "moments": Group(
         "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}",
@@ -113,13 +121,15 @@ def ask_gpus(what):
 
 
 @contextlib.contextmanager
-def memory_watch():
-    """Yields a list of one number: the most memory in use on a GPU, in MiB, as the driver reports it."""
+def memory_watch(gpu):
+    """Yields a list of one number: the most memory in use on this GPU, or any, in MiB, as the driver says."""
     most, ended = [0], threading.Event()
 
     def watch():
         while not ended.wait(0.3):
-            most[0] = max([most[0], *(int(used) for used in ask_gpus("memory.used") if used.isdigit())])
+            used = ask_gpus("memory.used")
+            used = used if gpu is None else used[gpu:gpu + 1]
+            most[0] = max([most[0], *(int(mib) for mib in used if mib.isdigit())])
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     yield most
@@ -152,16 +162,17 @@ def saved_activations():
     return {"rows": rows}
 
 
-def run(group, name):
-    """The result of one run; RuntimeError with the last line of its errors."""
+def run(group, name, gpu=None):
+    """The result of one run, on this GPU or on all; RuntimeError with the last line of its errors."""
     if group == "memory":
         return saved_activations()
     flags, log = GROUPS[group].runs[name], f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', name)}"
     program = flags.startswith(("build/", "python3"))
     out = "" if "--out" in flags else "--out ''"
     command = flags if program else f"./train {GROUPS[group].shared} {flags} {out} --log {log}.jsonl"
-    with memory_watch() as most:
-        ended = shell(f"rm -rf {log} {log}.jsonl; export OMP_WAIT_POLICY=passive; {command}")
+    choice = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={gpu}"
+    with memory_watch(gpu) as most:
+        ended = shell(f"rm -rf {log} {log}.jsonl; export OMP_WAIT_POLICY=passive {choice}; {command}")
     if ended.returncode:
         raise RuntimeError((ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1])
     if program:
@@ -198,33 +209,45 @@ def save(results):
 
 def measure(group, part, commit):
     """Runs what this commit does not have yet. Returns whether every run succeeded."""
-    names, good = ask_gpus("name"), True
+    names = ask_gpus("name")
     if GROUPS[group].gpu and not names:
         print(f"{group} needs a GPU and was left out.", flush=True)
         return False
     made = shell(f"make {GROUPS[group].build} train")
     if made.returncode:
         sys.exit(f"make {GROUPS[group].build} train failed:\n{made.stderr}")
-    if group == "convergence":
+    if GROUPS[group].at_once:
         corpus.prepare()
     if group == "moments" and not os.path.exists(f"{ROOT}/{TINY}/step-000250"):
         shell(f"rm -rf {TINY}; ./train --device cpu --recipe bf16 --optimizer fp32 --out {TINY}")
-    where = f"{len(names)} {names[0]}" if len(names) > 1 else "".join(names)
+    many = len(names) > 1 and not GROUPS[group].at_once
+    where = f"{len(names)} {names[0]}" if many else "".join(names[:1])
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
-    for name in GROUPS[group].runs:
-        results = load()
-        rows = results[group]
-        known = rows.get(name, {}).get("commit") == commit
-        if part not in name or known or (group == "ranks" and int(name[0]) > len(names)):
-            continue
+    rows = load().get(group, {})
+    left = [name for name in GROUPS[group].runs if part in name and rows.get(name, {}).get("commit") != commit
+            and not (group == "ranks" and int(name[0]) > len(names))]
+    gpus = range(len(names)) if GROUPS[group].at_once else [None]
+    free, one_saves = queue.SimpleQueue(), threading.Lock()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def measure_one(name):
+        gpu = free.get()
         try:
-            rows[name] = {"commit": commit, "where": where, **run(group, name)}
-            save(results)
+            row = {"commit": commit, "where": where, **run(group, name, gpu)}
+            with one_saves:
+                results = load()
+                results.setdefault(group, {})[name] = row
+                save(results)
             print(f"{group}: {name}: done", flush=True)
+            return True
         except (RuntimeError, json.JSONDecodeError) as problem:
             print(f"{group}: {name}: FAILED: {problem}", flush=True)
-            good = False
-    return good
+            return False
+        finally:
+            free.put(gpu)
+    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+        return all(list(pool.map(measure_one, left)))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -277,18 +300,19 @@ def ranks_table(rows):
         for name, row in rows.items()]
 
 
-def convergence_table(rows):
+def convergence_table(rows, first="bf16", published=PAPER_GAPS):
     def cells(recipe, runs, *gaps):
         fastest, least = max(row["tokens_per_second"] for row in runs), min(row["mib"] for row in runs)
-        return [recipe, *gaps, PAPER_GAPS.get(recipe, ""), f"{fastest:,.0f}", gb({"mib": least})]
-    table = [cells("bf16", [row for name, row in rows.items() if name.startswith("bf16")], "", "", "")]
-    for recipe, pairs in plot.paired(rows).items():
+        return [recipe, *gaps, published.get(recipe, ""), f"{fastest:,.0f}", gb({"mib": least})]
+    table = [cells(first, [row for name, row in rows.items() if name.split()[0] == first], "", "", "")]
+    for recipe, pairs in plot.paired(rows, first).items():
         training = [row["train"][-1] - base["train"][-1] for row, base in pairs]
         validation = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in pairs]
         table.append(cells(recipe, [row for row, _ in pairs], mean_and_error(training),
                            mean_and_error(validation), ", ".join(f"{gap:+.4f}" for gap in validation)))
-    return ["recipe", "training loss minus `bf16`: mean (standard error)", "validation loss minus `bf16`",
-            "of each seed", "paper: training loss", "tokens/s", "GPU memory in use, GB"], table
+    return ["run", f"training loss minus `{first}`: mean (standard error)",
+            f"validation loss minus `{first}`", "of each seed", "paper: training loss", "tokens/s",
+            "GPU memory in use, GB"], table
 
 
 def moments_table(rows):
@@ -327,7 +351,8 @@ def bench_table(rows):
 
 
 TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "convergence": convergence_table,
-          "moments": moments_table, "memory": memory_table, "bench": bench_table}
+          "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
+          "memory": memory_table, "bench": bench_table}
 
 
 def renew_page():
