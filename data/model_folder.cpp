@@ -3,7 +3,6 @@
 
 #include <cstring>
 #include <set>
-#include <variant>
 
 #include "../program/ranks.h"
 
@@ -14,45 +13,40 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// A field of config.json that is a value of our model, with its names in all models but GPT-2, and in GPT-2.
-// One that is not required has a default in transformers, which is the value before it is read.
-struct Field {
-    const char *name, *gpt2;
-    std::variant<int64_t*, float*, bool*> value;
-    bool required = false;
-};
-std::vector<Field> fields_of(ModelConfig& c) {
-    return {{"num_hidden_layers", "n_layer", &c.L, true},
-            {"hidden_size", "n_embd", &c.C, true},
-            {"num_attention_heads", "n_head", &c.NH, true},
-            {"num_key_value_heads", nullptr, &c.NKV},
-            {"head_dim", nullptr, &c.head_size},
-            {"intermediate_size", "n_inner", &c.F},
-            {"vocab_size", "vocab_size", &c.V, true},
-            {"max_position_embeddings", "n_positions", &c.max_T},
-            {"rms_norm_eps", "layer_norm_epsilon", &c.norm_eps},
-            {"tie_word_embeddings", "tie_word_embeddings", &c.tied},
-            {"rope_theta", nullptr, &c.rope_theta}};
+// The fields of config.json that are values of our model: visit(name in all models but GPT-2, name in GPT-2,
+// value, required). One that is not required has a default in transformers: the value before it is read.
+template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
+    visit("num_hidden_layers", "n_layer", c.L, true);
+    visit("hidden_size", "n_embd", c.C, true);
+    visit("num_attention_heads", "n_head", c.NH, true);
+    visit("num_key_value_heads", nullptr, c.NKV);
+    visit("head_dim", nullptr, c.head_size);
+    visit("intermediate_size", "n_inner", c.F);
+    visit("vocab_size", "vocab_size", c.V, true);
+    visit("max_position_embeddings", "n_positions", c.max_T);
+    visit("rms_norm_eps", "layer_norm_epsilon", c.norm_eps);
+    visit("tie_word_embeddings", "tie_word_embeddings", c.tied);
+    visit("rope_theta", nullptr, c.rope_theta);
 }
-std::vector<Field> fields_of(RopeScaling& s) {  // where the type is llama3
-    return {{"factor", nullptr, &s.factor, true},
-            {"low_freq_factor", nullptr, &s.low_freq_factor, true},
-            {"high_freq_factor", nullptr, &s.high_freq_factor, true},
-            {"original_max_position_embeddings", nullptr, &s.original_positions, true}};
+template <class Visit> void visit_fields(RopeScaling& s, const Visit& visit) {  // where the type is llama3
+    visit("factor", nullptr, s.factor, true);
+    visit("low_freq_factor", nullptr, s.low_freq_factor, true);
+    visit("high_freq_factor", nullptr, s.high_freq_factor, true);
+    visit("original_max_position_embeddings", nullptr, s.original_positions, true);
 }
 
-void read_fields(const std::vector<Field>& table, bool gpt2, const Fields& f) {
-    for (const Field& field : table) {
-        const char* const name = gpt2 ? field.gpt2 : field.name;
-        if (!name || (!field.required && !f.has(name))) continue;
+template <class Values> void read_fields(Values& values, bool gpt2, const Fields& f) {
+    visit_fields(values, [&](const char* others, const char* of_gpt2, auto& value, bool required = false) {
+        const char* const name = gpt2 ? of_gpt2 : others;
+        if (!name || (!required && !f.has(name))) return;
         if (f.has(name) && f.object[name] == 0) f.reject(name, "above 0");
-        std::visit([&](auto* value) { *value = f.get<std::decay_t<decltype(*value)>>(name); }, field.value);
-    }
+        value = f.get<std::decay_t<decltype(value)>>(name);
+    });
 }
-void write_fields(const std::vector<Field>& table, bool gpt2, ordered_json& j) {
-    for (const Field& field : table)
-        if (const char* const name = gpt2 ? field.gpt2 : field.name)
-            std::visit([&](auto* value) { j[name] = *value; }, field.value);
+template <class Values> void write_fields(Values& values, bool gpt2, ordered_json& j) {
+    visit_fields(values, [&](const char* others, const char* of_gpt2, const auto& value, bool = false) {
+        if (const char* const name = gpt2 ? of_gpt2 : others) j[name] = value;
+    });
 }
 
 // Fields that change a model's arithmetic but not its tensors, with the values that are implemented.
@@ -74,7 +68,7 @@ RopeScaling read_rope_scaling(const Fields& rope) {
     RopeScaling s;
     if (rope.get<std::string>(field, "default") == "default") return s;
     s.type = RopeScaling::Llama3;
-    read_fields(fields_of(s), false, rope);
+    read_fields(s, false, rope);
     if (s.low_freq_factor >= s.high_freq_factor) rope.reject("high_freq_factor", "above low_freq_factor");
     return s;
 }
@@ -83,14 +77,14 @@ RopeScaling read_rope_scaling(const Fields& rope) {
 ordered_json config_json(ModelConfig c) {
     c.head_size = c.HS();
     ordered_json j = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
-    write_fields(fields_of(c), !c.arch.rope, j);
+    write_fields(c, !c.arch.rope, j);
     if (c.arch.rope) j.update({{"hidden_act", "silu"}, {"sliding_window", {}}});
     else
         j.update(
             {{"activation_function", "gelu_new"}, {"resid_pdrop", 0}, {"embd_pdrop", 0}, {"attn_pdrop", 0}});
     if (c.rope_scaling.type == RopeScaling::Llama3) {
         j["rope_scaling"]["rope_type"] = "llama3";
-        write_fields(fields_of(c.rope_scaling), false, j["rope_scaling"]);
+        write_fields(c.rope_scaling, false, j["rope_scaling"]);
     }
     // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
     j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
@@ -217,7 +211,7 @@ ModelConfig read_model_config(const std::string& folder) {
     require_implemented(f, IMPLEMENTED);
     const bool gpt2 = !c.arch.rope;
     c.max_T = gpt2 ? 1024 : 2048, c.norm_eps = gpt2 ? 1e-5f : 1e-6f, c.tied = gpt2;
-    read_fields(fields_of(c), gpt2, f);
+    read_fields(c, gpt2, f);
     if (!c.NKV) c.NKV = c.NH;
     if (!c.F && gpt2) c.F = 4 * c.C;
     if (c.arch.name == std::string("mistral"))  // missing and null differ in transformers

@@ -80,8 +80,7 @@ struct Fields {
         };
         if constexpr (std::is_same_v<T, int64_t>) require(natural(x), "a whole number up to 10^15");
         if constexpr (std::is_same_v<T, float>)
-            require(x.is_number() && x.get<float>() > 0 && std::isfinite(x.get<float>()),
-                    "a positive number");
+            require(x.is_number() && x.get<float>() > 0 && x.get<float>() < INFINITY, "a positive number");
         if constexpr (std::is_same_v<T, double>) require(x.is_number(), "a number");
         if constexpr (std::is_same_v<T, bool>) require(x.is_boolean(), "true or false");
         if constexpr (std::is_same_v<T, std::string>) require(x.is_string(), "text");

@@ -78,10 +78,8 @@ TokenStream::Facts TokenStream::facts() {
 
 std::string Corpus::decode(const std::vector<int32_t>& tokens) const {
     std::string text;
-    for (int32_t t : tokens) {
-        const bool known = size_t(t) < vocabulary.size() && !vocabulary[t].empty();
-        text += known ? vocabulary[t] : concat("<", t, ">");
-    }
+    for (int32_t t : tokens)
+        text += size_t(t) < vocabulary.size() && !vocabulary[t].empty() ? vocabulary[t] : concat("<", t, ">");
     return text;
 }
 

@@ -69,11 +69,10 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
         return concat(t.name, " ", t.quant.text());
     };
     auto moment = [&](const char* name, Format f) {
-        const std::string of = s.optimizer.group == 0 ? " per tensor" : concat(" per ", s.optimizer.group),
-                          scale = s.optimizer.expands(f) ? ", max and k" + of
-                                  : is_scaled(f)         ? ", max" + of
-                                                         : "";
-        return Operator{name, info(f).name, none, info(f).name + scale};
+        std::string writes = info(f).name;
+        if (is_scaled(f)) writes += s.optimizer.expands(f) ? ", max and k" : ", max";
+        if (is_scaled(f)) writes += s.optimizer.group ? concat(" per ", s.optimizer.group) : " per tensor";
+        return Operator{name, info(f).name, none, writes};
     };
     std::vector<Operator> block = {
         {"norm 1", read, compute, x, saves(Saved::Norm1Input)},

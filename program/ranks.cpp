@@ -39,12 +39,6 @@ void tell(int fd, Kind kind) {  // if there is room
     std::ignore = ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// Whether the other side can send no more. What it has sent before may still be there.
-bool is_closed(int fd) {
-    pollfd socket{fd, POLLRDHUP, 0};
-    return ::poll(&socket, 1, 0) > 0;
-}
-
 std::vector<pid_t> children;  // of rank 0, if it has started the other ranks
 
 // Starts the other ranks of --ranks, each with a socket that no other program can reach.
@@ -133,11 +127,8 @@ std::vector<int> accept_others(int listening, int ranks, double deadline) {
 
 // Variables of the environment.
 std::string variable(const char* name) {
-    const char* const text = std::getenv(name);
-    if (text && *text) return text;
-    throw Error(
-        name,
-        " is not set; give every rank the same MASTER_ADDR, MASTER_PORT and COAT_TOKEN, a secret word.");
+    if (const char* const text = std::getenv(name); text && *text) return text;
+    throw Error(name, " is not set; all ranks need one MASTER_ADDR, MASTER_PORT and COAT_TOKEN, a secret.");
 }
 int number(const char* name, int least, int most) {
     const std::string text = variable(name);
@@ -288,7 +279,8 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
             if (peer.socket < 0) continue;
             // A rank may end once it has sent the value that this one waits for. No other value is of use
             // then, but its last message may say why.
-            while (has_sent(r) && is_closed(peer.socket) && !done()) peer.got = 0;
+            pollfd closed{peer.socket, POLLRDHUP, 0};
+            while (has_sent(r) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
             if (tells && r != sending_to_) tell(peer.socket, WAITING);
             if (time < peer.heard + patience) continue;
             if (!named && rank_ <= 1)  // rank 1 speaks of rank 0

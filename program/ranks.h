@@ -42,7 +42,6 @@ public:
     explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
     ~ProcessGroup();  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
-    ProcessGroup& operator=(const ProcessGroup&) = delete;
 
     int rank() const { return rank_; }
     int count() const { return int(peers_.size()); }

@@ -216,21 +216,17 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
     const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12;
-    const struct {
-        const char *name, *format;
-        double value;
-    } fields[] = {
-        {"loss", " | loss %.4f", result.loss},
-        {"grad_norm", " | norm %.4f", result.grad_norm},
-        {"lr", " | lr %.3e", lr},
-        {"ms", " | %.0f ms", took * 1e3},
-        {"tokens_per_second", " | %.0f tok/s", rate},
-        {"tflops", " | %.3g TFLOP/s", tflops},
-        {"percent_of_peak", run.peak ? ", %.0f%% of peak" : "", run.peak ? 100 * tflops / run.peak : 0}};
     const std::string steps = std::to_string(run.flags.steps);
     Json line = {{"skipped", result.skipped}};
     std::printf("step %*ld/%s", int(steps.size()), run.state.step, steps.c_str());
-    for (const auto& [name, format, value] : fields) {
+    for (const auto& [name, format, value] :
+         {std::tuple{"loss", " | loss %.4f", result.loss},
+          {"grad_norm", " | norm %.4f", result.grad_norm},
+          {"lr", " | lr %.3e", lr},
+          {"ms", " | %.0f ms", took * 1e3},
+          {"tokens_per_second", " | %.0f tok/s", rate},
+          {"tflops", " | %.3g TFLOP/s", tflops},
+          {"percent_of_peak", run.peak ? ", %.0f%% of peak" : "", run.peak ? 100 * tflops / run.peak : 0}}) {
         std::printf(format, value);
         line[name] = value;
     }
