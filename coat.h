@@ -184,7 +184,7 @@ struct OptimizerFormat {
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
     int64_t group = MOMENT_GROUP;  // elements that share a scale; 0: all of the tensor
-    bool keep_positive = true;     // no positive second moment is rounded to zero
+    bool keep_positive = true;     // no positive second moment is rounded to zero; groups always keep them
 
     bool expands(Format f) const { return expand && is_fp8(f); }
     int64_t scales(Format f, int64_t n) const {  // of n elements

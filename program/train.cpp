@@ -413,7 +413,9 @@ void require_same(Run& run, const Json& data) {
     mine["resume"] = run.weights, mine["device"] = run.flags.device;
     // Ranks of another machine may find other files in a folder of the same name: the first rank of each
     // machine hashes them.
-    if (run.setup.ranks > 1 && run.processes->local() == 0 && !run.weights.empty())
+    const std::vector<int> places = run.processes->all_gather(run.processes->local());
+    if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
+        !run.weights.empty())
         for (const auto& file : fs::directory_iterator(run.weights))
             if (file.is_regular_file())
                 mine["weights_found"][file.path().filename()] = hash_file(file.path());
