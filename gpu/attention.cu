@@ -411,16 +411,12 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
 // -----------------------------------------------------------------------------------------------------------
 // The choice of an implementation
 
-struct Implementation {
-    decltype(&sm90::attention_forward) forward;
-    decltype(&sm90::attention_backward) backward;
-};
 template <class Real, int COLS>
-constexpr Implementation ANY_GPU{forward<Tile<Real, COLS>>, backward<Tile<Real, COLS>>};
+constexpr Kernels ANY_GPU{forward<Tile<Real, COLS>>, backward<Tile<Real, COLS>>, Tile<Real, COLS>::ROWS};
 
 bool hopper_fits(const AttentionShape& s) { return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128); }
 
-Implementation choose(const AttentionShape& s, AttentionKernel wanted) {
+Kernels choose(const AttentionShape& s, AttentionKernel wanted) {
     const bool fp32 = s.format == Format::F32;
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(fp32 || s.format == Format::BF16))
         throw Error(
@@ -428,10 +424,9 @@ Implementation choose(const AttentionShape& s, AttentionKernel wanted) {
             "and query heads that are a multiple of the key/value heads; change config.json.");
     const bool hopper = hopper_fits(s) && device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
     require(hopper || wanted != AttentionKernel::Hopper, "attention for another GPU or shape");
-    if (hopper && wanted != AttentionKernel::AnyGpu)
-        return {sm90::attention_forward, sm90::attention_backward};
-    const Implementation of_size[2][3] = {{ANY_GPU<bf16, 64>, ANY_GPU<bf16, 128>, ANY_GPU<bf16, 256>},
-                                          {ANY_GPU<float, 64>, ANY_GPU<float, 128>, ANY_GPU<float, 256>}};
+    if (hopper && wanted != AttentionKernel::AnyGpu) return hopper_kernels(s.HS);
+    const Kernels of_size[2][3] = {{ANY_GPU<bf16, 64>, ANY_GPU<bf16, 128>, ANY_GPU<bf16, 256>},
+                                   {ANY_GPU<float, 64>, ANY_GPU<float, 128>, ANY_GPU<float, 256>}};
     return of_size[fp32][s.HS <= 64 ? 0 : s.HS <= 128 ? 1 : 2];
 }
 
@@ -448,10 +443,11 @@ void attention_backward(const AttentionShape& s, const void* qkv, const void* ou
     if (stream != DRY_RUN) choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
 }
 
-size_t attention_workspace(
-    const AttentionShape& s) {  // bytes: Scratch::stats, or what the Hopper kernels need
-    const size_t stats = static_cast<size_t>(s.B * s.NH * round_up(s.T, 64) * 2 * int64_t(sizeof(float)));
-    return std::max(stats, hopper_fits(s) ? sm90::attention_workspace(s) : 0);
+// The bytes of Scratch::stats, or for the Hopper kernels of all of Scratch.
+size_t attention_workspace(const AttentionShape& s) {
+    if (!hopper_fits(s)) return static_cast<size_t>(s.B * s.NH * round_up(s.T, 64) * 2 * 4);
+    const int64_t queries = hopper_kernels(s.HS).queries, tiles = s.B * s.NH * ceil_div(s.T, queries);
+    return static_cast<size_t>(round_up((tiles * (queries * (s.HS + 2) + 1) + 1) * 4, 256));
 }
 
 }  // namespace coat

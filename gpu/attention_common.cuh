@@ -1,6 +1,5 @@
 // attention_common.cuh - what attention.cu and attention_sm90.cu share: the online softmax on the registers
-// of a tensor core, and what backward prepares; then the entry points of the Hopper kernels, which
-// attention.cu calls.
+// of a tensor core, what backward prepares, and the table by which attention.cu calls kernels.
 #pragma once
 #include "attention.cuh"
 #include "tensor.cuh"
@@ -142,16 +141,13 @@ void prepare(const AttentionShape& s, const Scratch& scratch, const void* out, c
            scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
 }
 
+// The kernels of attention.cuh for one format and range of head sizes. queries: of a tile of Scratch.
+struct Kernels {
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, cudaStream_t);
+    void (*backward)(const AttentionShape&, const void* qkv, const void* out, const float* lse,
+                     const void* dout, void* dqkv, void* workspace, cudaStream_t);
+    int queries;
+};
+Kernels hopper_kernels(int64_t HS);  // attention_sm90.cu: for a Hopper GPU, BF16 and head size 64 or 128
+
 }  // namespace coat::flash
-
-// As in attention.cuh. The caller checks that the GPU is a Hopper GPU, the format BF16 and the head
-// size 64 or 128.
-namespace coat::sm90 {
-
-void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       cudaStream_t stream);
-void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream);
-size_t attention_workspace(const AttentionShape& shape);
-
-}  // namespace coat::sm90

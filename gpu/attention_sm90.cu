@@ -29,7 +29,7 @@
 #include "attention_common.cuh"
 #include "cuda.cuh"
 
-namespace coat::sm90 {
+namespace coat {
 namespace {
 
 using namespace flash;
@@ -819,21 +819,9 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
 
 }  // namespace
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
-    s.HS == 64 ? forward<Forward<64, 3>>(s, qkv, out, lse, stream)
-               : forward<Forward<128, 2>>(s, qkv, out, lse, stream);
+Kernels flash::hopper_kernels(int64_t HS) {
+    if (HS == 64) return {forward<Forward<64, 3>>, backward<Backward64>, Backward64::QUERIES};
+    return {forward<Forward<128, 2>>, backward<Backward128>, Backward128::QUERIES};
 }
 
-void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
-    s.HS == 64 ? backward<Backward64>(s, qkv, out, lse, dout, dqkv, workspace, stream)
-               : backward<Backward128>(s, qkv, out, lse, dout, dqkv, workspace, stream);
-}
-
-size_t attention_workspace(const AttentionShape& s) {  // what Scratch places in it
-    const int64_t queries = s.HS == 64 ? Backward64::QUERIES : Backward128::QUERIES;
-    const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries), words_per_tile = queries * (s.HS + 2) + 1;
-    return static_cast<size_t>(round_up((tiles * words_per_tile + 1) * 4, 256));
-}
-
-}  // namespace coat::sm90
+}  // namespace coat
