@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(NORM_THREADS)
                     sum += sum_of_squares(v);
                 }
             }
-            for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+            sum = sum_of_warp(sum);
             if (lane == 0) sums[1 + shard_unit + c] = sum;
         }
     }

@@ -110,12 +110,6 @@ void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStre
 
 // A warp has a head of a row. A lane has the columns lane, lane + 32, ... of the head.
 constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 256;
-static __device__ float sum_of_warp(float x) {  // with the same bits in every lane
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
-    return x;
-}
-
 template <class T>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
     head_norm_forward_kernel(HeadNorm n, T* qkv, int64_t rows, int64_t cols) {

@@ -29,9 +29,7 @@ static __device__ int64_t row_column(int chunk) {
 template <int PLACE, int K> static __device__ void row_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
-    for (int k = 0; k < K; k++)
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], lanes);
+    for (int k = 0; k < K; k++) x[k] = sum_of_warp(x[k]);
     const int warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (warps == 1) return;
     if (threadIdx.x % 32 == 0)

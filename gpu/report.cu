@@ -47,10 +47,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
         }
     });
     // First over the warp: the totals are a single address for the whole GPU.
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        signal += __shfl_xor_sync(0xFFFFFFFFu, signal, lanes);
-        noise += __shfl_xor_sync(0xFFFFFFFFu, noise, lanes);
-    }
+    signal = sum_of_warp(signal), noise = sum_of_warp(noise);
     for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
     if (threadIdx.x % 32 != 0) return;
     atomicAdd(&stats->signal, signal);

@@ -145,7 +145,12 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
 }
 
-// Sum over a block's threads, in the same order every time.
+// Sums in the same order every time: over the lanes of a warp, each of which gets it; over a block's threads.
+template <class T> __device__ T sum_of_warp(T x) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+    return x;
+}
 template <int THREADS> __device__ double block_sum(double x) {
     __shared__ double parts[THREADS];
     parts[threadIdx.x] = x;
