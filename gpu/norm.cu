@@ -168,8 +168,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
                          AmaxAndScale* g_amax, float* partials) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     const Dense<T> weight = dense<T>(n.weight);
-    constexpr bool EARLY =
-        sizeof(T) < 4;                // g_in is loaded with the rest; FP32 rows leave no registers for it
     extern __shared__ float4 sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
     const int64_t quarter = C / 4;
     float4 *const dweight = sums + threadIdx.y * quarter, *const dbias = dweight + blockDim.y * quarter;
@@ -195,7 +193,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             if (!live(c)) continue;
             raw_x[c] = in.load(offset(c));
             raw_dy[c] = dy.load(offset(c));
-            if (EARLY && g_in.data) raw_g[c] = g.load(offset(c));
+            if (g_in.data) raw_g[c] = g.load(offset(c));
         }
         auto dy_and_weight = [&](int c, Values& d, Values& w) {
             dy.values(raw_dy[c], d);
@@ -231,7 +229,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             if (!live(c)) continue;
             Values d, w, dx;
             dy_and_weight(c, d, w);
-            if (!EARLY && g_in.data) raw_g[c] = g.load(offset(c));
             g.values(raw_g[c], dx);
             if (!RMS) add_columns(dbias, C, row_column(c), d);
             for (int j = 0; j < CHUNK; j++) {

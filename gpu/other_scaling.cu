@@ -96,23 +96,20 @@ void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
 // ===========================================================================================================
 // 2. Delayed scaling (te)
 
-// A warp has one operand's history, which moves up by one from its end on: what is read has not been
-// overwritten yet.
-static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, float* histories, int length, int margin,
-                                               float fmax, const uint32_t* skipped, uint32_t* empty) {
-    if (*skipped) return;
-    AmaxAndScale& tensor = scales[blockIdx.x];
-    float* history = histories + int64_t(blockIdx.x) * length;
+// A thread has one operand's history, which moves up by one from its end on.
+constexpr int HISTORY_THREADS = 32;
+static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, float* histories, int length,
+                                               int margin, float fmax, const uint32_t* skipped,
+                                               uint32_t* empty) {
+    const int64_t i = int64_t(blockIdx.x) * HISTORY_THREADS + threadIdx.x;
+    if (i >= n || *skipped) return;
+    AmaxAndScale& tensor = scales[i];
+    float* const history = histories + i * length;
     uint32_t most = 0;
-    for (int first = (length - 1) / 32 * 32; first >= 0; first -= 32) {
-        const int i = first + threadIdx.x;
-        const float value = i >= length ? 0.0f : i == 0 ? tensor.amax : history[i - 1];
-        __syncwarp();
-        if (i < length) history[i] = value;
-        most = max(most, magnitude(value));
+    for (int j = length - 1; j >= 0; j--) {
+        history[j] = j == 0 ? tensor.amax : history[j - 1];
+        most = max(most, magnitude(history[j]));
     }
-    most = __reduce_max_sync(0xFFFFFFFFu, most);
-    if (threadIdx.x != 0) return;
     const float wanted = ldexpf(__uint_as_float(most), margin);
     if (wanted > 0 && wanted < INFINITY) tensor.from_history = scale_of(fmax, wanted);
     if (!(tensor.from_history > 0)) atomicAdd(empty, 1u);
@@ -121,8 +118,8 @@ static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, float* hist
 
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    launch("end_delayed_step", end_delayed_step_kernel, static_cast<unsigned>(n), 32, 0, s, scales, histories,
-           length, margin, info(fp8).max, skipped, empty);
+    launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
+           scales, n, histories, length, margin, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu
