@@ -80,10 +80,9 @@ __device__ void cp_wait() {
 }
 
 template <class T>
-__device__ void load_tile(T tile, const Dims& d, Head<const typename T::Real> head, int first,
-                          int rows = T::ROWS) {
+__device__ void load_tile(T tile, const Dims& d, Head<const typename T::Real> head, int first) {
     constexpr int CHUNKS = T::COLS / T::CHUNK;
-    for (int i = threadIdx.x; i < rows * CHUNKS; i += T::THREADS) {
+    for (int i = threadIdx.x; i < T::ROWS * CHUNKS; i += T::THREADS) {
         const int row = i / CHUNKS, col = i % CHUNKS * T::CHUNK;
         const bool live = first + row < d.T && col < d.HS;
         cp_async16(tile.at(row, col), live ? head.at(first + row, col) : head.data, live);
@@ -142,71 +141,56 @@ __device__ void mma(float* c, const Fragment& a, const Fragment& b) {
             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * i]), "r"(b.r[2 * i + 1]));
 }
 
-// s (M x 16, ROWS) = rows of x (_, COLS) times y (ROWS, COLS)^T. What is read of y serves M GEMM
-// instructions.
-template <int M, int COLS>
-__device__ void scores(Tile<bf16, COLS> x, int row, Tile<bf16, COLS> y,
-                       float (&s)[M][Tile<bf16, COLS>::ROWS / 2]) {
+// s (16, ROWS) = rows of x (_, COLS) times y (ROWS, COLS)^T.
+template <int COLS, int R>
+__device__ void scores(Tile<bf16, COLS> x, int row, Tile<bf16, COLS> y, float (&s)[R]) {
 #pragma unroll
     for (int k = 0; k < COLS; k += 16) {
-        Fragment a[M];
-        for (int m = 0; m < M; m++) a[m] = load_a(x, row + m * 16, k);
+        const Fragment a = load_a(x, row, k);
 #pragma unroll
-        for (int n = 0; n < y.ROWS; n += 16) {
-            const Fragment b = load_b_transposed(y, k, n);
-            for (int m = 0; m < M; m++) mma(&s[m][n / 2], a[m], b);
-        }
+        for (int n = 0; n < y.ROWS; n += 16) mma(&s[n / 2], a, load_b_transposed(y, k, n));
     }
 }
-template <int M, int COLS>
-__device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y,
-                       float (&s)[M][Tile<float, COLS>::ROWS / 2]) {
+template <int COLS, int R>
+__device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y, float (&s)[R]) {
     for (int k = 0; k < COLS; k += 4) {
-        float4 a[M * 2];
-        for (int i = 0; i < M * 2; i++) a[i] = load_shared4(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
+        float4 a[2];
+        for (int i = 0; i < 2; i++) a[i] = load_shared4(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
 #pragma unroll
-        for (int i = 0; i < y.ROWS / 4; i++) {  // columns of s that this lane holds
+        for (int i = 0; i < R / 2; i++) {  // columns of s that this lane holds
             const float4 b = load_shared4(y.at(i / 2 * 8 + fragment_col() + i % 2, k));
 #pragma unroll
-            for (int j = 0; j < M * 2; j++) {
-                float& sum = s[j / 2][i / 2 * 4 + j % 2 * 2 + i % 2];
+            for (int j = 0; j < 2; j++) {
+                float& sum = s[i / 2 * 4 + j * 2 + i % 2];
                 sum = fmaf(a[j].x, b.x, fmaf(a[j].y, b.y, fmaf(a[j].z, b.z, fmaf(a[j].w, b.w, sum))));
             }
         }
     }
 }
 
-// acc (M x 16, COLS) += p (M x 16, ROWS) times y (ROWS, COLS).
-template <int M,
-          int COLS>  // p is rounded to BF16; the registers of 16 columns have the layout of a left operand
-__device__ void accumulate(const float (&p)[M][Tile<bf16, COLS>::ROWS / 2], Tile<bf16, COLS> y,
-                           float (&acc)[M][COLS / 2]) {
+// acc (16, COLS) += p (16, ROWS) times y (ROWS, COLS).
+template <int COLS, int P, int R>  // p is rounded to BF16; 16 columns of it have the layout of a left operand
+__device__ void accumulate(const float (&p)[P], Tile<bf16, COLS> y, float (&acc)[R]) {
 #pragma unroll
     for (int k = 0; k < y.ROWS; k += 16) {
-        Fragment a[M];
-        for (int i = 0; i < M * 4; i++)
-            a[i / 4].r[i % 4] = pack(p[i / 4][k / 2 + i % 4 * 2], p[i / 4][k / 2 + i % 4 * 2 + 1]);
+        Fragment a;
+        for (int i = 0; i < 4; i++) a.r[i] = pack(p[k / 2 + i * 2], p[k / 2 + i * 2 + 1]);
 #pragma unroll
-        for (int n = 0; n < COLS; n += 16) {
-            const Fragment b = load_b(y, k, n);
-            for (int m = 0; m < M; m++) mma(&acc[m][n / 2], a[m], b);
-        }
+        for (int n = 0; n < COLS; n += 16) mma(&acc[n / 2], a, load_b(y, k, n));
     }
 }
-template <int M, int COLS>
-__device__ void accumulate(const float (&p)[M][Tile<float, COLS>::ROWS / 2], Tile<float, COLS> y,
-                           float (&acc)[M][COLS / 2]) {
+template <int COLS, int P, int R>
+__device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc)[R]) {
 #pragma unroll
     for (int k = 0; k < y.ROWS; k++) {
-        float a[M * 2];  // column k of p, from the lane of the quad that holds it
-        for (int i = 0; i < M * 2; i++)
-            a[i] = __shfl_sync(~0u, p[i / 2][k / 8 * 4 + i % 2 * 2 + k % 2], k % 8 / 2, 4);
+        float a[2];  // column k of p, from the lane of the quad that holds it
+        for (int i = 0; i < 2; i++) a[i] = __shfl_sync(~0u, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
 #pragma unroll
         for (int n = 0; n < COLS; n += 8) {
             const float2 b = load_shared2(y.at(k, n + fragment_col()));
 #pragma unroll
-            for (int i = 0; i < M * 2; i++) {
-                float* const sum = &acc[i / 2][n / 2 + i % 2 * 2];
+            for (int i = 0; i < 2; i++) {
+                float* const sum = &acc[n / 2 + i * 2];
                 sum[0] = fmaf(a[i], b.x, sum[0]), sum[1] = fmaf(a[i], b.y, sum[1]);
             }
         }
@@ -230,65 +214,52 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 // -----------------------------------------------------------------------------------------------------------
 // Forward
 
-// A warp owns M x 16 queries, so that what it reads of keys or values from shared memory is used M times.
-template <class T> constexpr int FORWARD_M = T::COLS > 128 ? 1 : 2;
-
-// grid (NH, B, tiles of M tiles' queries); the last tile, which has the most keys, goes first.
+// grid (NH, B, tiles of queries); the last tile, which has the most keys, goes first.
 // Rows beyond T are zeros in shared memory. They result in zeros or are not written, so the causal
 // mask is the only mask.
 template <class T>
 __global__ void __launch_bounds__(T::THREADS)
     forward_kernel(Heads d, const typename T::Real* qkv, typename T::Real* out, float* lse) {
-    constexpr int M = FORWARD_M<T>, QUERIES = M * T::ROWS;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
-    const int first = (gridDim.z - 1 - blockIdx.z) * QUERIES, warp_row = threadIdx.x / WARP * M * 16;
+    const int first = (gridDim.z - 1 - blockIdx.z) * T::ROWS, warp_row = threadIdx.x / WARP * 16;
     const int lane = threadIdx.x % WARP, row = first + warp_row + lane / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
 
     // From the last tile of keys that these queries see back to the first.
-    int column = (min(first + QUERIES, d.T) - 1) / T::ROWS * T::ROWS;
-    load_tile(queries, d, d.q(qkv, b, h), first, QUERIES);
+    int column = (min(first + T::ROWS, d.T) - 1) / T::ROWS * T::ROWS;
+    load_tile(queries, d, d.q(qkv, b, h), first);
     load_tile(keys, d, k, column);
     cp_commit();
-    float acc[M][T::COLS / 2] = {}, max[M][2], sum[M][2] = {}, shrink[2];
-    for (int i = 0; i < M * 2; i++) max[i / 2][i % 2] = -INFINITY;
+    float acc[T::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
     for (; column >= 0; column -= T::ROWS) {
-        const bool live = column < first + warp_row + M * 16;  // this warp sees some of these keys
+        const bool live = column < first + warp_row + 16;  // this warp sees some of these keys
         cp_wait<0>();
         __syncthreads();  // keys have arrived, values may be overwritten
         load_tile(values, d, v, column);
         cp_commit();
-        float s[M][T::ROWS / 2] = {};
-        if (live) scores<M>(queries, warp_row, keys, s);
+        float s[T::ROWS / 2] = {};
+        if (live) scores(queries, warp_row, keys, s);
         cp_wait<0>();
         __syncthreads();  // values have arrived, keys may be overwritten
         if (column > 0) load_tile(keys, d, k, column - T::ROWS);
         cp_commit();
         if (!live) continue;
+        if (column + T::ROWS - 1 > first + warp_row) mask(s, column - row);
+        softmax(s, max, sum, shrink, scale);
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            if (column + T::ROWS - 1 > first + warp_row + m * 16) mask(s[m], column - row - m * 16);
-            softmax(s[m], max[m], sum[m], shrink, scale);
-#pragma unroll
-            for (int i = 0; i < T::COLS / 2; i++) acc[m][i] *= shrink[i / 2 % 2];
-        }
-        accumulate<M>(s, values, acc);
+        for (int i = 0; i < T::COLS / 2; i++) acc[i] *= shrink[i / 2 % 2];
+        accumulate(s, values, acc);
     }
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-        for (int r = 0; r < 2; r++) {
-            const int query = row + m * 16 + r * 8;
-            sum[m][r] = quad_sum(sum[m][r]);
-            if (lane % 4 == 0 && query < d.T)
-                lse[d.row(b, h) + query] = max[m][r] * d.scale + logf(sum[m][r]);
-        }
-        const int top = first + warp_row + m * 16;
-        write(d, d.out(out, b, h), top, acc[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
+    for (int r = 0; r < 2; r++) {
+        const int query = row + r * 8;
+        sum[r] = quad_sum(sum[r]);
+        if (lane % 4 == 0 && query < d.T) lse[d.row(b, h) + query] = max[r] * d.scale + logf(sum[r]);
     }
+    write(d, d.out(out, b, h), first + warp_row, acc, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -348,7 +319,7 @@ __global__ void __launch_bounds__(T::THREADS)
         own_lse[r] = stats(first_head, tile)[row + 8 * r];
         own_delta[r] = stats(first_head, tile)[T::ROWS + row + 8 * r];
     }
-    float acc1[1][T::COLS / 2] = {}, acc2[1][T::COLS / 2] = {};  // dk and dv, or dq alone
+    float acc1[T::COLS / 2] = {}, acc2[T::COLS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
         cp_commit();
@@ -356,9 +327,9 @@ __global__ void __launch_bounds__(T::THREADS)
         __syncthreads();
         const Stage<T> in = stage(step);
         const bool diagonal = begin + step % count == tile;
-        float p[1][T::ROWS / 2] = {}, ds[1][T::ROWS / 2] = {};
-        scores<1>(own1, warp_row, in.tile1, p);
-        scores<1>(own2, warp_row, in.tile2, ds);  // dp
+        float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
+        scores(own1, warp_row, in.tile1, p);
+        scores(own2, warp_row, in.tile2, ds);  // dp
 #pragma unroll
         for (int n = 0; n < T::ROWS / 8; n++) {
             const int col = n * 8 + fragment_col();
@@ -370,24 +341,24 @@ __global__ void __launch_bounds__(T::THREADS)
                 const float dl = KEYS ? (i % 2 ? delta.y : delta.x) : own_delta[i / 2];
                 const int own = row + i / 2 * 8, other = col + i % 2;
                 const bool masked = diagonal && (KEYS ? own > other : other > own);
-                float &p_i = p[0][n * 4 + i], &ds_i = ds[0][n * 4 + i];
+                float &p_i = p[n * 4 + i], &ds_i = ds[n * 4 + i];
                 p_i = masked ? 0.0f : fast_exp2(p_i * scale - l);
                 ds_i = p_i * (ds_i - dl);
             }
         }
-        if (KEYS) accumulate<1>(p, in.tile2, acc2);
-        accumulate<1>(ds, in.tile1, acc1);
+        if (KEYS) accumulate(p, in.tile2, acc2);
+        accumulate(ds, in.tile1, acc1);
         __syncthreads();  // the stage may be overwritten
     }
     const int top = tile * T::ROWS + warp_row;
-    write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), top, acc1[0], d.scale, d.scale);
-    if (KEYS) write(d, d.v(dqkv, b, kv), top, acc2[0], 1, 1);
+    write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), top, acc1, d.scale, d.scale);
+    if (KEYS) write(d, d.v(dqkv, b, kv), top, acc2, 1, 1);
 }
 
 template <class T>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
-    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, FORWARD_M<T> * T::ROWS));
-    launch("attention", forward_kernel<T>, grid, T::THREADS, (2 + FORWARD_M<T>)*T::BYTES, stream, Heads(s),
+    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
+    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, Heads(s),
            static_cast<const typename T::Real*>(qkv), static_cast<typename T::Real*>(out), lse);
 }
 

@@ -8,7 +8,7 @@
 // 2  Online softmax: one thread per query walks over the keys with a running maximum and sum, so no T x T
 //    matrix exists. It is bound by the loads of k and v, which every thread repeats, and by a query and an
 //    output that do not fit into registers.
-// 3  Tensor cores (mma.sync): a warp owns 32 queries, p stays in registers between the two matmuls, and tiles
+// 3  Tensor cores (mma.sync): a warp owns 16 queries, p stays in registers between the two matmuls, and tiles
 //    are copied ahead (cp.async).
 // 4  Hopper: matmuls run asynchronously on operands in shared memory (wgmma), a dedicated thread moves tiles
 //    (TMA), and the exponentials of one warpgroup overlap with the matmuls of another.
