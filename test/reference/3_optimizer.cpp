@@ -173,7 +173,21 @@ TEST_CASE(
                   doctest::Approx(size).epsilon(1e-6));
             CHECK(std::signbit(x) == (f == Format::Companded && code >= 128));
             CHECK(encode(f, float(x)) == code);
+            const bool first = size == 0, last = code == (f == Format::Root ? 255 : 127);
+            if (first) CHECK(x == 0);
+            if (last) CHECK(x == 1);
+            if (last || code >= 128 * (f == Format::Companded ? 1 : 2)) continue;
+            // Magnitudes up to the middle of two codes, after the function, become the lower of them.
+            const double y = size + 0.5, middle = f == Format::Root ? y * y / 65025 : y / (254 - y);
+            CHECK(decode(f, uint16_t(code + 1)) > float(x));
+            CHECK(encode(f, float(middle * (1 - 1e-5))) == code);
+            CHECK(encode(f, float(middle * (1 + 1e-5))) == code + 1);
         }
+    for (float beyond : {2.0f, INFINITY}) {
+        CHECK(encode(Format::Companded, beyond) == 127);
+        CHECK(encode(Format::Companded, -beyond) == 255);
+        CHECK(encode(Format::Root, beyond) == 255);
+    }
     for (const Distribution& d : distributions()) {
         CAPTURE(d.name);
         std::vector<float> x = sample(d, rng, 1000), values(1000);
@@ -222,7 +236,8 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
         return "none";
     };
     const OptimizerFormat coat = find_row(optimizers(), "coat", ""),
-                          fp8lm = find_row(optimizers(), "fp8lm", "");
+                          fp8lm = find_row(optimizers(), "fp8lm", ""),
+                          companded = find_row(optimizers(), "companded", "");
     const OptimizerFormat mixed{"", Format::E4M3, Format::F16, true, ""};  // FP16 in groups: in no row
     const std::tuple<OptimizerFormat, const char*, const char*> rows[] = {
         {coat, "attention_out.m", "F8_E4M3 4096"}, {coat, "attention_out.v.max", "F32 32"},
@@ -231,8 +246,11 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
         {fp8lm, "attention_out.v", "F16 4096"},    {fp8lm, "attention_out.m.max", "F32 1"},
         {fp8lm, "attention_out.v.max", "F32 1"},   {fp8lm, "attention_out.m.k", "none"},
         {fp8lm, "attention_out.v.k", "none"},      {fp8lm, "norm1.weight.v", "F32 64"},
-        {fp8lm, "norm1.weight.v.max", "none"},     {mixed, "attention_out.m.k", "F32 32"},
-        {mixed, "attention_out.v.max", "F32 32"},  {mixed, "attention_out.v.k", "none"}};
+        {fp8lm, "norm1.weight.v.max", "none"},     {companded, "attention_out.m", "U8 4096"},
+        {companded, "attention_out.v", "U8 4096"}, {companded, "attention_out.v.max", "F32 128"},
+        {companded, "attention_out.v.k", "none"},  {companded, "norm1.weight.v", "F32 64"},
+        {mixed, "attention_out.m.k", "F32 32"},    {mixed, "attention_out.v.max", "F32 32"},
+        {mixed, "attention_out.v.k", "none"}};
     for (const auto& [optimizer, tensor, shape] : rows)
         CHECK_MESSAGE(shape_of(optimizer, concat("layers.0.", tensor)) == shape, optimizer.name, " ", tensor);
 }
