@@ -354,7 +354,7 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
 // reference that measures; of a large parameter it has 128 pieces of 2048 elements, evenly spread.
 GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
-    for (const char* name : {"coat", "fp8", "fp8lm"}) {
+    for (const char* name : {"coat", "fp8", "fp8lm", "companded"}) {
         const OptimizerFormat& o = find_row(optimizers(), name, "--optimizer");
         for (int64_t n : {50000, 600077}) {
             CAPTURE(name);
