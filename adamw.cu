@@ -327,12 +327,18 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
     const int64_t origin = a.first / MOMENT_GROUP;
     const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x,
                   end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
-    for (int i = 0; i < a.number_of_segments; i++) {
-        const Segment segment = a.segments[i];
+    int low = 0, high = a.number_of_segments - 1;  // the last segment that starts at or before `begin`
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (a.segments[middle].offset <= begin * MOMENT_GROUP) low = middle;
+        else high = middle - 1;
+    }
+    for (; low < a.number_of_segments; low++) {
+        const Segment segment = a.segments[low];
         const int64_t start = segment.offset / MOMENT_GROUP,
                       stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
         if (start >= end) return;
-        if (stop <= begin || !a.in_fp8_groups(segment)) continue;
+        if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, start), last = min(end, stop);
         const int warp = threadIdx.x / 32,
                   window = static_cast<int>((first - start + WINDOW - 1) / WINDOW + warp) * WINDOW;

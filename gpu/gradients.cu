@@ -18,34 +18,42 @@ static __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each shard unit, which is SHARD_UNIT elements (model.h). blockIdx.y: the segment.
-constexpr int NORM_THREADS = 256, NORM_UNROLL = 4;
+// One warp for each shard unit, which is SHARD_UNIT elements (model.h). The warps take turns with the shard
+// units of all segments.
+constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(NORM_THREADS)
-    squares_kernel(const Segment* segments, EitherDense gradients, int64_t first, int64_t first_shard_unit,
-                   const double* loss, double* sums) {
+    squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
+                   int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * NORM_THREADS / 32;
-    if (blockIdx.y == 0 && warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    const Segment& segment = segments[blockIdx.y];
-    const int64_t offset = segment.offset - first, shard_unit = segment.shard_unit - first_shard_unit;
-    for (int64_t c = warp; c * SHARD_UNIT < segment.size; c += warps) {
-        const int64_t from = c * SHARD_UNIT + lane * CHUNK, stop = min(segment.size, (c + 1) * SHARD_UNIT);
-        double sum = 0;
-        for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
-            EitherDense::Raw raw[NORM_UNROLL] = {};
+    if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
+    int64_t before = 0;  // shard units of earlier segments
+    for (int i = 0; i < number_of_segments; i++) {
+        const int64_t offset = segments[i].offset - first, size = segments[i].size,
+                      shard_unit = segments[i].shard_unit - first_shard_unit;
+        const int64_t shard_units = (size + SHARD_UNIT - 1) / SHARD_UNIT;
+        // The warps go on in turn where the last segment ended.
+        const int64_t turn = (warp + warps - before % warps) % warps;
+        before += shard_units;
+        for (int64_t c = turn; c < shard_units; c += warps) {
+            const int64_t from = c * SHARD_UNIT + lane * CHUNK, stop = min(size, (c + 1) * SHARD_UNIT);
+            double sum = 0;
+            for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
+                EitherDense::Raw raw[NORM_UNROLL] = {};
 #pragma unroll
-            for (int u = 0; u < NORM_UNROLL; u++)
-                if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
+                for (int u = 0; u < NORM_UNROLL; u++)
+                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
 #pragma unroll
-            for (int u = 0; u < NORM_UNROLL; u++) {
-                Values v;
-                gradients.values(raw[u], v);
-                sum += sum_of_squares(v);
+                for (int u = 0; u < NORM_UNROLL; u++) {
+                    Values v;
+                    gradients.values(raw[u], v);
+                    sum += sum_of_squares(v);
+                }
             }
+            sum = sum_of_warp(sum);
+            if (lane == 0) sums[1 + shard_unit + c] = sum;
         }
-        sum = sum_of_warp(sum);
-        if (lane == 0) sums[1 + shard_unit + c] = sum;
     }
 }
 
@@ -125,10 +133,11 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
                       double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     clear(sums, (1 + shard_units) * int64_t(sizeof(double)), s);
-    // Segments share the GPU: two blocks for each multiprocessor load enough at once, also for one alone.
-    const unsigned each = std::min(blocks(32 * shard_units + 32, NORM_THREADS), 2u * multiprocessors());
-    launch("gradient_squares", squares_kernel, dim3(each, unsigned(number_of_segments)), NORM_THREADS, 0, s,
-           segments, either_dense(gradients, format), first, first_shard_unit, loss, sums);
+    const int64_t wanted = ceil_div(32 * shard_units + 32, NORM_THREADS);
+    const unsigned grid =
+        static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
+    launch("gradient_squares", squares_kernel, grid, NORM_THREADS, 0, s, segments, number_of_segments,
+           either_dense(gradients, format), first, first_shard_unit, loss, sums);
 }
 
 void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
