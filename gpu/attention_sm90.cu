@@ -44,6 +44,8 @@ constexpr bool HOPPER = false;
 #endif
 
 constexpr int WARPGROUP = 128;
+// From lane 0, so that the compiler knows that a warp agrees, and computes addresses once for it.
+__device__ int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0); }
 constexpr int PANEL = 64;  // columns of a panel; 128 bytes, as the swizzle of TMA and wgmma needs
 constexpr int BOX = 64, BOX_BYTES = BOX * PANEL * 2;  // rows that one TMA instruction copies
 
@@ -117,12 +119,13 @@ __device__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "
 __device__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Describes a swizzled matrix in shared memory to wgmma; a group of eight rows is 1024 bytes. panel_stride:
-// bytes from one panel of 64 columns to the next, needed if the reduction runs over rows.
-__device__ uint64_t descriptor(uint32_t address, int panel_stride = 16) {
-    return uint64_t(address >> 4 & 0x3FFF) | uint64_t(panel_stride >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
-           uint64_t(1) << 62;
+// Describes a swizzled matrix in shared memory to wgmma, in units of 16 bytes: the lower half, to which the
+// way to another place may be added. panel_stride: bytes from one panel of 64 columns to the next, needed if
+// the reduction runs over rows. The upper half: a group of eight rows is 1024 bytes, and the swizzle.
+__device__ uint32_t descriptor(uint32_t address, int panel_stride = 16) {
+    return address >> 4 | uint32_t(panel_stride >> 4) << 16;
 }
+__device__ uint64_t whole(uint32_t descriptor) { return uint64_t(1024 >> 4 | 1 << 30) << 32 | descriptor; }
 
 __device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -160,15 +163,16 @@ __device__ void wgmma_wait(Registers&... used) {
     "k16.f32.bf16.bf16"                                                                  \
     " {" LIST##REGISTERS "}, " A ", %" #B ", p, 1, 1, " TRANSPOSES ";\n}"
 #define DEFINE_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                    \
-    template <bool TA, bool TB> __device__ void wgmma(float(&d)[R], uint64_t a, uint64_t b, bool add) {   \
+    template <bool TA, bool TB> __device__ void wgmma(float(&d)[R], uint32_t a, uint32_t b, bool add) {   \
         asm volatile(WGMMA(N, R, "%" #I0, I1, I2, "%" #I3 ", %" #I4)                                      \
                      : OUT##R(d, 0)                                                                       \
-                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(TA)), "n"(int(TB)));                        \
+                     : "l"(whole(a)), "l"(whole(b)), "r"(int(add)), "n"(int(TA)), "n"(int(TB)));          \
     }                                                                                                     \
-    template <bool TB> __device__ void wgmma(float(&d)[R], const uint32_t(&a)[4], uint64_t b, bool add) { \
+    template <bool TB> __device__ void wgmma(float(&d)[R], const uint32_t(&a)[4], uint32_t b, bool add) { \
         asm volatile(WGMMA(N, R, "{%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}", I4, I5, "%" #I6)             \
                      : OUT##R(d, 0)                                                                       \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(TB)));  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole(b)), "r"(int(add)),          \
+                       "n"(int(TB)));                                                                     \
     }
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
@@ -187,12 +191,13 @@ __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + thr
 // d (64, N) = a (64, HS) b (N, HS)^T; a is 64 rows of a tile of ROWS_A rows, b a tile of N rows.
 template <int HS, int ROWS_A, int R> __device__ void start_scores(float (&d)[R], uint32_t a, uint32_t b) {
     constexpr int N = R * 2;
+    const uint32_t from_a = descriptor(a), from_b = descriptor(b);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HS; k += 16) {
         const int panel = k / PANEL, inside = k % PANEL * 2;
-        wgmma<false, false>(d, descriptor(a + panel * ROWS_A * 128 + inside),
-                            descriptor(b + panel * N * 128 + inside), k > 0);
+        wgmma<false, false>(d, from_a + (panel * ROWS_A * 128 + inside) / 16,
+                            from_b + (panel * N * 128 + inside) / 16, k > 0);
     }
     wgmma_commit();
 }
@@ -200,19 +205,20 @@ template <int HS, int ROWS_A, int R> __device__ void start_scores(float (&d)[R],
 // d (64, HS) = p (64, ROWS), in registers, times b (ROWS, HS), plus d if `add`
 template <int ROWS, int R>
 __device__ void start_accumulate(float (&d)[R], const uint32_t (&p)[ROWS / 16][4], uint32_t b, bool add) {
+    const uint32_t from_b = descriptor(b, ROWS * 128);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < ROWS; k += 16)
-        wgmma<true>(d, p[k / 16], descriptor(b + k * 128, ROWS * 128), add || k > 0);
+    for (int k = 0; k < ROWS; k += 16) wgmma<true>(d, p[k / 16], from_b + k * 128 / 16, add || k > 0);
     wgmma_commit();
 }
 
 // d (64, N) = a (KEYS, 64)^T b (KEYS, N), both in shared memory
 template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
+    const uint32_t from_a = descriptor(a), from_b = descriptor(b);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < KEYS; i += 16)
-        wgmma<true, true>(d, descriptor(a + i * 128), descriptor(b + i * 128), i > 0);
+        wgmma<true, true>(d, from_a + i * 128 / 16, from_b + i * 128 / 16, i > 0);
     wgmma_commit();
 }
 
@@ -291,21 +297,22 @@ __device__ void release(Barrier empty) {
 // Forward
 
 template <int HS_, int CONSUMERS_> struct Forward {  // sizes, and where things are in shared memory
-    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128, STAGES = 2;
+    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128;
+    static constexpr int STAGES = HS == 64 ? 3 : 2;  // as many as fit in shared memory
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
     static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160,
                          PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
     static constexpr int Q_BYTES = QUERIES * HS * 2, KV_BYTES = KEYS * HS * 2;
     static constexpr int K = STAGES * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
-    static constexpr int BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 6 * STAGES * 8;
-    static constexpr int SHARED = ITEMS + 4 * STAGES + 1024;  // 1024: for alignment
+    static constexpr int ITEMS = O + Q_BYTES, BARRIERS = ITEMS + 16 * STAGES;
+    static constexpr int SHARED = BARRIERS + 6 * STAGES * 8 + 1024;  // 1024: for alignment
 
     uint32_t base;
     __device__ uint32_t q(int stage) const { return base + stage * Q_BYTES; }
     __device__ uint32_t k(int stage) const { return base + K + stage * KV_BYTES; }
     __device__ uint32_t v(int stage) const { return base + V + stage * KV_BYTES; }
-    __device__ uint32_t item(int stage) const { return base + ITEMS + 4 * stage; }  // that q belongs to
-    enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };                     // barriers of each stage
+    __device__ uint32_t item(int stage) const { return base + ITEMS + 16 * stage; }  // that q belongs to
+    enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };                      // barriers of each stage
     __device__ Barrier barrier(int i, int stage) const { return {base + BARRIERS + 8 * (i + 6 * stage)}; }
     __device__ void init_barriers() const {
         // Even: `full`, one arrival, by the producer. Odd: `empty`, one arrival per consumer warp.
@@ -318,13 +325,14 @@ template <int HS_, int CONSUMERS_> struct Forward {  // sizes, and where things 
 // counter, so that no multiprocessor is idle until the end. The longest tiles come first. Heads are
 // handled in sections whose keys and values fit in the L2 cache.
 struct Item {
-    int b, h, first, end;  // queries from first to end, or less than a tile of them
+    int b, h, first, end;  // queries from first to end, or less than a tile of them; end 0: no item is left
 };
 struct Work {
     int tiles, heads, section;  // tiles of queries per head, heads of all sequences, heads in a section
     __host__ __device__ int total() const { return tiles * heads; }
     // If the tiles do not fill the sequence, the first is short: it sees the fewest keys, so it wastes least.
     template <class F> __device__ Item find(const Dims& d, int number) const {
+        if (number >= total()) return {};
         const int before = number / (section * tiles) * section, here = min(section, heads - before);
         const int i = number - before * tiles, head = before + i % here;
         const int end = (d.T + 63) / 64 * 64 - i / here * F::QUERIES;
@@ -346,15 +354,16 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
                                  Counter* counter) {
     Ring<F::STAGES> q, kv;
     for (;; q.next()) {
-        const int number = atomicAdd(&counter->next, 1);
+        const Item item = work.find<F>(d, atomicAdd(&counter->next, 1));
         const Barrier q_full = smem.barrier(F::Q_FULL, q.stage);
         smem.barrier(F::Q_EMPTY, q.stage).wait(q.parity ^ 1);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem.item(q.stage)), "r"(number) : "memory");
-        if (number >= work.total()) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem.item(q.stage)), "r"(item.b),
+                     "r"(item.h), "r"(item.first), "r"(item.end)
+                     : "memory");
+        if (item.end == 0) {
             q_full.arrive();  // the consumers leave
             break;
         }
-        const Item item = work.find<F>(d, number);
         q_full.arrive_and_expect(F::Q_BYTES);
         load_tile<F::HS, F::QUERIES>(smem.q(q.stage), qkv, q_full, item.h * F::HS, item.first, item.b);
         for (int n = (item.end - 1) / F::KEYS; n >= 0; n--, kv.next()) {
@@ -375,10 +384,9 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
 // A consumer warpgroup: 64 queries of each item; from the diagonal tile of keys back to the first. The scores
 // of a tile run together with the output of the tile before, also from one item to the next.
 template <class F>
-__device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Dims& d, const Work& work,
-                                 float* lse) {
+__device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Dims& d, float* lse) {
     constexpr int HS = F::HS;
-    const int warpgroup = threadIdx.x / WARPGROUP, leader = threadIdx.x % WARPGROUP == 0;
+    const int warpgroup = this_warpgroup(), leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % F::CONSUMERS;
     const int own_barrier = 1 + F::CONSUMERS + warpgroup;
@@ -392,13 +400,14 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
     bool add = false;    // to o, which is not initialized
     if (warpgroup == F::CONSUMERS - 1) arrive_named(next_turn, 2 * WARPGROUP);  // to warpgroup 0
 
-    auto begin_item = [&] {  // false: there is none
-        int number;
+    auto begin_item = [&] {
         smem.barrier(F::Q_FULL, q.stage).wait(q.parity);
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(number) : "r"(smem.item(q.stage)) : "memory");
-        item = work.find<F>(d, number);
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(item.b), "=r"(item.h), "=r"(item.first), "=r"(item.end)
+                     : "r"(smem.item(q.stage))
+                     : "memory");
         n = (item.end - 1) / F::KEYS;
-        return number < work.total();
+        return item.end > 0;
     };
     auto start_item_scores = [&] {  // s = q k^T
         smem.barrier(F::K_FULL, k.stage).wait(k.parity);
@@ -411,6 +420,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
         k.next();
         if ((n + 1) * F::KEYS - 1 > first_row) mask(s, n * F::KEYS - first_row - fragment_row());
         softmax(s, max, sum, shrink, scale);
+        pin(s);  // else the compiler waits for the output before it computes the exponentials
     };
     auto start_output = [&] {  // o += p v
         smem.barrier(F::V_FULL, v.stage).wait(v.parity);
@@ -500,7 +510,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
             forward_producer<F>(qkv, smem, d, work, &counters[counter]);
     } else {
         increase_registers<F::REGISTERS>();
-        forward_consumer<F>(out, smem, d, work, lse);
+        forward_consumer<F>(out, smem, d, lse);
     }
 }
 
@@ -682,7 +692,7 @@ template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R /
 template <class F>
 __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const Dims& d, Walk walk) {
     constexpr int HS = F::HS, ALL = F::CONSUMERS * WARPGROUP;
-    const int warpgroup = threadIdx.x / WARPGROUP, first_key = walk.n * F::KEYS + warpgroup * 64;
+    const int warpgroup = this_warpgroup(), first_key = walk.n * F::KEYS + warpgroup * 64;
     const uint32_t own_k = smem.k() + warpgroup * BOX_BYTES, own_v = smem.v() + warpgroup * BOX_BYTES;
     const int dq_row = F::QUERIES == 64 ? 0 : warpgroup * 64;  // where our part of dq starts
     const int dq_col = F::QUERIES == 64 ? warpgroup * F::DQ_COLS : 0;
