@@ -15,7 +15,7 @@ namespace {
 // The aims are 11,000 lines of core, 4,500 for the reading order of one step, and 8,500 of tests.
 // Of DEV, 1,660 lines are the course: dev/coat.py, dev/exercises, dev/figures.py and what belongs to them. Of
 // TESTS, 790 lines test it (test/dev).
-constexpr size_t CORE = 11669, READING = 4110, TESTS = 9902, DEV = 5700, LARGEST_FILE = 1300, FUNCTION = 130;
+constexpr size_t CORE = 11618, READING = 4110, TESTS = 9902, DEV = 5700, LARGEST_FILE = 1300, FUNCTION = 130;
 
 bool ends(const std::string& s, const std::string& end) {
     return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;
