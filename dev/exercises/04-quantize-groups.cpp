@@ -1,7 +1,7 @@
 // 4 - Quantize in 1x16 groups with BF16 scales (section 5, mixed granularity)
 //
 // Inputs of norms and activation functions have a scale for each 16 neighbouring values of a row:
-//   s = to_bf16(amax of the group / 448)        code = encode(x (1 / s))
+//   amax = the largest |x| of the group        s = to_bf16(amax / 448)        code = encode(x (1 / s))
 // An outlier then costs precision in its own group only. Write the codes (rows, cols) and the scales
 // (rows, groups in a row).
 //

@@ -67,8 +67,7 @@ public:
             auto near = [&](double x) { return got[i] == x || std::abs(got[i] - x) <= tolerance; };
             count_++;
             if (mine != 0 && !std::isnan(mine)) written_.insert(result);
-            if (std::isnan(y) && std::isnan(mine)) continue;
-            if (y == 0 && mine == 0 ? std::signbit(y) == std::signbit(mine) : near(expected[i])) continue;
+            if (agree(expected[i], got[i], tolerance)) continue;
             const std::string element = expected.size() > 1 ? text(" ", i) : "",
                               input = from.empty() ? "" : text(" from ", from[i]);
             Wrong wrong{result, result + element + input + of, shown(expected[i]), shown(got[i]), mine / y,
@@ -116,21 +115,36 @@ private:
         std::string result, input, expected, got;
         double factor;
         std::vector<std::string> hints;
+        bool has(const std::string& hint) const {
+            return std::find(hints.begin(), hints.end(), hint) != hints.end();
+        }
     };
+
+    // Codes are equal, those of NaN and of zero with their signs, too. A value that is NaN has no sign.
+    static bool agree(uint8_t expected, uint8_t got, double) { return expected == got; }
+    static bool agree(float expected, float got, double tolerance) {
+        if (std::isnan(expected) || std::isnan(got)) return std::isnan(expected) && std::isnan(got);
+        if (expected == 0 && got == 0) return std::signbit(expected) == std::signbit(got);
+        return expected == got || std::abs(got - expected) <= tolerance;
+    }
 
     double value(float x) const { return x; }
     double value(uint8_t code) const { return reference::decode(format, code); }
     std::string shown(float x) const { return text(x); }
     std::string shown(uint8_t code) const { return hex(code) + " = " + text(value(code)); }
 
-    // Of the first wrong value; if there is one, it is a hint that all others have too.
+    // Of the first wrong value; if there is one, it is a hint that all others have too. A hint that no other
+    // has may be chance: where a value is extreme, many mistakes look alike.
     std::string hint() const {
         const Wrong& first = wrong_[0];
         auto all = [&](auto&& has) { return std::all_of(wrong_.begin(), wrong_.end(), has); };
+        auto of_several = std::find_if(first.hints.begin(), first.hints.end(), [&](const std::string& hint) {
+            return std::count_if(wrong_.begin(), wrong_.end(), [&](const Wrong& w) { return w.has(hint); }) >
+                   1;
+        });
         if (!written_.count(first.result)) return "This is not computed yet: " + first.result + ".";
         for (const std::string& hint : first.hints)
-            if (all([&](const Wrong& w) { return std::count(w.hints.begin(), w.hints.end(), hint) > 0; }))
-                return hint;
+            if (all([&](const Wrong& w) { return w.has(hint); })) return hint;
         const double power = std::log2(std::abs(first.factor));
         if (wrong_.size() > 1 &&
             all([&](const Wrong& w) { return std::abs(w.factor / first.factor - 1) <= 1e-4; }))
@@ -139,7 +153,8 @@ private:
                        : "All are off by the same factor: look at the scale, or at what a mean divides by.";
         if (written_.size() > 1 && all([&](const Wrong& w) { return w.result == first.result; }))
             return "Only " + first.result + " is wrong: compare with its formula above the function.";
-        if (!first.hints.empty()) return "Not all wrong values are alike. Of this one: " + first.hints[0];
+        if (of_several != first.hints.end())
+            return "Not all wrong values are alike. Of this one: " + *of_several;
         return "Compute this value by hand, or a smaller case of it, as the text above the function says.";
     }
 
@@ -156,22 +171,26 @@ Floats absolute(Floats x) {
     for (float& v : x) v = std::abs(v);
     return x;
 }
-// Tensors, with what is special about them
-std::vector<std::pair<const char*, Floats>> tensors(Comparison& c) {
-    Floats negative = c.normal(64), nan = absolute(c.normal(80)), last = absolute(c.normal(40)),
+struct Tensor {
+    const char* special;  // about it; may be empty
+    int rows;
+    Floats x;
+};
+std::vector<Tensor> tensors(Comparison& c) {
+    Floats negative = c.normal(64), nan = absolute(c.normal(80)), last = absolute(c.normal(120)),
            ties = {3.7f};
     for (int i = 5; i < 64; i += 16) negative[i] = float(-9 - i);
-    nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[39] = 77;
+    nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[119] = 77;
     for (uint8_t code = 8; code < 0x77; code++)
         ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
-    return {{"", absolute(c.normal(2000, 1))},
-            {"", absolute(c.normal(496, 9))},
-            {"", ties},
-            {"negative values", negative},
-            {"tensors of zeros", Floats(48)},
-            {"tiny values", Floats(16, 1e-39f)},
-            {"a last, shorter group", last},
-            {"NaN", nan}};
+    return {{"", 25, absolute(c.normal(2000, 1))},
+            {"", 31, absolute(c.normal(496, 9))},
+            {"", 7, ties},
+            {"negative values", 4, negative},
+            {"groups of zeros", 3, Floats(48)},
+            {"tiny values", 1, Floats(16, 1e-39f)},
+            {"a last, shorter group", 3, last},
+            {"NaN", 5, nan}};
 }
 Floats scales_of(const Quantized& q) {  // of 1x16 groups, row by row
     Floats scales;
@@ -241,7 +260,7 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
 
 int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& quantize) {
     Comparison c(3);
-    for (const auto& [special, x] : tensors(c)) {
+    for (const auto& [special, rows, x] : tensors(c)) {
         c.special = special;
         if (c.special == "NaN") continue;
         const int n = int(x.size());
@@ -261,25 +280,26 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
 
 int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize) {
     Comparison c(4);
-    const int rows = 12;
-    for (const auto& [cols, special] :
-         {std::pair{64, ""}, {40, "shorter groups at the end of a row"}, {16, "zeros"}}) {
+    for (const auto& [special, rows, x] : tensors(c)) {
         c.special = special;
-        Floats x = c.normal(rows * cols), amaxes, exact, up;
-        for (int i = 0; i < rows * cols; i++) x[i] *= cols == 16 ? 0 : std::ldexp(1.0f, i / 16 % 9);
-        for (int i = 0; i < rows * cols; i += std::min(16, cols - i % cols)) {
+        if (c.special == "NaN" || c.special == "tiny values") continue;
+        const int n = int(x.size()), cols = n / rows;
+        Floats amaxes, exact, up, rounded_before;
+        for (int i = 0; i < n; i += std::min(16, cols - i % cols)) {
             amaxes.push_back(reference::amax(&x[i], std::min(16, cols - i % cols)));
             exact.push_back(amaxes.back() / 448);
+            rounded_before.push_back(given::to_bf16(amaxes.back()) / 448);
             const float s = given::to_bf16(exact.back());
             up.push_back(s < exact.back() ? given::to_bf16(s * 1.004f) : s);
         }
         const Quantized q = reference::quantize(x.data(), rows, cols, Q_GROUP);
-        Codes codes(x.size(), UNWRITTEN);
+        Codes codes(n, UNWRITTEN);
         Floats scales(amaxes.size(), NAN);
         quantize(rows, cols, x.data(), codes.data(), scales.data());
         const std::string of = text(" of ", rows, " x ", cols, " values");
         c("scale", of, scales_of(q), scales,
           {{"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).", exact},
+           {"The scale is rounded to BF16, not amax: given::to_bf16(amax / 448).", rounded_before},
            {"amax / 448 is rounded to the nearest BF16 value, not up.", up}},
           0, amaxes);
         c("code", of, q.codes, codes,
@@ -290,7 +310,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
 
 int judge::amax(const Function<float(int, const float*, float*)>& amax) {
     Comparison c(5);
-    for (const auto& [special, x] : tensors(c)) {
+    for (const auto& [special, rows, x] : tensors(c)) {
         c.special = special;
         const int n = int(x.size());
         Floats expected, maxima((n + 15) / 16, NAN);
@@ -440,24 +460,36 @@ int judge::norm_backward(const Function<Norm>& backward) {
     Floats x = c.normal(N * C, 1), weight = c.normal(C, 0.3f), dy = c.normal(N * C), undecoded;
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
     const Quantized q = reference::quantize(x.data(), N, C, Q_GROUP);
-    Floats dx(N * C, NAN), dweight(C, NAN), y(N * C), sum, last;
+    Floats dx(N * C, NAN), dweight(C, NAN), expected(N * C), sum(C), unused(N * C), last(C);
     backward(N, C, q.codes.data(), scales_of(q).data(), weight.data(), dy.data(), dx.data(), dweight.data());
     for (uint8_t code : q.codes) undecoded.push_back(given::decode(code));
     x = dequantize(q);
-    auto gradient = [&](const Floats& x, Floats& dw, int first = 0) {
-        Floats result(N * C);
-        dw.assign(C, 0);
+    auto gradient = [&](int first, Floats& dx, Floats& dweight) {  // of the tokens from the first on
         reference::norm_backward<float>(true, 1e-5f, N - first, C, &x[first * C], weight.data(),
-                                        &dy[first * C], result.data(), dw.data(), nullptr);
+                                        &dy[first * C], dx.data(), dweight.data(), nullptr);
+    };
+    gradient(0, expected, sum), gradient(N - 1, unused, last);
+    // dx, where the means of x^2 and of d x r divide by other values
+    auto mistaken = [&](const Floats& x, float in_r, float in_term) {
+        Floats result(N * C);
+        for (int i = 0; i < N * C; i++) {
+            const int first = i / C * C;
+            float square = 0, term = 0;
+            for (int j = first; j < first + C; j++)
+                square += x[j] * x[j], term += dy[j] * weight[j - first] * x[j];
+            const float r = 1 / std::sqrt(square / in_r + 1e-5f);
+            result[i] = (dy[i] * weight[i - first] - x[i] * r * r * term / in_term) * r;
+        }
         return result;
     };
-    const Floats expected = gradient(x, sum), no_scale = gradient(undecoded, last);
-    gradient(x, last, N - 1);
-    reference::norm_forward<float>(true, 1e-5f, N, C, x.data(), weight.data(), nullptr, y.data());
-    for (int i = 0; i < N * C; i++) y[i] = x[i] == 0 ? 0 : dy[i] * y[i] / x[i];
-    c.tensor("dx", expected, dx,
-             {{"The term with the mean is missing: r depends on every x of the token.", y},
-              {"x is the value of its code times the scale of its group.", no_scale}});
+    const char* const sums = "This is a sum in place of a mean: divide by C.";
+    c.tensor(
+        "dx", expected, dx,
+        {{"The term with the mean is missing: r depends on every x of the token.", mistaken(x, C, INFINITY)},
+         {"x is the value of its code times the scale of its group.", mistaken(undecoded, C, C)},
+         {sums, mistaken(x, C, 1)},
+         {sums, mistaken(x, 1, C)},
+         {sums, mistaken(x, 1, 1)}});
     c.tensor("dweight", sum, dweight,
              {{"dweight is the sum over all tokens, not that of the last one.", last}});
     return c.finish();
@@ -467,7 +499,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     Comparison c(10);
     const int N = 20, F = 48, row = 2 * F;
     Floats gate_up = c.normal(N * row, 0.7f), dact = c.normal(N * F), got(N * row, NAN);
-    gate_up[0] = 60, gate_up[1] = -60;
+    gate_up[(N - 1) * row] = 60, gate_up[(N - 1) * row + 1] = -60;  // last: many mistakes look alike there
     const Quantized q = reference::quantize(gate_up.data(), N, row, Q_GROUP);
     backward(N, F, q.codes.data(), scales_of(q).data(), dact.data(), got.data());
     auto gradient = [&](const Floats& x) {

@@ -63,6 +63,8 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
               {"about values that are rounded up to a power of two:", masked},
               {"about NaN:",
                [=](auto& f, float x) { return even(f, std::isnan(x) ? std::copysign(INFINITY, x) : x); }},
+              {"about NaN:", [=](auto& f, float x) { return uint8_t(std::isnan(x) ? 0x7F : even(f, x)); }},
+              {"about NaN:", [=](auto& f, float x) { return uint8_t(even(f, x) - 2 * std::isnan(x)); }},
               {"Not all wrong values are alike. Of this one: This is about zero:",  // several mistakes
                [=](auto& f, float x) { return uint8_t(x == 0 || std::isnan(x) ? 0 : masked(f, x)); }},
               {"passed, ", even}});
@@ -90,12 +92,14 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
               {"passed, ", with(448, false)}});
 
     // The codes are made with the rounded scale, or with that before rounding.
-    auto groups = [=](float (*rounded)(float), bool rounded_first = true) {
+    using Largest = float(const float*, int64_t);
+    auto groups = [=](float (*rounded)(float), bool rounded_first = true,
+                      Largest* largest = reference::amax) {
         return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < cols; c += 16, scales++) {
                     const int n = std::min(16, cols - c), first = r * cols + c;
-                    *scales = rounded(tensor(n, x + first, codes + first, reference::amax(x + first, n)));
+                    *scales = rounded(tensor(n, x + first, codes + first, largest(x + first, n)));
                     if (rounded_first) tensor(n, x + first, codes + first, *scales * 448);
                 }
         };
@@ -103,12 +107,18 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     auto next_row = [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
         groups(given::to_bf16)(1, rows * cols, x, codes, scales);
     };
+    Largest* const of_signed = [](const float* x, int64_t n) {
+        return std::max(0.0f, *std::max_element(x, x + n));
+    };
     auto up = [](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); };
     exercise(judge::quantize_groups, empty::quantize_groups,
              {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
               {"amax / 448 is rounded to the nearest BF16 value", groups(up)},
               {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
-              {"about shorter groups at the end of a row:", next_row},
+              {"The scale is rounded to BF16, not amax",
+               groups([](float s) { return given::to_bf16(s * 448) / 448; })},
+              {"about negative values:", groups(given::to_bf16, true, of_signed)},
+              {"about a last, shorter group:", next_row},
               {"passed, ", groups(given::to_bf16)}});
 
     auto maxima = [](float (*magnitude)(float), int shortest = 1) {
@@ -225,7 +235,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
 
     using Bytes = const uint8_t*;
     using Vector = const float*;
-    enum NormMistake { NO_NORM_MISTAKE, NO_MEAN, NO_SCALES, LAST_TOKEN };
+    enum NormMistake { NO_NORM_MISTAKE, NO_MEAN, NO_SCALES, LAST_TOKEN, SUM_IN_R, SUM_IN_TERM, SUMS };
     auto norm = [](NormMistake mistake) {
         return [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
             for (int first = 0; first < N * C; first += C) {
@@ -236,8 +246,10 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
                     x[c] = given::decode(codes[first + c]) * scale;
                     square += x[c] * x[c];
                 }
-                const float rstd = 1 / std::sqrt(square / float(C) + 1e-5f);
-                for (int c = 0; c < C; c++) mean += dy[first + c] * w[c] * x[c] * rstd / float(C);
+                const float in_r = mistake == SUM_IN_R || mistake == SUMS ? 1 : float(C);
+                const float in_term = mistake == SUM_IN_TERM || mistake == SUMS ? 1 : float(C);
+                const float rstd = 1 / std::sqrt(square / in_r + 1e-5f);
+                for (int c = 0; c < C; c++) mean += dy[first + c] * w[c] * x[c] * rstd / in_term;
                 if (mistake == NO_MEAN) mean = 0;
                 for (int c = 0; c < C; c++) {
                     dx[first + c] = rstd * (dy[first + c] * w[c] - x[c] * rstd * mean);
@@ -251,16 +263,19 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"The term with the mean is missing", norm(NO_MEAN)},
               {"times the scale of its group", norm(NO_SCALES)},
               {"not that of the last one", norm(LAST_TOKEN)},
+              {"This is a sum in place of a mean", norm(SUM_IN_R)},
+              {"This is a sum in place of a mean", norm(SUM_IN_TERM)},
+              {"This is a sum in place of a mean", norm(SUMS)},
               {"passed, ", norm(NO_NORM_MISTAKE)}});
 
-    enum SwigluMistake { NO_SWIGLU_MISTAKE, SIGMOID, SWAPPED, SCALES_OF_GATE };
+    enum SwigluMistake { NO_SWIGLU_MISTAKE, SIGMOID, SWAPPED, SCALES_OF_GATE, SIGN };
     auto swiglu = [](SwigluMistake mistake) {
         return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
             for (int i = 0; i < N * F; i++) {
                 const int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
                 const float gate = given::decode(codes[g]) * scales[g / 16];
                 const float up = given::decode(codes[u]) * scales[(mistake == SCALES_OF_GATE ? g : u) / 16];
-                const float s = 1 / (1 + std::exp(-gate)), derivative = s * (1 - s);
+                const float s = 1 / (1 + std::exp(mistake == SIGN ? gate : -gate)), derivative = s * (1 - s);
                 dx[g] = dact[i] * up * (mistake == SIGMOID ? derivative : s + gate * derivative);
                 dx[u] = dact[i] * gate * s;
                 if (mistake == SWAPPED) std::swap(dx[g], dx[u]);
@@ -271,5 +286,6 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
+              {"Compute this value by hand", swiglu(SIGN)},  // no hint is better than a wrong one
               {"passed, ", swiglu(NO_SWIGLU_MISTAKE)}});
 }
