@@ -2,7 +2,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <map>
 
 #include "../data/safetensors.h"
 #include "help/files.h"
@@ -96,15 +95,14 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
             if (s.config.V == 0) s.config.V = 256;
             const ModelConfig& c = s.config;
             const std::vector<MemoryRow> by_default = memory_plan(s);
-            const std::vector<Param> params = parameters(c);
-            std::map<int64_t, int64_t> buckets;
-            int64_t elements = 0, largest = 0, weights = 0;
-            for (const Param& p : params) buckets[p.bucket] += p.padded_size(), weights += p.size();
-            for (const auto& [bucket, size] : buckets) {
-                elements += size;
-                if (bucket > 0 || !c.tied) largest = std::max(largest, size);
+            const std::vector<BucketRange> buckets = bucket_ranges(parameters(c));
+            int64_t weights = 0, elements = 0, largest = 0;
+            for (const Param& p : parameters(c)) weights += p.size();
+            for (const BucketRange& b : buckets) {
+                elements += b.elements;
+                if (b.first > 0 || !c.tied) largest = std::max(largest, b.elements);
             }
-            if (c.tied) largest += buckets.at(0);  // the gradient of a tied embedding lives from the head on
+            if (c.tied) largest += buckets[0].elements;  // that of a tied embedding lives from the head on
             const Quant wide = s.recipe.attention;
             const int64_t attention =
                 (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
@@ -154,12 +152,13 @@ TEST_CASE("precision plan: says what each memory mode changes, and which linear 
 TEST_CASE("gradients_offset: no gradient is written where saved activations are still needed") {
     for (const ModelConfig& model : models())
         for (const Recipe& recipe : recipes())
-            for (const int64_t accumulate : {1, 2})
+            // Few tokens: gradients take more than the activations of a layer; many: less.
+            for (const auto& [T, accumulate] : {std::pair{72, 1}, {2048, 1}, {72, 2}})
                 for (const auto& [rank, ranks] : {std::pair{0, 1}, {0, 2}, {1, 2}}) {
-                    Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, 72, accumulate};
+                    Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, T, accumulate};
                     if (s.config.V == 0) s.config.V = 256;
                     s.rank = rank, s.ranks = ranks;
-                    INFO(model.name, " ", std::string(recipe.name), " ", accumulate, " ", rank);
+                    INFO(model.name, " ", std::string(recipe.name), " ", T, " ", accumulate, " ", rank);
                     const std::vector<Param> params = parameters(s.config);
                     const std::vector<ShardPlace> shards = shard_places(s);
                     const int64_t begin = gradients_offset(s), layer_bytes = saved_layer_bytes(s);
@@ -198,11 +197,36 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
     }
 }
 
-TEST_CASE("validate: heads x head size is bounded, not only each factor") {
-    ModelConfig c = find_row(models(), "gpt2", "");
-    c.NH = c.NKV = 1 << 12, c.head_size = 256;
+TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused by the name of the flag") {
+    struct Row {
+        const char* run;
+        int64_t T, B, accumulate, ranks;
+        const char* refused = "";
+    };
+    ModelConfig c = tiny_config(LLAMA, true);
+    c.max_T = 256, c.window = 200;
+    for (const auto& [run, T, B, accumulate, ranks, refused] :
+         {Row{"coat", 200, 1, 9, 9},
+          {"coat", 201, 1, 1, 1, "use at most --seq 200."},
+          {"coat", 128, 65535, 1, 1},
+          {"coat", 129, 65535, 1, 1, "--batch 65535"},
+          {"coat", 1, 65536, 1, 1, "--batch 65536"},
+          {"fp32 attention", 16, 1, 1, 1, "--attention groups"},
+          {"fp32 master", 16, 1, 1, 1, "--master none"},
+          {"coat gradients", 16, 9, 1, 9},
+          {"coat gradients", 16, 1, 2, 1, "use --accumulate 1"},
+          {"coat moments fp8lm", 16, 9, 9, 1},
+          {"coat moments fp8lm", 16, 1, 1, 2, "--optimizer fp8lm"}}) {
+        INFO(std::string(run), " ", T, " ", B, " ", accumulate, " ", ranks);
+        Setup s = setup_of(run, c, B, T, accumulate);
+        s.ranks = ranks;
+        const std::string error = error_of([&] { validate(s); });
+        CHECK(contains(error, refused));
+        CHECK(error.empty() == (*refused == 0));
+    }
+    c.NH = c.NKV = 1 << 12, c.head_size = 256;  // the product is bounded, not only each factor
     CHECK_NOTHROW(validate(c));
-    c.NH = c.NKV = 1 << 15;  // the rows of a weight would exceed the blocks of a grid
+    c.NH = c.NKV = 1 << 13;
     CHECK_THROWS_AS(validate(c), Error);
 }
 

@@ -13,8 +13,7 @@
 #include <thread>
 
 #include "../program/ranks.h"
-#include "help/files.h"
-#include "help/ports.h"
+#include "help/program.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -6,7 +6,6 @@
 
 #include "../program/ranks.h"
 #include "help/program.h"
-#include "help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -3,7 +3,6 @@
 #include "../program/flags.h"
 #include "../program/plan.h"
 #include "help/program.h"
-#include "help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;

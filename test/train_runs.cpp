@@ -6,7 +6,6 @@
 #include "../program/plan.h"
 #include "../reference.h"
 #include "help/program.h"
-#include "help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -79,7 +79,7 @@ a "U8" [7] [0,7]     a "U8" [7] [1,8]    b "U8" [8] [4,12]   b "F32" [2] [0,8]  
 a "F64" [2] [0,8]    a "F31" [2] [0,8]   a 4 [2] [0,8]       a "F32" [-2] [0,8] a "F32" [-2,-1] [0,8]
 a "F32" [2.0] [0,8]  a "F32" 2 [0,8]     a "U8" [4] [8,4]    a "U8" [9] [-1,8]  a "U8" [8] [8]
 a "U8" [8] [0,8,8]   a "U8" [8] null     a "F32" [99999999999999999999] [0,8]
-a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,1099511627776,4194304,2] [0,0])");
+a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,2147549185] [0,8])");  // 2^65 + 8
     for (std::string name, dtype, shape, offsets; rows >> name >> dtype >> shape >> offsets;)
         wrong.push_back(raw_file(name == "a" ? "{\"a\":" + entry(dtype, shape, offsets) + ",\"b\":" + b + "}"
                                              : a + ",\"b\":" + entry(dtype, shape, offsets) + "}",
@@ -90,6 +90,9 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,1099511627776,41
           {entry("\"F32\"", "[1]", "[0,4]"), entry("\"U8\"", "[8]", "[8,16]")}})
         wrong.push_back(raw_file("{\"a\":" + first + ",\"b\":" + second + "}", 12));
     Folder folder;
+    for (const char* shard : {"shards/model-1.safetensors", "shards/model-2.safetensors"})
+        folder.write(shard, raw_file(good, 12));
+    check_error([&] { Safetensors file(folder / "shards"); }, folder / "shards/model-", "also has");
     const std::string path = folder.write("wrong.safetensors", raw_file(good, 12));
     CHECK(error_of([&] { Safetensors file(path); }) == "");
     for (const std::string& bytes : wrong) {

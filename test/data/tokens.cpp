@@ -6,7 +6,6 @@
 
 #include "../../program/model.h"
 #include "../help/checkpoints.h"
-#include "../help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;

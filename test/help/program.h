@@ -6,10 +6,12 @@
 #include <sstream>
 #include <vector>
 #include <sys/wait.h>
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "../../data/checkpoint.h"
 #include "files.h"
-#include "ports.h"
 
 namespace coat::test {
 
@@ -173,6 +175,29 @@ inline bool others_ended(const Folder& folder) {
     for (pid_t pid; others >> pid; found++) left += ::kill(pid, 0) == 0;
     return found > 0 && left == 0;
 }
+
+inline sockaddr_in loopback(int port) {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_port = htons(uint16_t(port));
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return at;
+}
+
+// A socket that is bound to a port on which nothing listens. The kernel does not give such ports to others.
+struct Bound {
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port;
+    Bound() {
+        static int next = int(15000 + getpid() * 101LL % 13000);
+        for (sockaddr_in at{};;) {
+            at = loopback(port = next++);
+            if (bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0) return;
+            REQUIRE(next < 29000);
+        }
+    }
+    ~Bound() { close(fd); }
+};
+inline int free_port() { return Bound().port; }
 
 // Starts one rank by hand, in the background; its error goes to a file of its name.
 inline std::string rank_by_hand(int rank, int ranks, int port, const std::string& flags) {
