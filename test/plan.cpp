@@ -123,12 +123,13 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
         }
 }
 
-// Rows of the precision plan of Llama-2-7B in which operator, reads and writes have this part.
+// Rows of the precision plan of Llama-2-7B in which operator, reads, writes and saves have this part.
 static int rows_with(const std::string& flags, int64_t T, const std::string& part) {
     int rows = 0;
     for (const auto& [of_step, operators] :
          precision_plan(setup_of(flags, find_row(models(), "llama-2-7b", ""), 1, T)))
-        for (const Operator& o : operators) rows += contains(o.name + "|" + o.reads + "|" + o.writes, part);
+        for (const Operator& o : operators)
+            rows += contains(o.name + "|" + o.reads + "|" + o.writes + "|" + o.saves, part);
     return rows;
 }
 
@@ -136,8 +137,8 @@ TEST_CASE("precision plan: says what each memory mode changes, and which linear 
     for (const auto& [flags, T, part, rows] :
          {std::tuple{"coat", 64, "attention|e4m3 1x16|e4m3 1x16", 0},
           {"coat attention", 64, "attention|e4m3 1x16|e4m3 1x16", 1},
-          {"coat", 64, "rotary positions|bf16|e4m3 1x16", 0},
-          {"coat attention", 64, "rotary positions|bf16|e4m3 1x16", 1},
+          {"coat", 64, "rotary positions|bf16|bf16|q, k, v bf16", 1},
+          {"coat attention", 64, "rotary positions|bf16|e4m3 1x16|q, k, v e4m3 1x16", 1},
           {"coat", 64, "bf16, stochastic", 0},
           {"coat master", 64, "bf16, stochastic", 1},
           {"coat", 64, "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32", 1},

@@ -199,16 +199,20 @@ struct Bound {
 };
 inline int free_port() { return Bound().port; }
 
-// Starts one rank by hand, in the background; its error goes to a file of its name.
-inline std::string rank_by_hand(int rank, int ranks, int port, const std::string& flags) {
-    const std::string n = std::to_string(rank);
-    return "COAT_PORT=" + std::to_string(port) + " RANK=" + n + " LOCAL_RANK=" + n +
-           " WORLD_SIZE=" + std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret '" + program() +
-           "' " + flags + " > out" + n + " 2> err" + n + " & pid" + n + "=$!\n";
+// Starts two ranks by hand, the second in a folder beside the first as on another machine. What they print
+// goes to out0 and out1. Their exit codes are the same.
+inline Ended two_by_hand(const Folder& folder, const std::string& flags0, const std::string& flags1,
+                         const std::string& where0 = ".", const std::string& where1 = ".") {
+    std::string text = concat("root=$PWD; export COAT_PORT=", free_port(),
+                              " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret\n");
+    for (const auto& [rank, where, flags] : {std::tuple{"0", where0, flags0}, {"1", where1, flags1}})
+        text += concat("cd \"$root/", where, "\"; RANK=", rank, " LOCAL_RANK=", where0 == where1 ? rank : "0",
+                       " '", program(), "' ", flags, " > \"$root/out", rank, "\" 2> \"$root/err", rank,
+                       "\" & pid", rank, "=$!\n");
+    return shell(folder,
+                 text +
+                     "wait $pid1; other=$?; wait $pid0; code=$?; cat \"$root/err0\" \"$root/err1\" >&2\n"
+                     "[ $code = $other ] || exit 77; exit $code");
 }
-// Waits for these two ranks, prints what they said, and returns the exit code of rank 0.
-inline const std::string WAIT_FOR_TWO =
-    "wait $pid1; other=$?; wait $pid0; code=$?; cat err0 err1 >&2\n"
-    "[ $code = $other ] || exit 77; exit $code";
 
 }  // namespace coat::test
