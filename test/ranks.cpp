@@ -20,23 +20,16 @@ using namespace coat::test;
 
 namespace {
 
-// Exactly these variables of launchers are set; the others are restored afterwards.
-struct Environment {
-    using Values = std::map<std::string, std::string>;
-    Values before;
-    static constexpr const char* NAMES[] = {"COAT_PORT",  "COAT_TOKEN",  "RANK",        "WORLD_SIZE",
-                                            "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"};
-    static void set(const Values& values) {
-        for (const char* name : NAMES) unsetenv(name);
-        for (const auto& [name, value] : values) setenv(name.c_str(), value.c_str(), 1);
-    }
-    explicit Environment(const Values& values) {
-        for (const char* name : NAMES)
-            if (const char* text = std::getenv(name)) before[name] = text;
-        set(values);
-    }
-    ~Environment() { set(before); }
-};
+// Exactly these variables of launchers are set. Other tests, and the ranks that they start, have the first.
+using Variables = std::map<std::string, std::string>;
+const Variables TOKEN = {{"COAT_TOKEN", "secret"}};
+void set(const Variables& values) {
+    for (const char* name :
+         {"COAT_PORT", "COAT_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
+        unsetenv(name);
+    for (const auto& [name, value] : values) setenv(name.c_str(), value.c_str(), 1);
+}
+const int token = (set(TOKEN), 0);
 
 using Body = std::function<void(ProcessGroup&)>;
 constexpr int RANKS = 3;
@@ -99,9 +92,6 @@ struct Played {
     }
 };
 
-// As a launcher would set it; the ranks that a test starts inherit it.
-const int token = setenv("COAT_TOKEN", "secret", 1);
-
 void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // Runs `body` with each of several ranks, in threads that have found each other through a port.
@@ -131,18 +121,18 @@ std::string listening(int port) {
 }  // namespace
 
 TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how many to start") {
-    const Environment::Values torchrun = {{"RANK", "5"},
-                                          {"WORLD_SIZE", "8"},
-                                          {"LOCAL_RANK", "1"},
-                                          {"MASTER_ADDR", "node0"},
-                                          {"MASTER_PORT", "29500"},
-                                          {"COAT_TOKEN", "secret"}};
+    const Variables torchrun = {{"RANK", "5"},
+                                {"WORLD_SIZE", "8"},
+                                {"LOCAL_RANK", "1"},
+                                {"MASTER_ADDR", "node0"},
+                                {"MASTER_PORT", "29500"},
+                                {"COAT_TOKEN", "secret"}};
     auto with = [&](const char* name, const char* value) {
-        Environment::Values values = torchrun;
+        Variables values = torchrun;
         values[name] = value;
         return values;
     };
-    const std::tuple<Environment::Values, int64_t, Launch> rows[] = {
+    const std::tuple<Variables, int64_t, Launch> rows[] = {
         {{}, 0, {0, 1, 0, "", 0}},
         {{}, 4, {0, 4, 0, "", 0}},
         {{{"RANK", "0"}, {"WORLD_SIZE", "1"}}, 2, {0, 2, 0, "", 0}},
@@ -150,12 +140,12 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
         {torchrun, 8, {5, 8, 1, "node0", 29501}},
         {with("COAT_PORT", "4000"), 0, {5, 8, 1, "node0", 4000}}};
     for (const auto& [values, flag, expected] : rows) {
-        const Environment environment(values);
+        set(values);
         auto fields = [](const Launch& l) { return std::tie(l.rank, l.ranks, l.local, l.address, l.port); };
         const Launch got = find_launch(flag);
         CHECK((fields(got) == fields(expected)));
     }
-    const std::tuple<Environment::Values, int64_t, const char*> wrong[] = {
+    const std::tuple<Variables, int64_t, const char*> wrong[] = {
         {with("RANK", "8"), 0, "RANK is \"8\"; set it to a number from 0 to 7"},
         {with("RANK", "1x"), 0, "RANK is \"1x\""},
         {with("WORLD_SIZE", "2000"), 0, "WORLD_SIZE"},
@@ -166,10 +156,10 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
         {torchrun, 1, "--ranks 1"},
         {{}, 1025, "--ranks 1025"}};
     for (const auto& [values, flag, who] : wrong) {
-        const Environment environment(values);
-        const int64_t ranks = flag;
-        check_error([&] { find_launch(ranks); }, who);
+        set(values);
+        check_error([ranks = flag] { find_launch(ranks); }, who);
     }
+    set(TOKEN);
 }
 
 TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and rank 0 may get them alone") {
@@ -338,18 +328,17 @@ TEST_CASE("ranks: who says nothing, something else, or another token is not wait
         text.resize(96);
         return text;
     };
-    const Environment environment(Environment::Values{{"COAT_TOKEN", "right"}});
     std::thread rank_0([&] { CHECK(ProcessGroup::start({0, 2, 0, "127.0.0.1", port})->count() == 2); });
     std::vector<int> open;
     for (const char* text : {"", "COA", "GET / HTTP/1.1"}) open.push_back(connected(text));
     char answer[9];
     for (const std::string& text :
-         {hello(2, 1, "wrong"), hello(2, 1, ""), hello(2, 1, "right2"), hello(3, 1, "right"),
-          hello(2, 2, "right"), hello(2, 0, "right"), std::string(100, 'x')}) {
+         {hello(2, 1, "wrong"), hello(2, 1, ""), hello(2, 1, "secret2"), hello(3, 1, "secret"),
+          hello(2, 2, "secret"), hello(2, 0, "secret"), std::string(100, 'x')}) {
         open.push_back(connected(text));
         CHECK(recv(open.back(), answer, 9, 0) <= 0);  // closed
     }
-    const std::string right = hello(2, 1, "right");  // in two parts
+    const std::string right = hello(2, 1, "secret");  // in two parts
     const int fd = connected(right.substr(0, 40));
     sleep_ms(1200);
     CHECK(send(fd, &right[40], 56, 0) == 56);
@@ -422,19 +411,20 @@ TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, and not longer than it mu
 }
 
 TEST_CASE("ranks: those that rank 0 starts share the cores, unless the user has chosen OMP_NUM_THREADS") {
-    const int fair = std::max(1, omp_get_num_procs() / RANKS), given = omp_get_max_threads();
-    for (bool chosen : {false, true}) {
-        const Environment environment(chosen ? Environment::Values{{"OMP_NUM_THREADS", "7"}}
-                                             : Environment::Values{});
+    for (const int chosen : {0, 7}) {
+        const int expected = chosen ? chosen : std::max(1, omp_get_num_procs() / RANKS);
         Played(
             BY_RANK_0,
             [&](ProcessGroup& ranks) {
                 ranks.all_gather(1);
-                if (omp_get_max_threads() != (chosen ? 7 : fair))
+                if (omp_get_max_threads() != expected)
                     throw Error("Threads are ", omp_get_max_threads(), ".");
             },
-            60, {0, 1, 2}, 0, [&](int) { omp_set_num_threads(7); })
+            60, {0, 1, 2}, 0,
+            [&](int) {
+                omp_set_num_threads(7);
+                chosen ? setenv("OMP_NUM_THREADS", "7", 1) : unsetenv("OMP_NUM_THREADS");
+            })
             .check({0, 0, 0}, "");
     }
-    CHECK(omp_get_max_threads() == given);
 }

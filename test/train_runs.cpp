@@ -310,6 +310,16 @@ TEST_CASE(
     CHECK(!contains(tiny(folder, "--steps 1 --sample-every 1 --out ''").out, "sample |"));
 }
 
+TEST_CASE("train: token files say the vocabulary of a model without one, packed conversations also --seq") {
+    Folder folder;
+    folder.write("tokens/train.bin", token_file(std::vector<uint16_t>(2000, 7), 32));
+    folder.write("tokens/tokenizer.bin", tokenizer_file(std::vector<std::string>(11, "x")));
+    const Ended ended = train(folder, "--device cpu --data tokens --batch 2 --steps 0 --out ''");
+    require_success(ended);
+    CHECK((contains(ended.out, "vocabulary 11; ") && contains(ended.out, ", 2 x 32 in each")));
+    check_rejected(folder, "--device cpu --data tokens --seq 16", "give --seq 32");
+}
+
 TEST_CASE("train: saves after --save-every steps, else about every half hour; not after a skipped step") {
     RunFolder folder;
     for (const auto& [minute, flags, expected] :

@@ -109,13 +109,6 @@ std::string chat(const std::string& question, const std::string& answer) {
            R"("}, {"role": "assistant", "content": ")" + answer + "\"}]}\n";
 }
 
-// The digits are random, with an entropy of 2.3 nats each; the answer is always the same.
-std::string same_answers() {
-    std::string lines;
-    for (int i = 0; i < 400; i++) lines += chat(std::to_string(i * 7919 % 10000), "yes");
-    return lines;
-}
-
 }  // namespace
 
 TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" *
@@ -376,30 +369,4 @@ tokenizer.save_pretrained("chat")
                                            "\n");
     check_failed(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"), "c.jsonl:2",
                  "unknown role tool");
-}
-
-TEST_CASE("train: learns what counts in conversations, knows their --seq, and notices other data on resume" *
-          doctest::skip(NO_PYTHON)) {
-    const ChatFolder folder;
-    require_success(folder.tokenize(same_answers()));
-    const std::string run =
-        "--device cpu --data tokens --batch 4 --sample-every 0 --warmup 2 --eval-every 0 "
-        "--save-every 10 ";
-    const Ended whole = train(folder, run + "--steps 30 --out whole");
-    require_success(whole);
-    CHECK(number_after(whole.out, "validation | step 0 | loss ") > 5);
-    CHECK(number_after(whole.out, "validation | step 30 | loss ") <
-          0.2);  // that over all tokens stays above 1
-    require_success(train(folder, "--device cpu --resume whole/step-000020 --out part"));
-    CHECK((tensors_of(folder.path / "whole/step-000030") == tensors_of(folder.path / "part/step-000030")));
-    check_rejected(folder, run + "--steps 1 --out none --seq 16", "--seq 32");
-    // One token that counts no more, in the part that is trained on or in the held-out part.
-    for (const char* name : {"tokens/train.bin", "tokens/val.bin"}) {
-        const std::string good = read_file(folder.path / name);
-        std::string changed = good;
-        changed[1024 + 4 * 77 + 3] ^= char(0x80);
-        folder.write(name, changed);
-        check_rejected(folder, "--device cpu --resume whole --steps 31", "--data");
-        folder.write(name, good);
-    }
 }
