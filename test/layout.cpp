@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
+#include <regex>
 #include <set>
 
 #include "help/files.h"
@@ -17,13 +18,11 @@ namespace {
 // TESTS, 790 lines test it (test/dev).
 constexpr size_t CORE = 11618, READING = 4110, TESTS = 9902, DEV = 5700, LARGEST_FILE = 1300, FUNCTION = 130;
 
-bool ends(const std::string& s, const std::string& end) {
-    return s.size() >= end.size() && s.compare(s.size() - end.size(), end.size(), end) == 0;
-}
-bool is_source(const std::string& f) {
-    return ends(f, ".h") || ends(f, ".cpp") || ends(f, ".cu") || ends(f, ".cuh");
-}
 bool in(const std::string& f, const char* folder) { return f.rfind(folder, 0) == 0; }
+bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
+    return extensions.count(fs::path(f).extension().string());
+}
+bool is_source(const std::string& f) { return is_one_of(f, {".h", ".cpp", ".cu", ".cuh"}); }
 
 // The files under version control; none where this is no git checkout.
 std::vector<std::string> tracked() {
@@ -40,17 +39,11 @@ std::vector<std::string> tracked() {
 std::vector<std::string> long_functions(const std::vector<std::string>& lines, size_t limit) {
     std::vector<std::string> found;
     for (size_t i = 0; i < lines.size(); i++) {
-        const std::string& line = lines[i];
-        const size_t indent = line.find_first_not_of(' ');
-        if (indent == std::string::npos || indent > 4 || !ends(line, "{")) continue;
-        if (line.find('(') == std::string::npos) continue;
-        auto closes = [&](const std::string& l) {
-            const size_t first = l.find_first_not_of(' ');
-            return first != std::string::npos && first <= indent && l[first] == '}';
-        };
+        const size_t indent = lines[i].find_first_not_of(' ');
+        if (lines[i].empty() || indent > 4 || lines[i].back() != '{' || !contains(lines[i], "(")) continue;
         size_t j = i + 1;
-        while (j < lines.size() && !closes(lines[j])) j++;
-        if (j < lines.size() && j - i + 1 > limit) found.push_back(line);
+        while (j < lines.size() && lines[j].find('}') > indent) j++;
+        if (j < lines.size() && j - i + 1 > limit) found.push_back(lines[i]);
     }
     return found;
 }
@@ -64,7 +57,7 @@ TEST_CASE("layout: lines, columns, functions and entries at the top stay within 
     if (files.empty()) return;  // the sources without git
     for (const std::string& f : files) {
         if (f[0] != '.') top.insert(f.substr(0, f.find('/')));
-        if (in(f, "dev/") && (is_source(f) || ends(f, ".md") || ends(f, ".py") || ends(f, ".sh")))
+        if (in(f, "dev/") && (is_source(f) || is_one_of(f, {".md", ".py", ".sh"})))
             dev += lines_of(read_file(f)).size();
         if (!is_source(f)) continue;
         INFO(f);
@@ -91,17 +84,12 @@ TEST_CASE("layout: the files of the reading order in the README have at most REA
     const std::string readme = read_file("README.md");
     const size_t start = readme.find("<!-- reading -->");
     REQUIRE(start != std::string::npos);
-    size_t total = 0;
-    int files = 0;
-    // rows "| 1 | `coat.h` | ... |"
-    for (const std::string& line : lines_of(readme.substr(start, readme.find("\n\n", start + 20) - start))) {
-        for (size_t at = line.find('`'); at != std::string::npos; at = line.find('`', at)) {
-            const size_t end = line.find('`', at + 1);
-            total += lines_of(read_file(line.substr(at + 1, end - at - 1))).size();
-            files++;
-            at = end + 1;
-        }
-    }
+    // rows "| 1 | `coat.h` | ... |"; what else is quoted is no file, and has no lines
+    const std::string rows = readme.substr(start, readme.find("\n\n", start + 20) - start);
+    const std::regex quoted("`([^`]+)`");
+    size_t total = 0, files = 0;
+    for (std::sregex_iterator at(rows.begin(), rows.end(), quoted), end; at != end; ++at, files++)
+        total += lines_of(read_file((*at)[1].str())).size();
     CHECK(files >= 8);
     CHECK(total <= READING);
 }
