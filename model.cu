@@ -5,7 +5,7 @@
 // three rules:
 //   - Everything is in one allocation (gpu/arena.cuh): a step takes memory where it uses it. The host waits
 //     for the GPU only at the end of a step.
-//   - Saved for backward is what model.h's saved_per_layer() lists. What can be recomputed elementwise is
+//   - Saved for backward is what coat.h's saved_per_layer() lists. What can be recomputed elementwise is
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.
 //     Gradients of weights take the place of saved activations that backward no longer needs (plan.h).
@@ -28,7 +28,7 @@ namespace {
 using namespace gpu;
 
 struct Block {
-    View saved[6];        // by Saved (model.h, saved_per_layer)
+    View saved[6];        // by Saved (coat.h, saved_per_layer)
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     size_t qk_norm;       // Qwen3's
     LinearLayer qkv, attention_out, gate_up, down;
@@ -137,12 +137,12 @@ private:
             residual_forward(norm1, branch, norm2, b.gate_up.x_amax());
         }
         const Arena::Scope scope(arena_);
-        const View branch = compute_view(N_, config_.C);
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
         const View gate_up = gate_up_forward(b, norm(as_forward_reads(norm2)));
         // SiLU(gate) x up, or GELU, computed from what was saved, or (coat-saved) from the BF16 values that
         // the groups were made of; down projection: (N, F) -> (N, C)
+        const View branch = compute_view(N_, config_.C);
         b.down.forward(activation(gated_, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
         residual_forward(norm2, branch, next ? norm1_of(*next) : final_norm(),
@@ -228,9 +228,9 @@ private:
         residual_backward(n, weight, dx, residual_gradient(), g_amax);
     }
 
-    // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `at_once` tokens at a
-    // time, or for all of them if the activation reads it (coat-saved). While it goes to groups, the amax of
-    // the activation's output is taken. Returns what the activation reads.
+    // The widest tensor of a layer. If it is saved in groups, its BF16 form exists until then, or as long as
+    // the activation reads it (coat-saved). While it goes to groups, the amax of the activation's output is
+    // taken. Returns what the activation reads.
     View gate_up_forward(Block& b, const Lazy& x) {
         const View gate_up = saved(b, Saved::GateUp);
         if (!gate_up.quant.fp8()) {
@@ -238,21 +238,14 @@ private:
             b.down.measure_x_amax(activation(gated_, gate_up));
             return gate_up;
         }
-        // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
-        const int64_t at_once = linear_.formats.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         const bool reads_groups = recipe_.forward_reads_groups;
-        const View whole = reads_groups ? View{} : compute_view(N_, gate_up.cols);
+        const View kept = reads_groups ? View{} : compute_view(N_, gate_up.cols);
         const Arena::Scope scope(arena_);
-        const View one = reads_groups ? compute_view(std::min(at_once, N_), gate_up.cols) : View{};
-        b.gate_up.forward_in_parts(
-            x, at_once,
-            [&](int64_t first, int64_t n) { return reads_groups ? rows(one, 0, n) : rows(whole, first, n); },
-            [&](int64_t first, const View& part) {
-                quantize_groups(part, rows(gate_up, first, part.rows), false,
-                                {b.down.x_amax(), gated_, reads_groups}, stats_of(Kind::ActivationInput),
-                                cuda_);
-            });
-        return reads_groups ? gate_up : whole;
+        const View values = reads_groups ? compute_view(N_, gate_up.cols) : kept;
+        b.gate_up.forward(x, values);
+        quantize_groups(values, gate_up, false, {b.down.x_amax(), gated_, reads_groups},
+                        stats_of(Kind::ActivationInput), cuda_);
+        return reads_groups ? gate_up : kept;
     }
 
     // --- Residual stream and attention

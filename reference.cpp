@@ -527,7 +527,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
         }
 }
 
-// f_i = theta^(-2i / HS), scaled as the model wants (model.h, RopeScaling). The formula of llama3 is
+// f_i = theta^(-2i / HS), scaled as the model wants (coat.h, RopeScaling). The formula of llama3 is
 // apply_scaling in Meta's llama-models and _compute_llama3_parameters in transformers.
 double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;

@@ -316,30 +316,27 @@ private:
         add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_),
             [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
     }
-    void linear(const std::string& name, int64_t out, int64_t in, bool biased, int64_t forward_tokens) {
+    void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
         Setup run = setup_;
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
-        const double N = double(N_), n = double(forward_tokens), flops = 2.0 * double(out * in);
+        const double flops = 2.0 * double(N_ * out * in);
         const Operand w = random_operand(memory_, out, in, q.w, stream_),
                       x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
-        Operand part = x;
-        part.view.rows = forward_tokens;
         const void* bias = biased ? random(1, out).data : nullptr;
-        gemm(LINEAR_LAYERS, name + " fprop", layers_ * N / n, Gemm::Fprop, part, w,
-             random(forward_tokens, out), n * flops, bias, false);
-        gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), N * flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " fprop", layers_, Gemm::Fprop, x, w, random(N_, out), flops, bias, false);
+        gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), flops, nullptr,
              false);
-        gemm(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), N * flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), flops, nullptr,
              setup_.accumulate > 1);
         memory_.release();
     }
     void linear_layers() {
-        linear("qkv", c_.qkv_cols(), c_.C, c_.arch.qkv_bias, N_);
-        linear("attention out", c_.C, c_.q_cols(), c_.arch.bias, N_);
-        linear("up", c_.gate_up_cols(), c_.C, c_.arch.bias, groups_ ? std::min(GATE_UP_TOKENS, N_) : N_);
-        linear("down", c_.C, c_.F, c_.arch.bias, N_);
+        linear("qkv", c_.qkv_cols(), c_.C, c_.arch.qkv_bias);
+        linear("attention out", c_.C, c_.q_cols(), c_.arch.bias);
+        linear("up", c_.gate_up_cols(), c_.C, c_.arch.bias);
+        linear("down", c_.C, c_.F, c_.arch.bias);
     }
 
     void attention() {
@@ -403,15 +400,14 @@ private:
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     void feed_forward() {
-        const int64_t n = std::min(GATE_UP_TOKENS, N_);
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
         const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
         const Lazy h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
-            const View u = random(n, c_.gate_up_cols()),
-                       saved = memory_.place(n, c_.gate_up_cols(), r_.nonlinear, true, false).view;
-            pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
-                 layers_ * double(N_) / double(n), size(u) + size(saved), [&] {
+            const View u = random(N_, c_.gate_up_cols()),
+                       saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
+            pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_,
+                 size(u) + size(saved), [&] {
                      quantize_groups(u, saved, false, {slot_, c_.arch.gated, true}, nullptr, nullptr);
                  });
         } else {

@@ -12,7 +12,7 @@ namespace coat::gpu {
 // ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
-// f_i = theta^(-2i / HS), scaled (model.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
+// f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
 // to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);

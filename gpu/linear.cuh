@@ -46,21 +46,10 @@ public:
 
     // y = x w^T + bias
     void forward(const Lazy& x, const View& y) {
-        forward_in_parts(
-            x, x.rows, [&](int64_t, int64_t) { return y; }, [](int64_t, const View&) {});
-    }
-    // The same for at_once rows of y at a time: part(first, n) says where they go, done(first, part) uses
-    // them.
-    template <class Part, class Done>
-    void forward_in_parts(const Lazy& x, int64_t at_once, Part part, Done done) {
         const Arena::Scope scope(arena());
         const Operand x8 = input_operand(x, Gemm::Fprop), w8 = weight_operand(Gemm::Fprop);
         const void* const bias = biased_ ? c_.state.weight(param_ + 1).data : nullptr;
-        for (int64_t first = 0; first < x.rows; first += at_once) {
-            const View y = part(first, std::min(at_once, x.rows - first)), whole = gemm_rows(y);
-            c_.gemms.run(Gemm::Fprop, {rows(x8.view, first, whole.rows)}, w8, whole, false, bias, stream());
-            done(first, y);
-        }
+        c_.gemms.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias, stream());
     }
     void dgrad(const Operand& g8, const View& dx) {
         const Arena::Scope scope(arena());

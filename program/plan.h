@@ -99,9 +99,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it, or an Error; dev/README.md has the
 // table.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
-// Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
-// input before it is quantized in groups, unless the forward pass reads it (coat-saved).
-inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
+// The logits do not exist for all tokens at once.
+inline constexpr int64_t HEAD_TOKENS = 4096;
 // A micro-batch adds to the head's gradient once for each piece of HEAD_TOKENS; a tied embedding adds once
 // more. If these additions would round a BF16 sum more than four times in a step, the pieces of a micro-batch
 // are added in FP32, and their sum is rounded once. One piece is one rounding either way.
