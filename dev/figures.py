@@ -14,158 +14,136 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 import coat
 import moments
 
-BLUE, RED, GREEN, GOLD, VIOLET, GREY = "#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#8a94a6"
+BLUE, RED, GREEN, GOLD, GREY = "#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#8a94a6"
+DARK, GROUND = "#4a5568", "#fbfbfd"
 # A background of its own keeps a figure legible on dark pages. Text stays text, which keeps files small.
-plt.rcParams.update({"figure.facecolor": "#fbfbfd", "axes.facecolor": "#fbfbfd", "svg.fonttype": "none",
+plt.rcParams.update({"figure.facecolor": GROUND, "axes.facecolor": GROUND, "svg.fonttype": "none",
                      "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 9,
                      "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10,
                      "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "coat",
+                     "legend.frameon": False, "figure.constrained_layout.use": True,
                      "figure.constrained_layout.h_pad": 0.12, "figure.constrained_layout.w_pad": 0.12})
 
+def box(ax, x, y, w, h, words, edge, face="#ffffff", angle=0, size=8.2):
+    ax.add_patch(FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=0.12",
+                                facecolor=face, edgecolor=edge, linewidth=1.3))
+    ink = "white" if face == edge else "#1a202c"
+    ax.text(x, y, words, ha="center", va="center", color=ink, fontsize=size, rotation=angle)
 
-def save(figure, folder, name):
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", (folder / f"{name}.svg").read_text())  # hundredths of a point
-    (folder / f"{name}.svg").write_text(svg)
-    print(f"{name}.svg: {len(svg) / 1000:.0f} kB")
+def arrow(ax, start, end, words=""):
+    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=DARK, shrinkA=0,
+                                 shrinkB=0))
+    ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, words, fontsize=7.8, va="center", color=DARK)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What the program computed and printed
-
-def plan(train, *flags):
-    command = [train, "--plan", "--device", "cpu", "--model", "llama-2-7b", "--data", "dev", *flags]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-
+def plan(train, recipe):
+    flags = f"--plan --device gpu --model llama-2-7b --data dev --batch 8 --seq 2048 --recipe {recipe}"
+    run = subprocess.run([train, *flags.split()], check=True, capture_output=True, text=True)
+    return run.stdout.splitlines()
 
 def layer_of(weights, l, heads):
     """A layer's weights as coat.py names them; key and value heads that are shared are repeated."""
-    w = {n: weights[f"model.layers.{l}.{n}.weight"] for n in
-         ("input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-          "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
-    q, k, v = (w[f"self_attn.{n}_proj"] for n in "qkv")
+    def joined(*names):
+        return np.concatenate([weights[f"model.layers.{l}.{name}.weight"] for name in names])
+
+    q, k, v = (joined(f"self_attn.{n}_proj") for n in "qkv")
     size = len(q) // heads
     k, v = (x.reshape(-1, size, x.shape[1]).repeat(len(q) // len(x), axis=0).reshape(q.shape) for x in (k, v))
-    return size, {"norm1": w["input_layernorm"], "norm2": w["post_attention_layernorm"],
-                  "qkv": np.concatenate([q, k, v]), "attention_out": w["self_attn.o_proj"],
-                  "gate_up": np.concatenate([w["mlp.gate_proj"], w["mlp.up_proj"]]),
-                  "down": w["mlp.down_proj"]}
+    return size, {"norm1": joined("input_layernorm"), "norm2": joined("post_attention_layernorm"),
+                  "qkv": np.concatenate([q, k, v]), "attention_out": joined("self_attn.o_proj"),
+                  "gate_up": joined("mlp.gate_proj", "mlp.up_proj"), "down": joined("mlp.down_proj")}
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Figures
-
-def formats(folder):
-    figure, axes = plt.subplots(2, 1, figsize=(9, 2.8), sharex=True, layout="constrained")
+def formats():
+    figure, axes = plt.subplots(2, 1, figsize=(9, 2.8), sharex=True)
     for ax, f, name, count in zip(axes, (coat.E4M3, coat.E5M2), ("E4M3", "E5M2"), (127, 124)):
         values = coat.decode(f, np.arange(1, count))
-        for part, color in ((values >= 2.0 ** (1 - f.bias), BLUE), (values < 2.0 ** (1 - f.bias), RED)):
-            ax.vlines(values[part], 0, 1, color=color, linewidth=0.9)
+        normal = values >= 2.0 ** (1 - f.bias)
+        ax.vlines(values, 0, 1, colors=np.where(normal, BLUE, RED), linewidth=0.9)
         ax.set_xscale("log", base=2)
         ax.set(ylim=(0, 1.6), yticks=[], xlim=(2.0**-19.5, 2.0**19.5),
                title=f"{name}: {2**f.M} values from each power of two to the next")
         ax.spines["left"].set_visible(False)
         ax.text(f.max, 1.1, f"largest {float(f.max):,.0f}", ha="center", color=BLUE)
         ax.text(f.min, 1.1, f"smallest 2^{int(np.log2(f.min))}, subnormal", ha="center", color=RED)
-    save(figure, folder, "formats")
 
-
-def expansion(folder, v):
+def expansion(v):
     ranges = np.log(v.max(axis=1) / v.min(axis=1))
     group = np.sort(v[np.argsort(ranges)[len(v) // 2]])[None, :]  # the one with the median range
     stored = coat.store_moment(group, True)
     codes, s = coat.quantize_tensor(coat.E4M3, group)
-    ways = {"x / s": (codes[0], coat.decode(coat.E4M3, codes)[0] * s, GREY),
-            f"f(x) / s, k = {stored[2][0, 0]:.2f}": (stored[0][0], coat.load_moment(stored)[0], BLUE)}
-    figure, axes = plt.subplots(1, 3, figsize=(9, 2.9), layout="constrained", width_ratios=(1, 1.2, 1.2))
+    ways = (("x / s", codes, coat.decode(coat.E4M3, codes) * s, GREY, 1),
+            (f"f(x) / s, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(stored), BLUE, -1))
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.9), width_ratios=(1, 1.2, 1.2))
     axes[0].plot(group[0], color=GREEN, linewidth=2)
     axes[0].set(yscale="log", title="128 second moments", xlabel="sorted")
-    for i, (name, (code, decoded, color)) in enumerate(ways.items()):
-        axes[1].stairs(np.bincount(code, minlength=128) * (1 - 2 * i), fill=True, color=color,
+    for name, code, decoded, color, side in ways:
+        error = (decoded / group - 1)[0]
+        axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color,
                        label=f"{name}: {len(np.unique(code))} codes")
-        axes[2].plot(100 * np.abs(decoded / group[0] - 1), ".", color=color, markersize=4,
-                     label=f"{name}: {100 * coat.rms(decoded / group[0] - 1):.1f}% RMS")
+        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=4,
+                     label=f"{name}: {100 * coat.rms(error):.1f}% RMS")
     axes[1].axhline(0, color="black", linewidth=0.6)
     axes[1].set(title="how many have which code", xlabel="E4M3 code", yticks=[], xlim=(0, 127))
     axes[2].set(title="relative error in %", xlabel="sorted")
     for ax in axes[1:]:
         ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 1.45)
-        ax.legend(frameon=False, loc="upper left", handlelength=1)
-    save(figure, folder, "expansion")
+        ax.legend(loc="upper left", handlelength=1)
 
-
-def factors(folder, m, v):
-    figure, ax = plt.subplots(figsize=(9, 2.6), layout="constrained")
-    edges = np.geomspace(0.75, 16, 80)
+def factors(m, v):
+    figure, ax = plt.subplots(figsize=(9, 2.6))
     for x, name, color in ((m, "first moments", BLUE), (v, "second moments", RED)):
         k = coat.store_moment(x[x.max(axis=1) > 0], False)[2][:, 0]
-        ax.hist(k, edges, weights=np.full(len(k), 100 / len(k)), color=color, alpha=0.75,
+        ax.hist(k, np.geomspace(0.75, 16, 80), weights=np.full(len(k), 100 / len(k)), color=color, alpha=0.75,
                 histtype="stepfilled", label=f"{name}: median {np.median(k):.1f}")
     ax.set(xscale="log", xlabel="k", ylabel="% of groups", title="k of all groups of a trained model")
     ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     ax.minorticks_off()
-    ax.legend(frameon=False)
-    save(figure, folder, "k")
+    ax.legend()
 
-
-def box(ax, x, y, words, color, dark=False):
-    ax.add_patch(FancyBboxPatch((x - 1.8, y - 0.31), 3.6, 0.62, boxstyle="round,pad=0,rounding_size=0.12",
-                                facecolor=color if dark else "#ffffff", edgecolor=color, linewidth=1.3))
-    ax.text(x, y, words, ha="center", va="center", color="white" if dark else "#1a202c", fontsize=8.2)
-
-
-def arrow(ax, start, end, words=""):
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color="#4a5568", shrinkA=0,
-                                 shrinkB=0))
-    ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, words, fontsize=7.8, va="center", color="#4a5568")
-
-
-def flow(folder, lines):
+def flow(lines):
     """The table of the block, as --plan prints it: forward down, what is saved, backward up."""
     start = next(i for i, line in enumerate(lines) if "saves for backward" in line)
     columns = [lines[start].index(word) for word in ("operator", "reads", "weights", "writes", "saves")]
     rows = [[line[a:b].strip() for a, b in zip(columns, columns[1:] + [None])] for line in lines[start + 1:]]
     at = {row[0]: i for i, row in reversed(list(enumerate(rows)))}
     block = rows[2:at["final norm"]]
-    reads, writes = ({row[0]: row[i] for row in rows[at["backward"]:at["update"]]} for i in (1, 3))
-    figure, ax = plt.subplots(figsize=(9.4, 0.68 * len(block) + 0.9), layout="constrained")
-    ax.set(xlim=(0.3, 13.1), ylim=(-0.8, len(block) + 0.4))
+    backward = {row[0]: row for row in rows[at["backward"]:at["update"]]}
+    top = len(block) - 1
+    figure, ax = plt.subplots(figsize=(9.4, 0.68 * len(block) + 0.9))
+    ax.set(xlim=(0.3, 13.1), ylim=(-0.8, top + 1.4))
     ax.axis("off")
     for x, words in ((2.4, "forward"), (6.8, "saved for backward"), (10.8, "backward")):
-        ax.text(x, len(block) + 0.1, words, ha="center", weight="bold", fontsize=10.5)
-    arrow(ax, (2.4, len(block) - 0.31), (2.4, len(block) - 0.69), block[-1][3])
-    arrow(ax, (10.8, len(block) - 0.69), (10.8, len(block) - 0.31), writes["norms"])
-    for i, (name, inputs, weights, outputs, saves) in enumerate(block):
-        y, linear = len(block) - 1 - i, weights.startswith("e4m3")
-        color = BLUE if linear else GREEN if "1x16" in inputs else GREY
-        following = block[(i + 1) % len(block)]
-        box(ax, 2.4, y, name, color)
-        gradient = f"dgrad, wgrad: g {reads['linear layers, dgrad']}" if linear else f"gradient: {name}"
-        box(ax, 10.8, y, gradient, color)
-        quantized = "" if following[1] in outputs else f", quantized to {following[1]}"
-        arrow(ax, (2.4, y - 0.31), (2.4, y - 0.69), outputs + quantized)
-        arrow(ax, (10.8, y - 0.69), (10.8, y - 0.31), writes.get(following[0], writes["norms"]))
+        ax.text(x, top + 1.1, words, ha="center", weight="bold", fontsize=10.5)
+    # Before the block comes the end of another, and behind it the beginning.
+    for y in range(top + 1, -1, -1):
+        before, after = block[top - y], block[(top - y + 1) % len(block)]
+        quantized = "" if after[1] in before[3] else f", quantized to {after[1]}"
+        arrow(ax, (2.4, y - 0.31), (2.4, y - 0.69), before[3] + quantized)
+        arrow(ax, (10.8, y - 0.69), (10.8, y - 0.31), backward.get(after[0], backward["norms"])[3])
+    for y, (name, reads, weights, _, saves) in zip(range(top, -1, -1), block):
+        linear = weights.startswith("e4m3")
+        color = BLUE if linear else GREEN if "1x16" in reads else GREY
+        box(ax, 2.4, y, 3.6, 0.62, name, color)
+        dgrad = backward["linear layers, dgrad"][1]
+        box(ax, 10.8, y, 3.6, 0.62, f"dgrad, wgrad: g {dgrad}" if linear else f"gradient: {name}", color)
         if saves != "-":
-            box(ax, 6.8, y, saves.replace("; ", "\n"), GREEN if "1x16" in saves else "#4a5568", dark=True)
+            tone = GREEN if "1x16" in saves else DARK
+            box(ax, 6.8, y, 3.6, 0.62, saves.replace("; ", "\n"), tone, tone)
             arrow(ax, (4.2, y), (5.0, y))
             arrow(ax, (8.6, y), (9.0, y))
     for y, words, color in ((0.2, "FP8 GEMMs", BLUE), (-0.1, "read groups", GREEN), (-0.4, "BF16", GREY)):
         ax.text(6.8, y, words, color=color, ha="center", weight="bold", fontsize=8.5)
-    save(figure, folder, "flow")
 
-
-def granularity(folder, x):
+def granularity(x):
     """x (tokens, columns): an activation; its error with one scale, a scale for each row, and 1x16 groups."""
+    figure, axes = plt.subplots(2, 4, figsize=(9.4, 4.4), height_ratios=(1.4, 1))
     ways = {"one scale": coat.gemm_operand(coat.E4M3, x),
             "a scale for each row": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
             "for each 1x16 group": coat.dequantize_groups(*coat.quantize_groups(x))}
-    figure, axes = plt.subplots(2, 4, figsize=(9.4, 4.4), layout="constrained", height_ratios=(1.4, 1))
     maps = [("log |x|", x, "features", "viridis")] + [
         (name, decoded - x, f"error: {100 * coat.rms(decoded - x) / coat.rms(x):.1f}% RMS", "magma")
         for name, decoded in ways.items()]
@@ -180,72 +158,73 @@ def granularity(folder, x):
     gemms = (("y = x w^T", "x: tokens x in", "w^T: in x out", "in"),
              ("dx = g w", "g: tokens x out", "w: out x in", "out"),
              ("dw = g^T x", "g^T: out x tokens", "x: tokens x in", "tokens"))
-    for ax, (title, left, right, reduced) in zip(axes[1], gemms):
-        ax.set_title(title)
-        for x0, y0, w, h, words, angle in ((0.1, 1, 4.6, 2.9, left, 0), (6.6, 0.2, 2.9, 4.6, right, 90)):
-            ax.add_patch(Rectangle((x0, y0), w, h, facecolor="#dbe9fa", edgecolor=BLUE))
-            ax.text(x0 + w / 2, y0 + h / 2, words, rotation=angle, ha="center", va="center", fontsize=7)
-        ax.plot([0.1, 4.7], [3.9, 3.9], [6.6, 6.6], [0.2, 4.8], color=RED, linewidth=4)
-        ax.text(5, 5.3, f"sum over {reduced}", ha="center", color=RED, fontsize=8)
-    axes[1, 3].text(0, 5.6, "Along the red sides a scale may change\nin blocks of 128 only. 1x16 groups are for"
-                    "\nnorms and the activation: they decode\nevery value before they use it.", va="top",
-                    fontsize=7.6)
     for ax in axes[1]:
         ax.set(xlim=(0, 10), ylim=(0, 6))
         ax.axis("off")
-    save(figure, folder, "granularity")
+    for ax, (title, left, right, reduced) in zip(axes[1], gemms):
+        ax.set_title(title)
+        box(ax, 2.4, 2.45, 4.6, 2.9, left, BLUE, "#dbe9fa", size=7)
+        box(ax, 8.05, 2.5, 2.9, 4.6, right, BLUE, "#dbe9fa", angle=90, size=7)
+        ax.plot([0.1, 4.7], [3.9, 3.9], [6.6, 6.6], [0.2, 4.8], color=RED, linewidth=4)
+        ax.text(5, 5.3, f"sum over {reduced}", ha="center", color=RED, fontsize=8)
+    words = ("Along the red sides a scale may change\nin blocks of 128 only. 1x16 groups are for\n"
+             "norms and the activation: they decode\nevery value before they use it.")
+    axes[1, 3].text(0, 5.6, words, va="top", fontsize=7.6)
 
-
-def memory(folder, train):
+def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
-    their place. Only a program that was built with nvcc knows temporary memory."""
-    figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
-    for ax, recipe in zip(axes, ("bf16", "coat")):
-        rows = [re.match(r"  (\S.*?) {2,}([\d.]+) +[\d.]+ ", line) for line in
-                plan(train, "--recipe", recipe, "--batch", "8", "--seq", "2048", "--device", "gpu")]
+    their place."""
+    figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True)
+    for ax, (recipe, lines) in zip(axes, plans.items()):
+        rows = (re.match(r"  (\S.*?) {2,}([\d.]+) +[\d.]+ ", line) for line in lines)
         gib = {row[1]: float(row[2]) / 1024 for row in rows if row}
-        if not any("CUDA" in name for name in gib):
-            return print("memory.svg stays as it is: it needs a program that was built with nvcc.")
 
         def part(*words):
             return sum(gib.pop(name) for name in list(gib) if any(word in name for word in words))
 
-        areas = {"weights": (part("weights", "remainder"), [1, 1, 1, 1]),
-                 "moments": (part("moments", "per group"), [1, 1, 1, 1]),
-                 "temporary": (part("operands", "CUDA"), [1, 1, 1, 1]),
-                 "gradients": (part("gradients"), [0, 0, 1, 1])}
-        areas["saved activations"] = sum(gib.values()), [0, 1, 0, 0]  # what is left
-        sizes = [size * np.array(shape) for size, shape in areas.values()]
-        ax.stackplot([0, 32, 64, 68], sizes, labels=areas, colors=[GREY, BLUE, GREEN, GOLD, RED], alpha=0.9)
-        ax.set(title=f"{recipe}: at most {np.sum(sizes, axis=0).max():.0f} GiB", xlim=(0, 68),
-               xticks=[16, 48, 66])
-        ax.set_xticklabels(["forward", "backward", "update"])
+        areas = {"weights": part("weights", "remainder") * np.ones(4),
+                 "moments": part("moments", "per group") * np.ones(4),
+                 "temporary": part("operands", "CUDA") * np.ones(4),
+                 "gradients": part("gradients") * np.array([0, 0, 1, 1])}
+        areas["saved activations"] = sum(gib.values()) * np.array([0, 1, 0, 0])  # what is left
+        ax.stackplot([0, 32, 64, 68], areas.values(), labels=areas, alpha=0.9,
+                     colors=[GREY, BLUE, GREEN, GOLD, RED])
+        ax.set(title=f"{recipe}: at most {sum(areas.values()).max():.0f} GiB", xlim=(0, 68))
+        ax.set_xticks([16, 48, 66], ["forward", "backward", "update"])
     axes[0].set_ylabel("GiB")
-    axes[1].legend(frameon=False, loc="upper left", reverse=True)
-    save(figure, folder, "memory")
+    axes[1].legend(*(part[::-1] for part in axes[1].get_legend_handles_labels()), loc="upper left")
 
+def draw(name, function, *values):
+    function(*values)
+    path = pathlib.Path(__file__).parent / "figures" / f"{name}.svg"
+    plt.savefig(path, metadata={"Date": None, "Creator": None})
+    plt.close()
+    svg = re.sub(r"(\.\d\d)\d+", r"\1", path.read_text())  # hundredths of a point
+    path.write_text(svg)
+    print(f"{path.name}: {len(svg) / 1000:.0f} kB")
 
-def main(train, run, folder):
-    folder.mkdir(exist_ok=True)
-    checkpoint = next(run.glob("step-*"), None)
-    if checkpoint is None:
+def main(train, run):
+    if not any(run.glob("step-*")):
         subprocess.run([train, "--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
                         "--eval-every", "0", "--sample-every", "0", "--out", run], check=True)
-        checkpoint = next(run.glob("step-*"))
+    checkpoint = next(run.glob("step-*"))
     state, weights = (moments.tensors(checkpoint / file) for file in ("optimizer.state", "model.safetensors"))
     m, v = (moments.groups_of(state, moment) for moment in (".m", ".v"))
-    formats(folder)
-    expansion(folder, v[v.min(axis=1) > 0])
-    factors(folder, m, v)
-    flow(folder, plan(train))
     tokens = np.frombuffer(pathlib.Path("coat.h").read_bytes()[:64], np.uint8)
     x = weights["model.embed_tokens.weight"][tokens]
     for l in range(2):
         size, layer = layer_of(weights, l, 4)
         x, saved = coat.layer_forward(layer, x, len(tokens), size)
-    granularity(folder, coat.swiglu(coat.dequantize_groups(*saved[4])))
-    memory(folder, train)
-
+    plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
+    draw("formats", formats)
+    draw("expansion", expansion, v[v.min(axis=1) > 0])
+    draw("k", factors, m, v)
+    draw("flow", flow, plans["coat"])
+    draw("granularity", granularity, coat.swiglu(coat.dequantize_groups(*saved[4])))
+    if any("CUDA context" in line for line in plans["coat"]):
+        draw("memory", memory, plans)
+    else:  # which does not know temporary memory
+        print("memory.svg stays as it is: it needs a program that was built with nvcc.")
 
 if __name__ == "__main__":
-    main(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(__file__).parent / "figures")
+    main(sys.argv[1], pathlib.Path(sys.argv[2]))

@@ -37,11 +37,18 @@ Hint about(const std::string& special, bool here = true) {
 }
 constexpr uint8_t UNWRITTEN = 0xFF;  // codes are filled with it beforehand, other results with NaN
 
+// Codes are equal, those of NaN and of zero with their signs, too. A value that is NaN has no sign.
+bool agree(float expected, float got, double tolerance) {
+    if (expected == 0 && got == 0) return std::signbit(expected) == std::signbit(got);
+    return got == expected || std::abs(got - expected) <= tolerance ||
+           (std::isnan(expected) && std::isnan(got));
+}
+
 // What is compared of one exercise.
 class Comparison {
 public:
     Format format = Format::E4M3;  // of codes, which are compared as uint8_t
-    std::string special;           // about the input of what is compared; may be empty
+    std::string special, of;       // about the input of what is compared; may be empty
 
     explicit Comparison(int number) : number_(number) {}
 
@@ -54,122 +61,93 @@ public:
         return x;
     }
 
-    // A result, or the part of it that `of` names; from: the inputs of its values
+    // A result; from: the inputs of its values. Values that are missing are NaN.
     template <class T>
-    void operator()(const std::string& result, const std::string& of, const std::vector<T>& expected,
-                    const std::vector<T>& got, std::vector<Hint> hints = {}, double tolerance = 0,
-                    const Floats& from = {}) {
-        if (got.size() != expected.size())
-            return (*this)(result, ": the number of values", float(expected.size()), float(got.size()));
+    void operator()(const std::string& result, const std::vector<T>& expected, std::vector<T> got,
+                    std::vector<Hint> hints = {}, double tolerance = 0, const Floats& from = {}) {
+        got.resize(expected.size(), T(NAN));
         hints.push_back(about(special));
         for (size_t i = 0; i < expected.size(); i++) {
             const double y = value(expected[i]), mine = value(got[i]);
-            auto near = [&](double x) { return got[i] == x || std::abs(got[i] - x) <= tolerance; };
             count_++;
             if (mine != 0 && !std::isnan(mine)) written_.insert(result);
             if (agree(expected[i], got[i], tolerance)) continue;
-            const std::string element = expected.size() > 1 ? text(" ", i) : "",
-                              input = from.empty() ? "" : text(" from ", from[i]);
-            Wrong wrong{result, result + element + input + of, shown(expected[i]), shown(got[i]), mine / y,
-                        {}};
+            std::vector<std::string> found;
             for (const Hint& h : hints)
-                if (!h.text.empty() && (h.values.empty() || near(h.values[i]))) wrong.hints.push_back(h.text);
+                if (h.values.empty() ? !h.text.empty() : agree(h.values[i], got[i], tolerance))
+                    found.push_back(h.text);
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
-                wrong.hints.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
-            wrong_.push_back(wrong);
+                found.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
+            if (wrong_++ == 0) {
+                const std::string element = expected.size() > 1 ? text(" ", i) : "",
+                                  input = from.empty() ? "" : text(" from ", from[i]);
+                result_ = result, factor_ = mine / y;
+                shown_ = text("\n  input     ", result, element, input, of, "\n  expected  ",
+                              shown(expected[i]), "\n  yours     ", shown(got[i]));
+                for (const std::string& hint : found) shared_.push_back({hint, 0});
+            }
+            for (auto& [hint, n] : shared_) n += std::count(found.begin(), found.end(), hint) > 0;
+            same_factor_ += std::abs(mine / y / factor_ - 1) <= 1e-4;
+            same_result_ += result == result_;
         }
-    }
-    template <class T>
-    void operator()(const std::string& result, const std::string& of, T expected, T got,
-                    const std::vector<Hint>& hints = {}, double tolerance = 0) {
-        (*this)(result, of, std::vector<T>{expected}, std::vector<T>{got}, hints, tolerance);
     }
 
     // A result of sums: its values are near the expected ones
     void tensor(const std::string& result, const Floats& expected, const Floats& got,
                 const std::vector<Hint>& hints) {
-        (*this)(result, "", expected, got, hints,
+        (*this)(result, expected, got, hints,
                 1e-4 * reference::amax(expected.data(), int64_t(expected.size())));
     }
 
     int finish() const {
-        std::cout << "exercise " << number_ << ": ";
         const std::string failure = std::exchange(judge::failure, "");
-        if (!failure.empty()) {
-            std::cout << failure << "\n";
-        } else if (wrong_.empty()) {
-            std::cout << "passed, " << count_ << " values agree with the reference.\n";
-        } else if (written_.empty()) {
-            std::cout << "nothing is computed yet: write the body of the function.\n";
-        } else {
-            const Wrong& w = wrong_[0];
-            std::cout << wrong_.size() << " of " << count_ << " values differ. The first:\n  input     "
-                      << w.input << "\n  expected  " << w.expected << "\n  yours     " << w.got
+        std::cout << "exercise " << number_ << ": ";
+        if (!failure.empty()) std::cout << failure << "\n";
+        else if (wrong_ == 0) std::cout << "passed, " << count_ << " values agree with the reference.\n";
+        else if (written_.empty()) std::cout << "nothing is computed yet: write the body of the function.\n";
+        else
+            std::cout << wrong_ << " of " << count_ << " values differ. The first:" << shown_
                       << "\n  hint      " << hint() << "\n";
-        }
-        return !wrong_.empty() || !failure.empty();
+        return wrong_ > 0 || !failure.empty();
     }
 
 private:
-    struct Wrong {
-        std::string result, input, expected, got;
-        double factor;
-        std::vector<std::string> hints;
-        bool has(const std::string& hint) const {
-            return std::find(hints.begin(), hints.end(), hint) != hints.end();
-        }
-    };
-
-    // Codes are equal, those of NaN and of zero with their signs, too. A value that is NaN has no sign.
-    static bool agree(uint8_t expected, uint8_t got, double) { return expected == got; }
-    static bool agree(float expected, float got, double tolerance) {
-        if (std::isnan(expected) || std::isnan(got)) return std::isnan(expected) && std::isnan(got);
-        if (expected == 0 && got == 0) return std::signbit(expected) == std::signbit(got);
-        return expected == got || std::abs(got - expected) <= tolerance;
-    }
-
     double value(float x) const { return x; }
     double value(uint8_t code) const { return reference::decode(format, code); }
     std::string shown(float x) const { return text(x); }
     std::string shown(uint8_t code) const { return hex(code) + " = " + text(value(code)); }
 
-    // Of the first wrong value; if there is one, it is a hint that all others have too. A hint that no other
-    // has may be chance: where a value is extreme, many mistakes look alike.
+    // The first that the wrong values have in common. A hint that no other one has may be chance: where a
+    // value is extreme, many mistakes look alike.
     std::string hint() const {
-        const Wrong& first = wrong_[0];
-        auto all = [&](auto&& has) { return std::all_of(wrong_.begin(), wrong_.end(), has); };
-        auto of_several = std::find_if(first.hints.begin(), first.hints.end(), [&](const std::string& hint) {
-            return std::count_if(wrong_.begin(), wrong_.end(), [&](const Wrong& w) { return w.has(hint); }) >
-                   1;
-        });
-        if (!written_.count(first.result)) return "This is not computed yet: " + first.result + ".";
-        for (const std::string& hint : first.hints)
-            if (all([&](const Wrong& w) { return w.has(hint); })) return hint;
-        const double power = std::log2(std::abs(first.factor));
-        if (wrong_.size() > 1 &&
-            all([&](const Wrong& w) { return std::abs(w.factor / first.factor - 1) <= 1e-4; }))
-            return std::abs(power - std::rint(power)) <= 1e-4
-                       ? "All are off by the same power of two: look at the exponent's bias."
-                       : "All are off by the same factor: look at the scale, or at what a mean divides by.";
-        if (written_.size() > 1 && all([&](const Wrong& w) { return w.result == first.result; }))
-            return "Only " + first.result + " is wrong: compare with its formula above the function.";
-        if (of_several != first.hints.end())
-            return "Not all wrong values are alike. Of this one: " + *of_several;
+        if (!written_.count(result_)) return "This is not computed yet: " + result_ + ".";
+        for (const auto& [hint, n] : shared_)
+            if (n == wrong_) return hint;
+        if (wrong_ > 1 && same_factor_ == wrong_)
+            return text("All are off by the factor ", factor_, ": look at the scale, at what a mean divides ",
+                        "by or, for a power of two, at the exponent's bias.");
+        if (written_.size() > 1 && same_result_ == wrong_)
+            return "Only " + result_ + " is wrong: compare with its formula above the function.";
+        for (const auto& [hint, n] : shared_)
+            if (n > 1) return "Not all wrong values are alike. Of this one: " + hint;
         return "Compute this value by hand, or a smaller case of it, as the text above the function says.";
     }
 
     int number_;
     std::mt19937 random_{1};
-    size_t count_ = 0;
-    std::vector<Wrong> wrong_;
-    std::set<std::string> written_;  // results that are not all zero
+    size_t count_ = 0, wrong_ = 0, same_factor_ = 0,
+           same_result_ = 0;      // the last two: as the first wrong one
+    std::string result_, shown_;  // of the first wrong value
+    double factor_ = 1;
+    std::vector<std::pair<std::string, size_t>> shared_;  // its hints, and how many wrong values have them
+    std::set<std::string> written_;                       // results that are not all zero
 };
 
-const std::tuple<const char*, Format, Fp8> FP8_FORMATS[] = {{"E4M3", Format::E4M3, E4M3},
-                                                            {"E5M2", Format::E5M2, E5M2}};
-Floats absolute(Floats x) {
-    for (float& v : x) v = std::abs(v);
-    return x;
+Format format_of(const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; }
+template <class T, class F> Floats each(const std::vector<T>& x, F f) {
+    Floats y;
+    for (T v : x) y.push_back(f(v));
+    return y;
 }
 struct Tensor {
     const char* special;  // about it; may be empty
@@ -177,14 +155,16 @@ struct Tensor {
     Floats x;
 };
 std::vector<Tensor> tensors(Comparison& c) {
-    Floats negative = c.normal(64), nan = absolute(c.normal(80)), last = absolute(c.normal(120)),
-           ties = {3.7f};
+    auto positive = [&](int n, float spread) {
+        return each(c.normal(n, spread), [](float v) { return std::abs(v); });
+    };
+    Floats negative = c.normal(64), nan = positive(80, 0), last = positive(120, 0), ties = {3.7f};
     for (int i = 5; i < 64; i += 16) negative[i] = float(-9 - i);
     nan[20] = NAN, nan[35] = 100, nan[79] = -NAN, last[119] = 77;
     for (uint8_t code = 8; code < 0x77; code++)
         ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
-    return {{"", 25, absolute(c.normal(2000, 1))},
-            {"", 31, absolute(c.normal(496, 9))},
+    return {{"", 25, positive(2000, 1)},
+            {"", 31, positive(496, 9)},
             {"", 7, ties},
             {"negative values", 4, negative},
             {"groups of zeros", 3, Floats(48)},
@@ -192,11 +172,17 @@ std::vector<Tensor> tensors(Comparison& c) {
             {"a last, shorter group", 3, last},
             {"NaN", 5, nan}};
 }
-Floats scales_of(const Quantized& q) {  // of 1x16 groups, row by row
-    Floats scales;
-    for (int64_t r = 0; r < q.rows; r++)
-        for (int64_t c = 0; c < q.cols; c += 16) scales.push_back(q.scale(r, c));
-    return scales;
+Floats amaxes(const Floats& x, int rows) {  // of 1x16 groups, row by row
+    Floats result;
+    const int n = int(x.size()), cols = n / rows;
+    for (int i = 0, width; i < n; i += width) {
+        width = std::min(16, cols - i % cols);
+        result.push_back(reference::amax(&x[i], width));
+    }
+    return result;
+}
+Floats scales(const Floats& x, int rows) {
+    return each(amaxes(x, rows), [](float amax) { return reference::scale_of(Q_GROUP, amax); });
 }
 
 }  // namespace
@@ -224,10 +210,12 @@ Matrix given::product(const Matrix& a, const Matrix& b) {
 
 int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
     Comparison c(1);
-    for (const auto& [name, format, f] : FP8_FORMATS)
+    for (const Fp8& f : {E4M3, E5M2})
         for (int code = 0; code < 256; code++) {
             const int exponent = (code & 0x7F) >> f.mantissa, top = 0x7F >> f.mantissa;
-            c(name, " code " + hex(code), reference::decode(format, uint8_t(code)), decode(f, uint8_t(code)),
+            c.of = " code " + hex(code);
+            c(info(format_of(f)).name, Floats{reference::decode(format_of(f), uint8_t(code))},
+              Floats{decode(f, uint8_t(code))},
               {about("codes with exponent 0", exponent == 0), about("the largest exponent", exponent == top),
                about("negative values", code & 0x80)});
         }
@@ -236,24 +224,29 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
 
 int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
     Comparison c(2);
-    for (const auto& [name, format, f] : FP8_FORMATS) {
-        c.format = format;
-        auto check = [&, &name = name, &f = f](float x, const char* special, bool carry = false) {
-            for (float y : {x, -x})
-                c(name, text(", x = ", y), uint8_t(reference::encode(c.format, y)), encode(f, y),
-                  {about("values that are rounded up to a power of two", carry), about(special),
-                   about("subnormal values", x < std::ldexp(1.0f, 1 - f.bias)),
-                   about("negative values", std::signbit(y))});
-        };
-        for (int code = 0; code < reference::encode(format, f.max); code++) {
-            const float low = reference::decode(format, uint8_t(code)),
-                        step = reference::decode(format, uint8_t(code + 1)) - low;
-            const bool carry = (code + 1) % (1 << f.mantissa) == 0;
-            check(low, code ? "" : "zero"), check(low + step / 4, "");
-            check(low + step / 2, "ties", carry), check(low + step * 3 / 4, "", carry);
-        }
-        for (float x : {f.max * 1.02f, f.max * 1.1f, 1e6f, 1e30f, INFINITY}) check(x, "values above f.max");
-        check(NAN, "NaN"), check(1e-30f, ""), check(1e-42f, "");
+    for (const Fp8& f : {E4M3, E5M2}) {
+        const Format format = c.format = format_of(f);
+        Floats inputs;
+        for (int code = 0; code < reference::encode(format, f.max); code++)
+            for (float part : {0.0f, 0.25f, 0.5f, 0.75f})
+                inputs.push_back((1 - part) * reference::decode(format, uint8_t(code)) +
+                                 part * reference::decode(format, uint8_t(code + 1)));
+        for (float x : {f.max * 1.02f, f.max * 1.1f, 1e6f, 1e30f, INFINITY, NAN, 1e-30f, 1e-42f})
+            inputs.push_back(x);
+        for (float magnitude : inputs)
+            for (float x : {magnitude, -magnitude}) {
+                const uint8_t code = uint8_t(reference::encode(format, x));
+                const bool carry = reference::decode(format, code & 0x7F) > magnitude &&
+                                   code % (1 << f.mantissa) == 0,
+                           tie = reference::encode(format, x * 0.99f) != reference::encode(format, x * 1.01f);
+                c(info(format).name, Codes{code}, Codes{encode(f, x)},
+                  {about("values that are rounded up to a power of two", carry), about("zero", x == 0),
+                   about("ties", tie), about("NaN", std::isnan(x)),
+                   about("values above f.max", magnitude > f.max),
+                   about("subnormal values", magnitude < std::ldexp(1.0f, 1 - f.bias)),
+                   about("negative values", std::signbit(x))},
+                  0, {x});
+            }
     }
     return c.finish();
 }
@@ -267,13 +260,13 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
         const Quantized q = reference::quantize(x.data(), 1, n, {Format::E4M3});
         Codes codes(n, UNWRITTEN);
         const float s = q.scale(0, 0), got = quantize(n, x.data(), codes.data());
-        Floats divided;
-        for (float v : x) divided.push_back(given::encode(v / s));
-        const std::string of = text(" of a tensor with amax ", reference::amax(x.data(), n));
-        c("scale", of, s, got, {{"57344 is the largest value of E5M2; that of E4M3 is 448.", {s / 128}}},
-          1e-7 * s);
-        c("code", of, q.codes, codes,
-          {{"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.", divided}}, 0, x);
+        c.of = text(" of a tensor with amax ", reference::amax(x.data(), n));
+        c("scale", Floats{s}, Floats{got},
+          {{"57344 is the largest value of E5M2; that of E4M3 is 448.", {s / 128}}}, 1e-7 * s);
+        c("code", q.codes, codes,
+          {{"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.",
+            each(x, [=](float v) { return float(given::encode(v / s)); })}},
+          0, x);
     }
     return c.finish();
 }
@@ -284,25 +277,21 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         c.special = special;
         if (c.special == "NaN" || c.special == "tiny values") continue;
         const int n = int(x.size()), cols = n / rows;
-        Floats amaxes, exact, up, rounded_before;
-        for (int i = 0; i < n; i += std::min(16, cols - i % cols)) {
-            amaxes.push_back(reference::amax(&x[i], std::min(16, cols - i % cols)));
-            exact.push_back(amaxes.back() / 448);
-            rounded_before.push_back(given::to_bf16(amaxes.back()) / 448);
-            const float s = given::to_bf16(exact.back());
-            up.push_back(s < exact.back() ? given::to_bf16(s * 1.004f) : s);
-        }
-        const Quantized q = reference::quantize(x.data(), rows, cols, Q_GROUP);
+        const Floats amax = amaxes(x, rows);
         Codes codes(n, UNWRITTEN);
-        Floats scales(amaxes.size(), NAN);
-        quantize(rows, cols, x.data(), codes.data(), scales.data());
-        const std::string of = text(" of ", rows, " x ", cols, " values");
-        c("scale", of, scales_of(q), scales,
-          {{"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).", exact},
-           {"The scale is rounded to BF16, not amax: given::to_bf16(amax / 448).", rounded_before},
-           {"amax / 448 is rounded to the nearest BF16 value, not up.", up}},
-          0, amaxes);
-        c("code", of, q.codes, codes,
+        Floats got(amax.size(), NAN);
+        quantize(rows, cols, x.data(), codes.data(), got.data());
+        c.of = text(" of ", rows, " x ", cols, " values");
+        auto up = [](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); };
+        c("scale", scales(x, rows), got,
+          {{"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).",
+            each(amax, [](float a) { return a / 448; })},
+           {"The scale is rounded to BF16, not amax: given::to_bf16(amax / 448).",
+            each(amax, [](float a) { return given::to_bf16(a) / 448; })},
+           {"amax / 448 is rounded to the nearest BF16 value, not up.",
+            each(amax, [=](float a) { return up(a / 448); })}},
+          0, amax);
+        c("code", reference::quantize(x.data(), rows, cols, Q_GROUP).codes, codes,
           {{"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
     }
     return c.finish();
@@ -313,12 +302,11 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
     for (const auto& [special, rows, x] : tensors(c)) {
         c.special = special;
         const int n = int(x.size());
-        Floats expected, maxima((n + 15) / 16, NAN);
-        for (int i = 0; i < n; i += 16) expected.push_back(reference::amax(&x[i], std::min(16, n - i)));
+        Floats maxima((n + 15) / 16, NAN);
         const float got = amax(n, x.data(), maxima.data());
-        const std::string of = text(" of ", n, " values");
-        c("maximum", of, expected, maxima);
-        c("amax", of, reference::amax(x.data(), n), got,
+        c.of = text(" of ", n, " values");
+        c("maximum", amaxes(x, 1), maxima);
+        c("amax", Floats{reference::amax(x.data(), n)}, Floats{got},
           {{"The maxima are right, the result is not: it is the largest of them."}});
     }
     return c.finish();
@@ -328,18 +316,19 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
                      const Function<Expand>& contract) {
     Comparison c(6);
     auto values = [&](float x, float y, float max, float k) {
-        const std::string of = text(", max = ", max, ", k = ", k);
         const std::vector<Hint> hints = {about("negative values", x < 0), about("zero", x == 0)};
+        c.of = text(", max = ", max, ", k = ", k);
         const float expanded = given::expand(x, max, k), contracted = given::contract(y, max, k);
-        c("expand", text(" of x = ", x, of), expanded, expand(x, max, k), hints, 3e-3 * std::abs(expanded));
-        c("contract", text(" of y = ", y, of), contracted, contract(y, max, k), hints,
-          1e-4 * std::abs(contracted) + 3e-45);
+        c("expand", Floats{expanded}, Floats{expand(x, max, k)}, hints, 3e-3 * std::abs(expanded), {x});
+        c("contract", Floats{contracted}, Floats{contract(y, max, k)}, hints,
+          1e-4 * std::abs(contracted) + 3e-45, {y});
     };
     auto check = [&](float max, float min) {
         const float k = given::expansion_factor(max, min), got = expansion_factor(max, min);
         const double exact = 256 * std::log2(448 * 512.0) / (std::log2(double(max)) - std::log2(double(min)));
         const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
-        c("k", text(" of max = ", max, ", min = ", min), k, got,
+        c.of = text(" of max = ", max, ", min = ", min);
+        c("k", Floats{k}, Floats{got},
           {about("the limits of k", !(got >= 1.0f / 16 && got <= 64)),
            {std::abs(got - k) > 1.0f / 16 ? "" : "k is near: round to the nearest multiple of 1/256."}},
           border ? 1.001 / 256 : 0);
@@ -364,12 +353,12 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
     const reference::AdamWFactors factors{s.lr,  s.beta1, s.beta2, 1 - s.beta1,        1 - s.beta2,
                                           s.eps, s.decay, s.bias1, std::sqrt(s.bias2), 1.0f};
     for (int round = 0; round < 24; round++) {
-        const bool zeros = round % 4 == 2, all_zero = round == 4, small = round % 4 == 3;
+        const bool all_zero = round == 4, zeros = round % 4 == 2, small = round % 4 == 3;
+        c.special = all_zero ? "groups of zeros"
+                    : zeros  ? "groups with zeros"
+                    : small  ? "groups with fewer than 128 parameters"
+                             : "";
         const int n = 128 * (number == 7 ? 1 : 1 + round % 5) - (small ? 91 : 0);
-        c.special = small      ? "groups with fewer than 128 parameters"
-                    : zeros    ? "groups with zeros"
-                    : all_zero ? "groups of zeros"
-                               : "";
         const Floats before = c.normal(n);
         Floats g = c.normal(n, 1), w = before, my_w = before, stored[2] = {w, w},
                now[2] = {c.normal(n, float(round % 3) / 2), c.normal(n)};
@@ -377,17 +366,17 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
             now[1][i] *= now[1][i];
             if (all_zero || (zeros && i % 7 == 0)) g[i] = now[0][i] = now[1][i] = 0;
         }
-        reference::Moment moments[2], mine[2];
+        reference::Moment expected[2], mine[2];
         for (int j : {0, 1}) {
-            moments[j].init(Format::E4M3, true, n), moments[j].store(now[j].data(), j == 1);
-            moments[j].load(now[j].data());
-            mine[j] = moments[j];
+            expected[j].init(Format::E4M3, true, n), expected[j].store(now[j].data(), j == 1);
+            expected[j].load(now[j].data());
+            mine[j] = expected[j];
         }
         auto view = [](reference::Moment& m) { return Moment{m.codes.data(), m.max.data(), m.k.data()}; };
         adamw(s, n, g.data(), my_w.data(), view(mine[0]), view(mine[1]));
-        const bool blank = my_w == before && mine[0].codes == moments[0].codes;
+        const bool blank = my_w == before && mine[0].codes == expected[0].codes;
         reference::adamw(factors, n, g.data(), w.data(), now[0].data(), now[1].data());
-        for (int j : {0, 1}) moments[j].store(now[j].data(), j == 1), mine[j].load(stored[j].data());
+        for (int j : {0, 1}) expected[j].store(now[j].data(), j == 1), mine[j].load(stored[j].data());
 
         // Of weights, the change is compared: it is small, and a mistake in it even smaller.
         auto change = [&](const Floats(&moment)[2], float bias1, float bias2) {
@@ -398,71 +387,76 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
             return d;
         };
         for (int i = 0; i < n; i++) w[i] -= before[i], my_w[i] -= before[i];
+        c.of = "";
         c.tensor("change of w", w, my_w,
                  {{"The weight uses the moments after quantization: use m and v before they are stored.",
                    change(stored, s.bias1, s.bias2)},
                   {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)}});
-        for (int j = 0; j < 2 && !blank; j++)
+        for (int j = 0; j < 2 && !blank; j++) {
+            const reference::Moment &m = expected[j], &my = mine[j];
+            Codes codes = m.codes;
+            // Logarithms differ in their last bits: at a border, both codes are right.
             for (int i = 0; i < n; i++) {
-                const reference::Moment &m = moments[j], &my = mine[j];
-                const int group = i / 128;
-                const std::string of = text(" of ", "mv"[j], ", group ", group);
-                if (i % 128 == 0) {
-                    c("max", of, m.max[group], my.max[group], {}, 1e-5 * m.max[group]);
-                    c("k", of, m.k[group], my.k[group], {}, 1.001 / 256);
-                }
-                // Logarithms differ in their last bits: at a border, both codes are right.
-                const float y = given::expand(now[j][i], my.max[group], my.k[group]);
-                const uint8_t got = my.codes[i];
-                const bool border = got == given::encode(y * 0.995f) || got == given::encode(y * 1.005f);
-                c("code", text(" ", i, of), border ? got : m.codes[i], got);
+                const float y = given::expand(now[j][i], my.max[i / 128], my.k[i / 128]);
+                for (float near : {y * 0.995f, y * 1.005f})
+                    if (my.codes[i] == given::encode(near)) codes[i] = my.codes[i];
             }
+            c.of = j == 0 ? " of m" : " of v";
+            c("max", m.max, my.max, {}, 1e-5 * *std::min_element(m.max.begin(), m.max.end()));
+            c("k", m.k, my.k, {}, 1.001 / 256);
+            c("code", codes, my.codes);
+        }
     }
     return c.finish();
 }
 
 int judge::linear(const Function<Linear>& linear) {
     Comparison c(8);
-    // Rows and columns of different magnitudes, so that it matters which values share a scale. The sizes are
-    // no multiples of 128.
-    auto matrix = [&](int rows, int cols) {
-        Matrix x{rows, cols, c.normal(rows * cols)};
-        const Floats by_row = c.normal(rows), by_col = c.normal(cols);
-        for (int i = 0; i < rows * cols; i++) x.values[i] *= std::exp(by_row[i / cols] + by_col[i % cols]);
-        return x;
-    };
+    // Of many magnitudes, so that it matters which values share a scale. The sizes are no multiples of 128.
+    auto matrix = [&](int rows, int cols) { return Matrix{rows, cols, c.normal(rows * cols, 1)}; };
     const Matrix x = matrix(200, 160), w = matrix(144, 160), g = matrix(200, 144);
-    Matrix y, dx, dw;
-    linear(x, w, g, y, dx, dw);
-    auto by_row = [](const Matrix& m) { return given::quantized(m, 1, 128); };
-    auto by_col = [](const Matrix& m) { return given::quantized(m, 128, 1); };
-    auto product = [](const Matrix& a, const Matrix& b) { return given::product(a, b).values; };
-    auto wgrad = [&](const Matrix& g, const Matrix& x) { return product(given::transposed(g), x); };
-    const Matrix w8 = given::quantized(w, 128, 128), w8t = given::transposed(w8), wt = given::transposed(w);
-    const char* const as_is = "This is the product of unquantized matrices: quantize both operands first.";
-    const char* const blocks = "w has blocks of 128x128: given::quantized(w, 128, 128).";
-    c.tensor("y", product(by_row(x), w8t), y.values,
-             {{as_is, product(x, wt)}, {blocks, product(by_row(x), by_col(wt))}});
-    c.tensor("dx", product(by_row(g), w8), dx.values,
-             {{as_is, product(g, w)}, {blocks, product(by_row(g), by_row(w))}});
-    c.tensor("dw", wgrad(by_col(g), by_col(x)), dw.values,
-             {{as_is, wgrad(g, x)},
-              {"wgrad sums over tokens, the rows of x and g: transpose both before quantizing them.",
-               wgrad(by_row(g), by_row(x))},
-              {"An operand of wgrad was quantized twice: transpose the tensor itself, not its FP8 values.",
-               wgrad(by_col(by_row(g)), by_col(by_row(x)))}});
+    Matrix mine[3];
+    linear(x, w, g, mine[0], mine[1], mine[2]);
+
+    // y, dx and dw, with quantizers of x and g in fprop and dgrad, of w, and of x and g in wgrad
+    using Quantizer = Matrix (*)(const Matrix&);
+    auto gemms = [&](Quantizer operand, Quantizer weight, Quantizer in_wgrad) {
+        const Matrix w8 = weight(w);
+        return std::vector<Matrix>{given::product(operand(x), given::transposed(w8)),
+                                   given::product(operand(g), w8),
+                                   given::product(given::transposed(in_wgrad(g)), in_wgrad(x))};
+    };
+    Quantizer as_is = [](const Matrix&m) { return m; },
+              by_row = [](const Matrix&m) { return given::quantized(m, 1, 128); },
+              by_col = [](const Matrix&m) { return given::quantized(m, 128, 1); },
+              by_block = [](const Matrix&m) { return given::quantized(m, 128, 128); },
+              twice = [](const Matrix&m) { return given::quantized(given::quantized(m, 1, 128), 128, 1); };
+    const std::vector<Matrix> expected = gemms(by_row, by_block, by_col);
+    const std::vector<Matrix> unquantized = gemms(as_is, as_is, as_is),
+                              vectors = gemms(by_row, by_row, by_col), rows = gemms(by_row, by_block, by_row),
+                              again = gemms(by_row, by_block, twice);
+    const char* const names[] = {"y", "dx", "dw"};
+    for (int i : {0, 1, 2})
+        c.tensor(
+            names[i], expected[i].values, mine[i].values,
+            {{"This is the product of unquantized matrices: quantize both operands first.",
+              unquantized[i].values},
+             {"w has blocks of 128x128: given::quantized(w, 128, 128).", vectors[i].values},
+             {"wgrad sums over tokens, the rows of x and g: transpose both before quantizing them.",
+              rows[i].values},
+             {"An operand of wgrad was quantized twice: transpose the tensor itself, not its FP8 values.",
+              again[i].values}});
     return c.finish();
 }
 
 int judge::norm_backward(const Function<Norm>& backward) {
     Comparison c(9);
     const int N = 24, C = 96;
-    Floats x = c.normal(N * C, 1), weight = c.normal(C, 0.3f), dy = c.normal(N * C), undecoded;
+    Floats x = c.normal(N * C, 1), weight = c.normal(C, 0.3f), dy = c.normal(N * C);
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
     const Quantized q = reference::quantize(x.data(), N, C, Q_GROUP);
     Floats dx(N * C, NAN), dweight(C, NAN), expected(N * C), sum(C), unused(N * C), last(C);
-    backward(N, C, q.codes.data(), scales_of(q).data(), weight.data(), dy.data(), dx.data(), dweight.data());
-    for (uint8_t code : q.codes) undecoded.push_back(given::decode(code));
+    backward(N, C, q.codes.data(), scales(x, N).data(), weight.data(), dy.data(), dx.data(), dweight.data());
     x = dequantize(q);
     auto gradient = [&](int first, Floats& dx, Floats& dweight) {  // of the tokens from the first on
         reference::norm_backward<float>(true, 1e-5f, N - first, C, &x[first * C], weight.data(),
@@ -486,7 +480,8 @@ int judge::norm_backward(const Function<Norm>& backward) {
     c.tensor(
         "dx", expected, dx,
         {{"The term with the mean is missing: r depends on every x of the token.", mistaken(x, C, INFINITY)},
-         {"x is the value of its code times the scale of its group.", mistaken(undecoded, C, C)},
+         {"x is the value of its code times the scale of its group.",
+          mistaken(each(q.codes, given::decode), C, C)},
          {sums, mistaken(x, C, 1)},
          {sums, mistaken(x, 1, C)},
          {sums, mistaken(x, 1, 1)}});
@@ -501,7 +496,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     Floats gate_up = c.normal(N * row, 0.7f), dact = c.normal(N * F), got(N * row, NAN);
     gate_up[(N - 1) * row] = 60, gate_up[(N - 1) * row + 1] = -60;  // last: many mistakes look alike there
     const Quantized q = reference::quantize(gate_up.data(), N, row, Q_GROUP);
-    backward(N, F, q.codes.data(), scales_of(q).data(), dact.data(), got.data());
+    backward(N, F, q.codes.data(), scales(gate_up, N).data(), dact.data(), got.data());
     auto gradient = [&](const Floats& x) {
         Floats result(N * row);
         reference::activation_backward<float>(true, N, F, x.data(), dact.data(), result.data());
@@ -536,9 +531,9 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
         for (int i = 0; i < rows * cols; i++) {
             const int r = i / cols, col = i % cols;
             const uint8_t expected = given::encode(x[i] * inverse);
-            const std::string at = text(" of row ", r, ", column ", col, " of ", rows, " x ", cols);
-            c("code", at, expected, codes[i], {cut});
-            c("transposed code", at, expected, transposed[col * rows + r],
+            c.of = text(" of row ", r, ", column ", col, " of ", rows, " x ", cols);
+            c("code", Codes{expected}, Codes{codes[i]}, {cut});
+            c("transposed code", Codes{expected}, Codes{transposed[col * rows + r]},
               {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
         }
     }

@@ -38,7 +38,7 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
         return f.mantissa == 3 && std::abs(x) >= 256 ? (code & 7 ? NAN : x * INFINITY) : x;
     };
     exercise(judge::decode, empty::decode,
-             {{"All are off by the same power of two", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
+             {{"All are off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
               {"about codes with exponent 0:", normal_only},
               {"about the largest exponent:", with_infinity},
               {"passed, ", right}});
