@@ -25,95 +25,83 @@ using given::contract, given::expand, given::product, given::transposed;
 using Floats = std::vector<float>;
 
 TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") {
-    auto right = [](const Fp8& f, uint8_t code) {
-        return reference::decode(f.mantissa == 3 ? Format::E4M3 : Format::E5M2, code);
-    };
-    auto normal_only = [=](const Fp8& f, uint8_t code) {
-        if ((code & 0x7F) >> f.mantissa) return right(f, code);
-        const float x = std::ldexp(1 + std::ldexp(float(code & 0x7F), -f.mantissa), -f.bias);
-        return code & 0x80 ? -x : x;
-    };
+    auto format = [](const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; };
+    auto right = [=](const Fp8& f, uint8_t code) { return reference::decode(format(f), code); };
     auto with_infinity = [=](const Fp8& f, uint8_t code) {
         const float x = right(f, code);
         return f.mantissa == 3 && std::abs(x) >= 256 ? (code & 7 ? NAN : x * INFINITY) : x;
     };
     exercise(judge::decode, empty::decode,
              {{"All are off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
-              {"about codes with exponent 0:", normal_only},
+              {"about codes with exponent 0:",  // subnormal values as if they were normal
+               [=](auto& f, uint8_t c) {
+                   const int one = 1 << f.mantissa;
+                   return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
+               }},
               {"about the largest exponent:", with_infinity},
               {"passed, ", right}});
 
-    // With another rounding and, for fields that are OR-ed, without a carry.
-    auto encoded = [](float (*round)(float), bool carries = true) {
-        return [=](const Fp8& f, float x) {
-            const float magnitude = std::min(f.max, std::abs(x));
-            const int e = magnitude == 0 ? 1 - f.bias : std::max(std::ilogb(magnitude), 1 - f.bias);
-            const int steps = int(round(std::ldexp(magnitude, f.mantissa - e))), one = 1 << f.mantissa;
-            const int field = (e + f.bias) << f.mantissa;
-            const int code = steps < one ? steps
-                             : carries   ? field + steps - one
-                                         : field | (steps - one) % one;
-            return uint8_t((std::isnan(x) ? 0x7F : code) | (std::signbit(x) ? 0x80 : 0));
-        };
+    auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
+    auto is_up = [=](const Fp8& f, float x) { return std::abs(right(f, uint8_t(even(f, x)))) > std::abs(x); };
+    auto masked = [=](const Fp8& f, float x) {  // without a carry from the mantissa
+        const int code = even(f, x), one = 1 << f.mantissa;
+        return code - (is_up(f, x) && code % one == 0 ? one : 0);
     };
-    const auto even = encoded(std::nearbyint), masked = encoded(std::nearbyint, false);
     exercise(judge::encode, empty::encode,
-             {{"about ties:", encoded(std::round)},
-              {"Every wrong code is one off", encoded(std::floor)},
+             {{"about ties:",
+               [=](auto& f, float x) { return even(f, std::nextafter(x, std::copysign(INFINITY, x))); }},
+              {"Every wrong code is one off", [=](auto& f, float x) { return even(f, x) - is_up(f, x); }},
               {"about values that are rounded up to a power of two:", masked},
               {"about NaN:",
                [=](auto& f, float x) { return even(f, std::isnan(x) ? std::copysign(INFINITY, x) : x); }},
-              {"about NaN:", [=](auto& f, float x) { return uint8_t(std::isnan(x) ? 0x7F : even(f, x)); }},
-              {"about NaN:", [=](auto& f, float x) { return uint8_t(even(f, x) - 2 * std::isnan(x)); }},
+              {"about NaN:", [=](auto& f, float x) { return std::isnan(x) ? 0x7F : even(f, x); }},
+              {"about NaN:", [=](auto& f, float x) { return even(f, x) - 2 * std::isnan(x); }},
               {"Not all wrong values are alike. Of this one: This is about zero:",  // several mistakes
-               [=](auto& f, float x) { return uint8_t(x == 0 || std::isnan(x) ? 0 : masked(f, x)); }},
+               [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : masked(f, x); }},
               {"passed, ", even}});
 }
 
 TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
-    auto tensor = [](int n, const float* x, uint8_t* codes, float amax, float fmax = 448,
-                     bool divide = false) {
-        const float s = amax == 0 ? 1 : std::max(amax / fmax, 0x1p-126f);
+    using Largest = float(const float*, int64_t);
+    Largest* const of_signed = [](const float* x, int64_t n) {
+        return std::max(0.0f, *std::max_element(x, x + n));
+    };
+    auto encode = [](int n, const float* x, uint8_t* codes, float s, bool divide = false) {
         for (int i = 0; i < n; i++) codes[i] = given::encode(divide ? x[i] / s : x[i] * (1 / s));
         return s;
     };
-    auto with = [=](float fmax, bool divide) {
+    auto scale = [](float amax, float fmax) { return amax == 0 ? 1 : std::max(amax / fmax, 0x1p-126f); };
+    auto tensor = [=](float fmax = 448, bool divide = false, Largest* largest = reference::amax) {
         return [=](int n, const float* x, uint8_t* codes) {
-            return tensor(n, x, codes, reference::amax(x, n), fmax, divide);
+            return encode(n, x, codes, scale(largest(x, n), fmax), divide);
         };
     };
-    auto signed_largest = [=](int n, const float* x, uint8_t* codes) {
-        return tensor(n, x, codes, std::abs(*std::max_element(x, x + n)));
-    };
     exercise(judge::quantize_tensor, empty::quantize_tensor,
-             {{"A few codes are one off", with(448, true)},
-              {"57344 is the largest value of E5M2", with(57344, false)},
-              {"about negative values:", signed_largest},
-              {"passed, ", with(448, false)}});
+             {{"A few codes are one off", tensor(448, true)},
+              {"57344 is the largest value of E5M2", tensor(57344)},
+              {"about negative values:", tensor(448, false, of_signed)},
+              {"passed, ", tensor()}});
 
     // The codes are made with the rounded scale, or with that before rounding.
-    using Largest = float(const float*, int64_t);
     auto groups = [=](float (*rounded)(float), bool rounded_first = true,
                       Largest* largest = reference::amax) {
         return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < cols; c += 16, scales++) {
                     const int n = std::min(16, cols - c), first = r * cols + c;
-                    *scales = rounded(tensor(n, x + first, codes + first, largest(x + first, n)));
-                    if (rounded_first) tensor(n, x + first, codes + first, *scales * 448);
+                    const float s = scale(largest(x + first, n), 448);
+                    *scales = rounded(s);
+                    encode(n, x + first, codes + first, rounded_first ? *scales : s);
                 }
         };
     };
     auto next_row = [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
         groups(given::to_bf16)(1, rows * cols, x, codes, scales);
     };
-    Largest* const of_signed = [](const float* x, int64_t n) {
-        return std::max(0.0f, *std::max_element(x, x + n));
-    };
-    auto up = [](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); };
     exercise(judge::quantize_groups, empty::quantize_groups,
              {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
-              {"amax / 448 is rounded to the nearest BF16 value", groups(up)},
+              {"amax / 448 is rounded to the nearest BF16 value",
+               groups([](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); })},
               {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
               {"The scale is rounded to BF16, not amax",
                groups([](float s) { return given::to_bf16(s * 448) / 448; })},
@@ -123,14 +111,9 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
 
     auto maxima = [](float (*magnitude)(float), int shortest = 1) {
         return [=](int n, const float* x, float* maxima) {
-            float result = 0;
-            for (int first = 0; first + shortest <= n; first += 16) {
-                float& largest = maxima[first / 16] = 0;
-                for (int i = first; i < std::min(n, first + 16); i++)
-                    largest = std::max(largest, magnitude(x[i]));
-                result = std::max(result, largest);
-            }
-            return result;
+            for (int i = 0; i < n / 16 * 16 || (i < n && shortest == 1); i++)
+                maxima[i / 16] = std::max(i % 16 ? maxima[i / 16] : 0, magnitude(x[i]));
+            return *std::max_element(maxima, maxima + (n + 16 - shortest) / 16);
         };
     };
     auto magnitude = [](float x) { return std::isnan(x) ? INFINITY : std::abs(x); };
@@ -235,41 +218,45 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
 
     using Bytes = const uint8_t*;
     using Vector = const float*;
-    enum NormMistake { NO_NORM_MISTAKE, NO_MEAN, NO_SCALES, LAST_TOKEN, SUM_IN_R, SUM_IN_TERM, SUMS };
-    auto norm = [](NormMistake mistake) {
+    // in_r and in_term: what the means divide by, C or something else
+    using Norm = std::function<judge::Norm>;
+    auto norm = [](float in_r = 0, float in_term = 0) -> Norm {
         return [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
+            std::fill_n(dw, C, 0.0f);
             for (int first = 0; first < N * C; first += C) {
                 Floats x(C);
-                float square = 0, mean = 0;
+                float square = 0, term = 0;
                 for (int c = 0; c < C; c++) {
-                    const float scale = mistake == NO_SCALES ? 1 : scales[(first + c) / 16];
-                    x[c] = given::decode(codes[first + c]) * scale;
-                    square += x[c] * x[c];
+                    x[c] = given::decode(codes[first + c]) * scales[(first + c) / 16];
+                    square += x[c] * x[c], term += dy[first + c] * w[c] * x[c];
                 }
-                const float in_r = mistake == SUM_IN_R || mistake == SUMS ? 1 : float(C);
-                const float in_term = mistake == SUM_IN_TERM || mistake == SUMS ? 1 : float(C);
-                const float rstd = 1 / std::sqrt(square / in_r + 1e-5f);
-                for (int c = 0; c < C; c++) mean += dy[first + c] * w[c] * x[c] * rstd / in_term;
-                if (mistake == NO_MEAN) mean = 0;
+                const float rstd = 1 / std::sqrt(square / (in_r ? in_r : float(C)) + 1e-5f);
                 for (int c = 0; c < C; c++) {
-                    dx[first + c] = rstd * (dy[first + c] * w[c] - x[c] * rstd * mean);
-                    if (first == 0 || mistake == LAST_TOKEN) dw[c] = 0;
+                    dx[first + c] = rstd * dy[first + c] * w[c] -
+                                    x[c] * rstd * rstd * rstd * term / (in_term ? in_term : float(C));
                     dw[c] += dy[first + c] * x[c] * rstd;
                 }
             }
         };
     };
+    auto no_scales = [=](int N, int C, Bytes codes, Vector, Vector w, Vector dy, float* dx, float* dw) {
+        norm()(N, C, codes, Floats(N * C / 16, 1.0f).data(), w, dy, dx, dw);
+    };
+    auto last_token = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx,
+                          float* dw) {
+        for (int i = 0; i < N * C; i += C) norm()(1, C, codes + i, scales + i / 16, w, dy + i, dx + i, dw);
+    };
     exercise(judge::norm_backward, empty::norm_backward,
-             {{"The term with the mean is missing", norm(NO_MEAN)},
-              {"times the scale of its group", norm(NO_SCALES)},
-              {"not that of the last one", norm(LAST_TOKEN)},
-              {"This is a sum in place of a mean", norm(SUM_IN_R)},
-              {"This is a sum in place of a mean", norm(SUM_IN_TERM)},
-              {"This is a sum in place of a mean", norm(SUMS)},
-              {"passed, ", norm(NO_NORM_MISTAKE)}});
+             {{"The term with the mean is missing", norm(0, INFINITY)},
+              {"times the scale of its group", no_scales},
+              {"not that of the last one", last_token},
+              {"This is a sum in place of a mean", norm(1, 0)},
+              {"This is a sum in place of a mean", norm(0, 1)},
+              {"This is a sum in place of a mean", norm(1, 1)},
+              {"passed, ", norm()}});
 
-    enum SwigluMistake { NO_SWIGLU_MISTAKE, SIGMOID, SWAPPED, SCALES_OF_GATE, SIGN };
-    auto swiglu = [](SwigluMistake mistake) {
+    enum Mistake { NONE, SIGMOID, SWAPPED, SCALES_OF_GATE, SIGN };
+    auto swiglu = [](Mistake mistake) {
         return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
             for (int i = 0; i < N * F; i++) {
                 const int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
@@ -287,5 +274,5 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
               {"Compute this value by hand", swiglu(SIGN)},  // no hint is better than a wrong one
-              {"passed, ", swiglu(NO_SWIGLU_MISTAKE)}});
+              {"passed, ", swiglu(NONE)}});
 }
