@@ -35,17 +35,15 @@ struct Step {  // what a step of AdamW has beside its tensors; bias1 = 1 - beta1
 
 namespace given {  // functions of earlier exercises, for E4M3, to use in later ones
 
+namespace reference = coat::reference;
 using coat::Format;
-inline uint8_t encode(float x) { return uint8_t(coat::reference::encode(Format::E4M3, x)); }
-inline float decode(uint8_t code) { return coat::reference::decode(Format::E4M3, code); }
-inline float to_bf16(float x) { return coat::reference::round_to(Format::BF16, x); }  // to the nearest
-inline float expansion_factor(float max, float min) {
-    return coat::reference::expansion_factor(Format::E4M3, max, min);
-}
-inline float expand(float x, float max, float k) { return coat::reference::expand(Format::E4M3, x, max, k); }
-inline float contract(float y, float max, float k) {
-    return coat::reference::contract(Format::E4M3, y, max, k);
-}
+constexpr Format F8 = Format::E4M3;
+inline uint8_t encode(float x) { return uint8_t(reference::encode(F8, x)); }
+inline float decode(uint8_t code) { return reference::decode(F8, code); }
+inline float to_bf16(float x) { return reference::round_to(Format::BF16, x); }  // to the nearest
+inline float expansion_factor(float max, float min) { return reference::expansion_factor(F8, max, min); }
+inline float expand(float x, float max, float k) { return reference::expand(F8, x, max, k); }
+inline float contract(float y, float max, float k) { return reference::contract(F8, y, max, k); }
 Matrix quantized(const Matrix& x, int block_rows, int block_cols);  // x encoded and decoded again
 Matrix transposed(const Matrix& x);
 Matrix product(const Matrix& a, const Matrix& b);  // a b

@@ -148,7 +148,7 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     if (!exercises_are_solved())
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
     six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
-    six("Only k is wrong: compare with its formula", of_release, expand, contract);
+    six("Compare k with its formula", of_release, expand, contract);
     six("about the limits of k:", no_limits, expand, contract);
     six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
@@ -208,7 +208,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
         };
     };
     exercise(judge::linear, empty::linear,
-             {{"transpose both before quantizing them", linear(by_row, by_row)},
+             {{"transpose both before quantizing", linear(by_row, by_row)},
               {"quantized twice", linear(twice, twice)},
               {"w has blocks of 128x128", linear(by_col, by_col, 1)},
               {"quantize both operands first", linear(itself, itself)},
@@ -273,6 +273,6 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
-              {"Compute this value by hand", swiglu(SIGN)},  // no hint is better than a wrong one
+              {"Compare dgate_up with its formula", swiglu(SIGN)},  // no hint is better than a wrong one
               {"passed, ", swiglu(NONE)}});
 }
