@@ -65,7 +65,7 @@ public:
     template <class T>
     void operator()(const std::string& result, const std::vector<T>& expected, const std::vector<T>& got,
                     std::vector<Hint> hints = {}, double tolerance = 0, const Floats& from = {}) {
-        hints.push_back(about(special));
+        hints.insert(hints.begin(), about(special));
         for (size_t i = 0; i < expected.size(); i++) {
             const double y = value(expected[i]), mine = value(got[i]);
             count_++;
@@ -77,15 +77,24 @@ public:
                     found.push_back(h.text);
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
                 found.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
+            if (mine * y != 0 && std::isfinite(mine / y))
+                found.push_back(
+                    text("Every wrong value is off by the factor ", std::setprecision(3), mine / y,
+                         ": look at the scale, at what a mean divides by or, for a power of two, ",
+                         "at the exponent's bias."));
             if (wrong_++ == 0) {
-                result_ = result, factor_ = mine / y;
+                result_ = result, common_ = found;
                 shown_ = text("\n  input     ", result, expected.size() > 1 ? text(" ", i) : "",
                               from.empty() ? "" : text(" from ", from[i]), of, "\n  expected  ",
                               shown(expected[i]), "\n  yours     ", shown(got[i]));
-                for (const std::string& hint : found) shared_.push_back({hint, 0});
+                for (const Hint& h : hints)
+                    if (h.values.empty() && about_.empty()) about_ = h.text;
             }
-            for (auto& [hint, n] : shared_) n += std::count(found.begin(), found.end(), hint) > 0;
-            same_factor_ += std::abs(mine / y / factor_ - 1) <= 1e-4;
+            auto is_alone = [&](const std::string& hint) {
+                return std::find(found.begin(), found.end(), hint) == found.end();
+            };
+            if (result == result_)
+                common_.erase(std::remove_if(common_.begin(), common_.end(), is_alone), common_.end());
         }
     }
 
@@ -114,27 +123,21 @@ private:
     std::string shown(float x) const { return text(x); }
     std::string shown(uint8_t code) const { return hex(code) + " = " + text(value(code)); }
 
-    // The first that the wrong values have in common. A hint that no other one has may be chance: where a
-    // value is extreme, many mistakes look alike.
+    // What the wrong values of a result have in common, or else what is special about the first. A mistake
+    // that makes only some of them may be chance: where a value is extreme, many mistakes look alike.
     std::string hint() const {
         if (!written_.count(result_)) return "This is not computed yet: " + result_ + ".";
-        for (const auto& [hint, n] : shared_)
-            if (n == wrong_) return hint;
-        if (wrong_ > 1 && same_factor_ == wrong_)
-            return text("All are off by the factor ", factor_, ": look at the scale, at what a mean divides ",
-                        "by or, for a power of two, at the exponent's bias.");
-        for (const auto& [hint, n] : shared_)
-            if (n > 1) return "Not all wrong values are alike. Of this one: " + hint;
+        if (!common_.empty()) return common_[0];
+        if (!about_.empty()) return "Not all wrong values are alike. Of this one: " + about_;
         return "Compare " + result_ + " with its formula above the function: compute this value by hand.";
     }
 
     int number_;
     std::mt19937 random_{1};
-    size_t count_ = 0, wrong_ = 0, same_factor_ = 0;  // the last: as the first wrong value
-    std::string result_, shown_;                      // of the first wrong value
-    double factor_ = 1;
-    std::vector<std::pair<std::string, size_t>> shared_;  // its hints, and how many wrong values have them
-    std::set<std::string> written_;                       // results that are not all zero
+    size_t count_ = 0, wrong_ = 0;
+    std::string result_, shown_, about_;  // of the first wrong value
+    std::vector<std::string> common_;     // hints of all wrong values of that result
+    std::set<std::string> written_;       // results that are not all zero
 };
 
 Format format_of(const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; }
@@ -161,7 +164,7 @@ std::vector<Tensor> tensors(Comparison& c) {
             {"", 31, positive(496, 9)},
             {"", 7, ties},
             {"negative values", 4, negative},
-            {"groups of zeros", 3, Floats(48)},
+            {"zeros", 3, Floats(48)},
             {"tiny values", 1, Floats(16, 1e-39f)},
             {"a last, shorter group", 3, last},
             {"NaN", 5, nan}};

@@ -31,15 +31,16 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
         const float x = right(f, code);
         return f.mantissa == 3 && std::abs(x) >= 256 ? (code & 7 ? NAN : x * INFINITY) : x;
     };
-    exercise(judge::decode, empty::decode,
-             {{"All are off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
-              {"about codes with exponent 0:",  // subnormal values as if they were normal
-               [=](auto& f, uint8_t c) {
-                   const int one = 1 << f.mantissa;
-                   return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
-               }},
-              {"about the largest exponent:", with_infinity},
-              {"passed, ", right}});
+    exercise(
+        judge::decode, empty::decode,
+        {{"Every wrong value is off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
+         {"about codes with exponent 0:",  // subnormal values as if they were normal
+          [=](auto& f, uint8_t c) {
+              const int one = 1 << f.mantissa;
+              return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
+          }},
+         {"about the largest exponent:", with_infinity},
+         {"passed, ", right}});
 
     auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
     auto is_up = [=](const Fp8& f, float x) { return std::abs(right(f, uint8_t(even(f, x)))) > std::abs(x); };
@@ -106,6 +107,7 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
               {"The scale is rounded to BF16, not amax",
                groups([](float s) { return given::to_bf16(s * 448) / 448; })},
               {"about negative values:", groups(given::to_bf16, true, of_signed)},
+              {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
               {"about a last, shorter group:", next_row},
               {"passed, ", groups(given::to_bf16)}});
 
@@ -242,6 +244,9 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     auto no_scales = [=](int N, int C, Bytes codes, Vector, Vector w, Vector dy, float* dx, float* dw) {
         norm()(N, C, codes, Floats(N * C / 16, 1.0f).data(), w, dy, dx, dw);
     };
+    auto no_weight = [=](int N, int C, Bytes codes, Vector scales, Vector, Vector dy, float* dx, float* dw) {
+        norm()(N, C, codes, scales, Floats(C, 1.0f).data(), dy, dx, dw);
+    };
     auto last_token = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx,
                           float* dw) {
         for (int i = 0; i < N * C; i += C) norm()(1, C, codes + i, scales + i / 16, w, dy + i, dx + i, dw);
@@ -250,6 +255,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"The term with the mean is missing", norm(0, INFINITY)},
               {"times the scale of its group", no_scales},
               {"not that of the last one", last_token},
+              {"Compare dx with its formula", no_weight},  // no hint is better than a wrong one
               {"This is a sum in place of a mean", norm(1, 0)},
               {"This is a sum in place of a mean", norm(0, 1)},
               {"This is a sum in place of a mean", norm(1, 1)},
@@ -273,6 +279,6 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
-              {"Compare dgate_up with its formula", swiglu(SIGN)},  // no hint is better than a wrong one
+              {"Compare dgate_up with its formula", swiglu(SIGN)},
               {"passed, ", swiglu(NONE)}});
 }
