@@ -78,10 +78,8 @@ public:
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
                 found.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
             if (mine * y != 0 && std::isfinite(mine / y))
-                found.push_back(
-                    text("Every wrong value is off by the factor ", std::setprecision(3), mine / y,
-                         ": look at the scale, at what a mean divides by or, for a power of two, ",
-                         "at the exponent's bias."));
+                found.push_back(text("Every wrong value is off by the factor ", std::setprecision(3),
+                                     mine / y, ": look at the scale, at a mean, or at the exponent's bias."));
             if (wrong_++ == 0) {
                 result_ = result, common_ = found;
                 shown_ = text("\n  input     ", result, expected.size() > 1 ? text(" ", i) : "",
@@ -90,11 +88,9 @@ public:
                 for (const Hint& h : hints)
                     if (h.values.empty() && about_.empty()) about_ = h.text;
             }
-            auto is_alone = [&](const std::string& hint) {
-                return std::find(found.begin(), found.end(), hint) == found.end();
-            };
+            auto alone = [&](auto& hint) { return std::count(found.begin(), found.end(), hint) == 0; };
             if (result == result_)
-                common_.erase(std::remove_if(common_.begin(), common_.end(), is_alone), common_.end());
+                common_.erase(std::remove_if(common_.begin(), common_.end(), alone), common_.end());
         }
     }
 
@@ -141,6 +137,7 @@ private:
 };
 
 Format format_of(const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; }
+
 template <class T, class F> Floats each(const std::vector<T>& x, F f) {
     Floats y;
     for (T v : x) y.push_back(f(v));
@@ -428,20 +425,16 @@ int judge::linear(const Function<Linear>& linear) {
               by_col = [](const Matrix&m) { return given::quantized(m, 128, 1); },
               by_block = [](const Matrix&m) { return given::quantized(m, 128, 128); },
               twice = [](const Matrix&m) { return given::quantized(given::quantized(m, 1, 128), 128, 1); };
-    const std::vector<Matrix> expected = gemms(by_row, by_block, by_col);
-    const std::vector<Matrix> unquantized = gemms(as_is, as_is, as_is),
-                              vectors = gemms(by_row, by_row, by_col), rows = gemms(by_row, by_block, by_row),
-                              again = gemms(by_row, by_block, twice);
+    const auto expected = gemms(by_row, by_block, by_col), unquantized = gemms(as_is, as_is, as_is),
+               vectors = gemms(by_row, by_row, by_col), rows = gemms(by_row, by_block, by_row),
+               again = gemms(by_row, by_block, twice);
     for (int i : {0, 1, 2}) {
         mine[i].values.resize(expected[i].values.size(), NAN);
         c.tensor(std::vector{"y", "dx", "dw"}[i], expected[i].values, mine[i].values,
-                 {{"This is the product of unquantized matrices: quantize both operands first.",
-                   unquantized[i].values},
+                 {{"This is the product of unquantized matrices: quantize both.", unquantized[i].values},
                   {"w has blocks of 128x128: given::quantized(w, 128, 128).", vectors[i].values},
-                  {"wgrad sums over tokens, the rows of x and g: transpose both before quantizing.",
-                   rows[i].values},
-                  {"An operand of wgrad was quantized twice: transpose the tensor, not its FP8 values.",
-                   again[i].values}});
+                  {"wgrad sums over tokens, the rows of x and g: first transpose both.", rows[i].values},
+                  {"This was quantized twice: transpose the tensor, not its FP8 values.", again[i].values}});
     }
     return c.finish();
 }
@@ -477,8 +470,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     c.tensor(
         "dx", expected, dx,
         {{"The term with the mean is missing: r depends on every x of the token.", mistaken(x, C, INFINITY)},
-         {"x is the value of its code times the scale of its group.",
-          mistaken(each(q.codes, given::decode), C, C)},
+         {"x is a code's value times its group's scale.", mistaken(each(q.codes, given::decode), C, C)},
          {sums, mistaken(x, C, 1)},
          {sums, mistaken(x, 1, C)},
          {sums, mistaken(x, 1, 1)}});

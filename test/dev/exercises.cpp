@@ -210,10 +210,10 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
         };
     };
     exercise(judge::linear, empty::linear,
-             {{"transpose both before quantizing", linear(by_row, by_row)},
+             {{"first transpose both", linear(by_row, by_row)},
               {"quantized twice", linear(twice, twice)},
               {"w has blocks of 128x128", linear(by_col, by_col, 1)},
-              {"quantize both operands first", linear(itself, itself)},
+              {"quantize both.", linear(itself, itself)},
               {"the inner dimensions differ",
                [](auto& x, auto& w, auto&, auto& y, auto&, auto&) { y = product(x, w); }},
               {"passed, ", linear(by_col, by_col)}});
@@ -253,7 +253,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     };
     exercise(judge::norm_backward, empty::norm_backward,
              {{"The term with the mean is missing", norm(0, INFINITY)},
-              {"times the scale of its group", no_scales},
+              {"times its group", no_scales},
               {"not that of the last one", last_token},
               {"Compare dx with its formula", no_weight},  // no hint is better than a wrong one
               {"This is a sum in place of a mean", norm(1, 0)},
