@@ -276,14 +276,15 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         Floats got(amax.size(), NAN);
         quantize(rows, cols, x.data(), codes.data(), got.data());
         c.of = text(" of ", rows, " x ", cols, " values");
-        auto up = [](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); };
+        auto up = [](float a) {
+            const float s = given::to_bf16(a / 448);
+            return s < a / 448 ? given::to_bf16(s * 1.004f) : s;
+        };
         c("scale", scales(x, rows), got,
-          {{"Scales are stored in BF16, not in FP32: given::to_bf16(amax / 448).",
-            each(amax, [](float a) { return a / 448; })},
-           {"The scale is rounded to BF16, not amax: given::to_bf16(amax / 448).",
+          {{"Scales are stored in BF16, not in FP32.", each(amax, [](float a) { return a / 448; })},
+           {"Round the scale to BF16, not amax.",
             each(amax, [](float a) { return given::to_bf16(a) / 448; })},
-           {"amax / 448 is rounded to the nearest BF16 value, not up.",
-            each(amax, [=](float a) { return up(a / 448); })}},
+           {"Round the scale to the nearest, not up.", each(amax, up)}},
           0, amax);
         c("code", reference::quantize(x.data(), rows, cols, Q_GROUP).codes, codes,
           {{"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
@@ -383,8 +384,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         for (int i = 0; i < n; i++) w[i] -= before[i], my_w[i] -= before[i];
         c.of = "";
         c.tensor("change of w", w, my_w,
-                 {{"The weight uses the moments after quantization: use m and v before they are stored.",
-                   change(stored, s.bias1, s.bias2)},
+                 {{"Update the weight before the moments are quantized.", change(stored, s.bias1, s.bias2)},
                   {"The bias correction is missing: m / bias1 and v / bias2.", change(now, 1, 1)}});
         for (int j = 0; j < 2 && !blank; j++) {
             const reference::Moment &m = expected[j], &my = mine[j];
@@ -474,8 +474,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
          {sums, mistaken(x, C, 1)},
          {sums, mistaken(x, 1, C)},
          {sums, mistaken(x, 1, 1)}});
-    c.tensor("dweight", sum, dweight,
-             {{"dweight is the sum over all tokens, not that of the last one.", last}});
+    c.tensor("dweight", sum, dweight, {{"dweight is the sum over all tokens, not of the last.", last}});
     return c.finish();
 }
 
@@ -503,8 +502,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     c.tensor("dgate_up", expected, got,
              {{"gate and up are exchanged in the result: a row has dgate, then dup.", swapped},
               {"This is the derivative of sigmoid; that of silu is s (1 + a (1 - s)).", sigmoid},
-              {"up is decoded with the scales of gate: its own follow those in the row of scales.",
-               gradient(gate_scales)}});
+              {"up has scales of its own, behind those of gate.", gradient(gate_scales)}});
     return c.finish();
 }
 

@@ -99,17 +99,17 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     auto next_row = [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
         groups(given::to_bf16)(1, rows * cols, x, codes, scales);
     };
-    exercise(judge::quantize_groups, empty::quantize_groups,
-             {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
-              {"amax / 448 is rounded to the nearest BF16 value",
-               groups([](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); })},
-              {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
-              {"The scale is rounded to BF16, not amax",
-               groups([](float s) { return given::to_bf16(s * 448) / 448; })},
-              {"about negative values:", groups(given::to_bf16, true, of_signed)},
-              {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
-              {"about a last, shorter group:", next_row},
-              {"passed, ", groups(given::to_bf16)}});
+    exercise(
+        judge::quantize_groups, empty::quantize_groups,
+        {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
+         {"Round the scale to the nearest, not up",
+          groups([](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); })},
+         {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
+         {"Round the scale to BF16, not amax", groups([](float s) { return given::to_bf16(s * 448) / 448; })},
+         {"about negative values:", groups(given::to_bf16, true, of_signed)},
+         {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
+         {"about a last, shorter group:", next_row},
+         {"passed, ", groups(given::to_bf16)}});
 
     auto maxima = [](float (*magnitude)(float), int shortest = 1) {
         return [=](int n, const float* x, float* maxima) {
@@ -187,7 +187,7 @@ TEST_CASE("exercise 7: an empty body, typical mistakes, and a solution") {
         };
     };
     exercise([](const std::function<judge::AdamW>& adamw) { return judge::adamw(adamw); }, empty::adamw,
-             {{"The weight uses the moments after quantization", adamw(QUANTIZES_FIRST)},
+             {{"Update the weight before the moments are quantized", adamw(QUANTIZES_FIRST)},
               {"about groups with zeros:", adamw(ZEROS_COUNT)},
               {"The bias correction is missing", adamw(UNCORRECTED)},
               {"passed, ", adamw(NONE)}});
@@ -254,7 +254,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     exercise(judge::norm_backward, empty::norm_backward,
              {{"The term with the mean is missing", norm(0, INFINITY)},
               {"times its group", no_scales},
-              {"not that of the last one", last_token},
+              {"not of the last", last_token},
               {"Compare dx with its formula", no_weight},  // no hint is better than a wrong one
               {"This is a sum in place of a mean", norm(1, 0)},
               {"This is a sum in place of a mean", norm(0, 1)},
@@ -278,7 +278,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     exercise(judge::swiglu_backward, empty::swiglu_backward,
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
-              {"up is decoded with the scales of gate", swiglu(SCALES_OF_GATE)},
+              {"up has scales of its own", swiglu(SCALES_OF_GATE)},
               {"Compare dgate_up with its formula", swiglu(SIGN)},
               {"passed, ", swiglu(NONE)}});
 }
