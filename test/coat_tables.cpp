@@ -2,15 +2,9 @@
 // fails here.
 #include <doctest/doctest.h>
 
-#include <algorithm>
-#include <utility>
-
-#include "../reference.h"
-#include "help/random.h"
+#include "../coat.h"
 
 using namespace coat;
-using namespace coat::test;
-using namespace coat::reference;
 
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
@@ -26,11 +20,10 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"fp32", "fp32, fp32, fp32, fp32, fp32, fp32; just in time; exact exact exact fp32"},
         {"bf16", "bf16, bf16, bf16, bf16, bf16, bf16; just in time; exact exact exact fp32"},
         {"coat",
-         "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, e4m3 1x16, bf16; "
-         "just in time; fast exact exact coat"},
+         "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, e4m3 1x16, bf16; just in time; fast exact exact coat"},
         {"coat-saved",
-         "bf16, e4m3 tensor, e4m3 tensor, e4m3 tensor, e4m3 1x16, bf16; "
-         "just in time; fast exact exact coat, forward reads values"},
+         "bf16, e4m3 tensor, e4m3 tensor, e4m3 tensor, e4m3 1x16, bf16; just in time; fast exact exact coat, "
+         "forward reads values"},
         {"te", tensors + "delayed; fast exact exact fp32"},
         {"colossal", tensors + "just in time; fast fast fast fp32"},
         {"tensorwise", tensors + "just in time; fast exact exact fp32"},
@@ -45,33 +38,6 @@ TEST_CASE("recipes: each row of the table is the published method") {
         CHECK(row(r) == expected[i].second);
         for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::F32);
         CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
-    }
-}
-
-TEST_CASE("recipes: Hopper's FP8 GEMMs can run every row") {
-    // The scale modes of cuBLASLt that go together; blocks of 128 are added exactly.
-    const std::pair<Granularity, Granularity> known[] = {
-        {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128}, {PER_1x128, PER_128x128}};
-    for (const Recipe& r : recipes()) {
-        // Of fprop, dgrad and wgrad.
-        const std::pair<Quant, Quant> operands[] = {{r.x, r.w}, {r.g, r.w}, {r.g, r.x}};
-        for (int gemm = 0; gemm < 3; gemm++) {
-            const auto& [a, b] = operands[gemm];
-            CAPTURE(r.name);
-            CAPTURE(gemm);
-            CHECK(a.fp8() == b.fp8());
-            if (!a.fp8()) continue;
-            CHECK(r.compute == Format::BF16);
-            // No GPU multiplies two E5M2 matrices.
-            CHECK((a.format == Format::E4M3 || b.format == Format::E4M3));
-            CHECK((a.scale_format == Format::F32 && b.scale_format == Format::F32));
-            const std::pair both{a.granularity, b.granularity};
-            CHECK(std::count(std::begin(known), std::end(known), both) == 1);
-            CHECK((!r.fast[gemm] || a.granularity.cols != 128));
-            CHECK((r.scaling == Scaling::JustInTime || a.granularity == PER_TENSOR));
-        }
-        for (const Quant& q : {r.nonlinear, r.attention})
-            CHECK((q == Quant{r.compute} || (q == Q_GROUP && r.compute == Format::BF16)));
     }
 }
 

@@ -175,7 +175,7 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
         if (s.accumulate > 1) continue;
         Training t(make, s);
         t.losses(2);
-        t.text.next(s.B, s.T, &t.tokens, &t.targets);
+        t.next();
         const double loss = t.evaluate();
         CHECK(t.again().loss == loss);
         // A batch of copies of a prompt. Another target of its last token changes the loss by the difference
@@ -199,7 +199,7 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
 PROPERTY("in coat the forward pass reads the groups that backward reads; in coat-saved only backward does") {
     for (const char* name : {"coat", "coat-saved"}) {
         Training t(make, setup_of(name));
-        t.text.next(4, 16, &t.tokens, &t.targets);
+        t.next();
         Setup without = t.setup();
         without.recipe.nonlinear = Q_BF16;
         const bool same = t.evaluate() == make(without)->evaluate(t.tokens.data(), t.targets.data());
@@ -221,31 +221,37 @@ PROPERTY("if its tokens are no multiple of 16, a run's linear layers use BF16, a
     }
 }
 
-// Attention's and the feed-forward half's outputs are their biases, because their weights are 0. Biases below
-// half a step of BF16 change no element of the stream, one by one. In FP32 they do.
-PROPERTY("the residual stream is rounded to BF16 after each branch") {
-    for (const std::string& recipe : recipe_names()) {
-        INFO(recipe);
-        Training t(make, setup_of(recipe, tiny_config(GPT2, true)));
-        t.text.next(4, 16, &t.tokens, &t.targets);
-        Snapshot state = snapshot(*t.model);
-        int i = 0;  // values in [1, 2) have steps of 2^-7
-        change_weights(state, "embedding", 0, 50 * 64, [&](float) { return 1 + (i++ * 37 % 128) * 0x1p-7f; });
-        set_weights(state, "positions", 0);
-        double losses[2];
-        for (bool biased : {false, true}) {
-            for (const char* linear :
-                 {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out", "layers.1.down"}) {
-                set_weights(state, linear, 0);
-                // Only some columns: else a LayerNorm takes the biases out again.
-                set_weights(state, concat(linear, ".bias"), 0, 0, 32);
-                set_weights(state, concat(linear, ".bias"), biased ? 0.4f * 0x1p-7f : 0, 32);
+// The outputs of attention and of the feed-forward half are their biases, because their weights are 0. Biases
+// below half a step of BF16 change no element of the stream, one by one; in FP32 they do. They also change
+// groups, which are made of the FP32 sum: that shows if the branch that reads these groups has its weights.
+PROPERTY("the residual stream is rounded to BF16 after each branch; groups are made of the sum in FP32") {
+    const char* const linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
+                                   "layers.1.down"};
+    for (const std::string& name : recipe_names())
+        for (int reader : {-1, 1, 2}) {  // none; norm 2 of layer 0; norm 1 of layer 1
+            INFO(name, ", reader ", reader);
+            Training t(make, setup_of(name, tiny_config(GPT2, true)));
+            const Recipe& recipe = t.setup().recipe;
+            t.next();
+            Snapshot state = snapshot(*t.model);
+            Random rng(1);  // values in [1, 2) have steps of 2^-7
+            change_weights(state, "embedding", 0, 50 * 64,
+                           [&](float) { return 1 + float(rng.below(128)) * 0x1p-7f; });
+            set_weights(state, "positions", 0);
+            double losses[2];
+            for (bool biased : {false, true}) {
+                for (int linear = 0; linear < 4; linear++) {
+                    if (linear != reader) set_weights(state, linears[linear], 0);
+                    // Only some columns: else a LayerNorm takes the biases out again.
+                    if (reader < 0 || linear == reader - 1)
+                        set_weights(state, concat(linears[linear], ".bias"), biased ? 0.4f * 0x1p-7f : 0, 32);
+                }
+                restore(*t.model, state);
+                losses[biased] = t.evaluate();
             }
-            restore(*t.model, state);
-            losses[biased] = t.evaluate();
+            const bool reads_sum = reader > 0 && recipe.nonlinear.fp8() && recipe.forward_reads_groups;
+            CHECK((losses[0] == losses[1]) == (recipe.compute == Format::BF16 && !reads_sum));
         }
-        CHECK((losses[0] == losses[1]) == (t.setup().recipe.compute == Format::BF16));
-    }
 }
 
 // The sums are FP32, but only one token has a gradient, so they show the values that backward hands on. In
@@ -355,7 +361,7 @@ PROPERTY("micro-batches equal one larger batch within rounding, with and without
                 INFO(std::string(recipe), " ", std::string(arch.name), " ", masked);
                 Training large(make, setup_of(recipe, tiny_config(arch, true), 8)),
                     small(make, setup_of(recipe, tiny_config(arch, true), 2, 16, 4));
-                large.text.next(8, 16, &large.tokens, &large.targets);
+                large.next();
                 if (masked) mask_unevenly(&large.targets, 2 * 16);
                 small.tokens = large.tokens, small.targets = large.targets;
                 const StepResult one = large.again(), four = small.again();
@@ -370,55 +376,50 @@ PROPERTY("micro-batches equal one larger batch within rounding, with and without
             }
 }
 
-// Sums over 32 micro-batches, of equal and of different terms, against the sum in double: they may differ by
-// one rounding to the format of the gradients. The gradient of one micro-batch is measured with a step of
-// eight copies of it. All factors are powers of two, so they change no bit of a term.
-PROPERTY("gradients of 32 micro-batches are their sum within one rounding; BF16 is for at most 4 additions") {
-    constexpr int64_t MANY = 32, COPIES = 8;
+// Sums over 16 micro-batches, of equal and of different terms, against the sum in double: they may differ by
+// one rounding to the format of the gradients. The gradient of one micro-batch is measured by a step in which
+// only its targets count. All factors are powers of two, so they change no bit of a term.
+PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 is for at most 4 additions") {
+    constexpr int64_t MANY = 16, T = 16;
     std::vector<std::pair<const char*, ModelConfig>> runs = {{"bf16", tiny_config(LLAMA, false)},
                                                              {"coat", tiny_config(GPT2, true)}};
     if (make == make_gpu)  // its GEMMs add; the reference has one way to add for all recipes
         for (const char* recipe : {"bf16", "coat", "rowwise", "deepseek"})
             for (bool tied : {true, false}) runs.push_back({recipe, tiny_config(tied ? GPT2 : LLAMA, tied)});
-    for (const auto& [recipe, config] : runs) {
-        Training sum(make, setup_of(recipe, config, 1, 16, MANY)),
-            one(make, setup_of(recipe, config, 1, 16, COPIES));
-        sum.adamw.lr = one.adamw.lr = 0;
+    for (const auto& [recipe, config] : runs)
         for (const bool equal : {true, false}) {
-            sum.text.next(MANY, 16, &sum.tokens, &sum.targets);
-            for (auto* x : {&sum.tokens, &sum.targets})
-                for (size_t i = 0; equal && i < x->size(); i++) (*x)[i] = (*x)[i % 16];
-            REQUIRE(!sum.again().skipped);
-            const auto got = gradients_of(*sum.model);
+            Training t(make, setup_of(recipe, config, 1, T, MANY));
+            t.adamw.lr = 0;
+            t.next();
+            for (auto* x : {&t.tokens, &t.targets})
+                for (size_t i = 0; equal && i < x->size(); i++) (*x)[i] = (*x)[i % T];
+            REQUIRE(!t.again().skipped);
+            const auto got = gradients_of(*t.model);
+            const std::vector<int32_t> targets = t.targets;
             std::vector<std::vector<double>> expected, sizes;
             for (const Floats& g : got) expected.emplace_back(g.size()), sizes.emplace_back(g.size());
-            const int64_t terms = equal ? 1 : MANY;
-            for (int64_t a = 0; a < terms; a++) {
-                one.tokens.clear(), one.targets.clear();
-                for (size_t i = 0; i < COPIES * 16; i++) {
-                    one.tokens.push_back(sum.tokens[size_t(a) * 16 + i % 16]);
-                    one.targets.push_back(sum.targets[size_t(a) * 16 + i % 16]);
-                }
-                REQUIRE(!one.again().skipped);
-                const auto term = gradients_of(*one.model);
+            for (int64_t a = 0; a < MANY; a++) {
+                std::fill(t.targets.begin(), t.targets.end(), NO_TARGET);
+                std::copy_n(&targets[size_t(a * T)], T, &t.targets[size_t(a * T)]);
+                REQUIRE(!t.again().skipped);
+                const auto term = gradients_of(*t.model);
                 for (size_t p = 0; p < got.size(); p++)
                     for (size_t i = 0; i < got[p].size(); i++) {
-                        expected[p][i] += double(term[p][i]) / double(terms);
-                        sizes[p][i] += std::fabs(double(term[p][i])) / double(terms);
+                        expected[p][i] += double(term[p][i]) / MANY;
+                        sizes[p][i] += std::fabs(double(term[p][i])) / MANY;
                     }
             }
-            const double half_step = std::ldexp(1.0, -info(sum.setup().recipe.compute).mantissa - 1);
+            const double half_step = std::ldexp(1.0, -info(t.setup().recipe.compute).mantissa - 1);
             for (size_t p = 0; p < got.size(); p++) {
-                int64_t bad = 0;  // in FP32, each of up to 2 (32 + 8) additions rounds a partial sum
+                int64_t bad = 0;  // in FP32, each of up to 2 MANY additions and 16 sums rounds
                 for (size_t i = 0; i < got[p].size(); i++)
                     bad += !(std::fabs(got[p][i] - expected[p][i]) <=
-                             half_step * std::fabs(expected[p][i]) +
-                                 2 * (MANY + COPIES) * 0x1p-24 * sizes[p][i] + 1e-37);
-                INFO(text(sum.setup()), " ", sum.params()[p].name, equal ? ", equal terms" : "");
+                             half_step * std::fabs(expected[p][i]) + (2 * MANY + 16) * 0x1p-24 * sizes[p][i] +
+                                 1e-37);
+                INFO(text(t.setup()), " ", t.params()[p].name, equal ? ", equal terms" : "");
                 CHECK((bad == 0 && norm(got[p]) > 0));
             }
         }
-    }
     for (const bool tied : {true, false})
         for (int64_t accumulate : {1, 2, 3, 4, 5}) {
             Training t(make, setup_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
@@ -588,7 +589,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
         Setup just_in_time = te;
         just_in_time.recipe.scaling = Scaling::JustInTime;
         Training a(make, te), b(make, just_in_time);
-        a.text.next(4 * accumulate, 16, &a.tokens, &a.targets);
+        a.next();
         for (auto* x : {&a.tokens, &a.targets})
             for (size_t i = 64; equal && i < x->size(); i++) (*x)[i] = (*x)[i - 64];
         b.tokens = a.tokens, b.targets = a.targets, a.adamw.lr = b.adamw.lr = 0;
@@ -602,38 +603,34 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
 }
 
 PROPERTY("delayed scaling: the amax of a step is the largest of its micro-batches, and the newest of four") {
-    auto run = [&](int64_t accumulate) {
-        Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, accumulate);
-        s.recipe.history = 4;
-        auto t = std::make_unique<Training>(make, s);
-        t->adamw.lr = 0;
-        return t;
-    };
-    const auto both = run(2), first = run(1), second = run(1), before = run(1);
-    before->step();
-    const Snapshot state = snapshot(*before->model);  // with scales: they do not change during a step
-    for (Training* t : {both.get(), first.get(), second.get()}) restore(*t->model, state);
-    both->step(), first->step();
-    second->text = first->text;
-    second->step();
-    int compared = 0;
-    for (const Param& p : both->params())
-        for (int o = 0; o < OPERANDS && p.role.linear; o++) {
-            // With two micro-batches each gradient is half as large. That is exact only for the output of the
-            // last layer, whose gradient comes from the head.
-            const bool g = LinearOperand(o) == LinearOperand::G;
-            if (g && p.name != "layers.1.down") continue;
-            const std::string name = p.name + OPERAND_NAMES[o] + ".history";
-            INFO(name);
-            auto history = [&](Training& t) { return read_as<float>(*t.model, name, 4); };
-            const float now = (g ? 0.5f : 1.0f) * std::max(history(*first)[0], history(*second)[0]),
-                        last = history(*before)[0], fmax = info(g ? Format::E5M2 : Format::E4M3).max;
-            CHECK(history(*both) == Floats{now, last, 0, 0});
-            const std::string scale = p.name + OPERAND_NAMES[o] + ".scale";
-            CHECK(read_as<float>(*both->model, scale, 1)[0] == std::max(now, last) / fmax);
-            compared++;
+    Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, 2);
+    s.recipe.history = 4;
+    Training t(make, s);
+    t.adamw.lr = 0;
+    t.step();
+    const Snapshot before = snapshot(*t.model);  // with scales: they do not change during a step
+    t.next();
+    const std::vector<int32_t> tokens = t.tokens, targets = t.targets;
+    Snapshot after[3];  // of steps with the first micro-batch twice, with the second twice, with both
+    for (int run = 0; run < 3; run++) {
+        for (size_t i = 0; i < tokens.size(); i++) {
+            const size_t from = run == 2 ? i : i % 64 + size_t(64 * run);
+            t.tokens[i] = tokens[from], t.targets[i] = targets[from];
         }
-    CHECK(compared == 2 * 4 * 2 + 1);
+        restore(*t.model, before);
+        t.again();
+        after[run] = snapshot(*t.model);
+    }
+    for (const StateTensor& tensor : scaling_tensors(s.config, s.recipe)) {
+        if (!ends_with(tensor.name, ".history")) continue;
+        INFO(tensor.name);
+        auto newest = [&](const Snapshot& state) { return values_of<float>(state, tensor.name)[0]; };
+        const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
+        CHECK(values_of<float>(after[2], tensor.name) == Floats{now, last, 0, 0});
+        const std::string operand = tensor.name.substr(0, tensor.name.size() - 8);
+        const Format format = ends_with(operand, OPERAND_NAMES[2]) ? Format::E5M2 : Format::E4M3;
+        CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / info(format).max);
+    }
 }
 
 PROPERTY("delayed scaling: a doubled tensor saturates for one step; a smaller one keeps its scale") {

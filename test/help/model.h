@@ -201,14 +201,14 @@ struct Training {
     std::vector<int32_t> tokens, targets;
     AdamW adamw{0, 3e-3f};
 
-    Training(Maker make, const Setup& setup, uint64_t seed = 1)
-        : model(make(setup)), text(seed, setup.config.V) {
+    Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
         if (!setup.keep_gradients) adamw.clip = 0;
     }
     const Setup& setup() const { return model->setup(); }
     std::vector<Param> params() const { return parameters(setup().config); }
+    void next() { text.next(setup().accumulate * setup().B, setup().T, &tokens, &targets); }
     StepResult step() {
-        text.next(setup().accumulate * setup().B, setup().T, &tokens, &targets);
+        next();
         return again();
     }
     StepResult again() {  // with the same batch

@@ -3,18 +3,17 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <functional>
+#include <array>
 #include <limits>
 
 #include "../../reference.h"
-#include "../help/finite_differences.h"
+#include "../help/oracle.h"
 #include "../help/random.h"
 #include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
-using namespace coat::test::finite_differences;
 
 namespace {
 
@@ -29,13 +28,12 @@ void check_gradient(const char* what, const std::function<double(const Vector&)>
         Vector direction(x.size());
         direction[i] = 1;
         INFO(std::string(what), ", entry ", i);
-        REQUIRE(std::fabs(slope(f, x, direction) - gradient[i]) <= TOLERANCE * size);
+        REQUIRE(std::fabs(slope(f, x, direction) - gradient[i]) <= SLOPE_TOLERANCE * size);
     }
 }
 
 ModelConfig attention_config(int64_t NH, int64_t NKV, int64_t HS) {
-    ModelConfig c{"test", LLAMA, 1, NH * HS, NH, NKV, 16, 16, 64, true};
-    return c;
+    return {"test", LLAMA, 1, NH * HS, NH, NKV, 16, 16, 64, true};
 }
 
 // Causal attention by its definition: softmax(q k / sqrt(HS)) v. NH / NKV query heads share a key head.
@@ -74,37 +72,28 @@ constexpr HeadShape HEADS[] = {
 
 TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
     FRESH_RANDOM(rng);
-    const struct {
-        int64_t M, N, K;
-    } sizes[] = {{1, 1, 1}, {3, 5, 7}, {16, 16, 16}, {17, 33, 65}, {1, 100, 3}, {129, 1, 20}, {5, 70, 600}};
-    for (const auto& z : sizes)
-        for (int layout = 0; layout < 8; layout++) {
-            const bool a_transposed = layout & 1, b_transposed = layout & 2, zero = layout & 4;
-            const Vector a = rng.normals<double>(z.M * z.K), b = rng.normals<double>(z.K * z.N),
-                         before = zero ? Vector(size_t(z.M * z.N)) : rng.normals<double>(z.M * z.N);
-            const std::vector<float> a32(a.begin(), a.end()), b32(b.begin(), b.end());
-            const Matrix<double> A{a.data(), a_transposed ? 1 : z.K, a_transposed ? z.M : 1},
-                B{b.data(), b_transposed ? 1 : z.N, b_transposed ? z.K : 1};
-            const Matrix<float> A32{a32.data(), A.row, A.col}, B32{b32.data(), B.row, B.col};
-            Vector c = before;
-            std::vector<float> c32(c.begin(), c.end());
-            matmul(z.M, z.N, z.K, A, B, c.data());
-            matmul(z.M, z.N, z.K, A32, B32, c32.data());
-            for (int64_t m = 0; m < z.M; m++)
-                for (int64_t n = 0; n < z.N; n++) {
-                    double sum = before[size_t(m * z.N + n)], size = std::fabs(sum);
-                    for (int64_t k = 0; k < z.K; k++) {
-                        const double term =
-                            a[size_t(m * A.row + k * A.col)] * b[size_t(k * B.row + n * B.col)];
-                        sum += term, size += std::fabs(term);
-                    }
-                    INFO(z.M, "x", z.N, "x", z.K, " layout ", layout);
-                    // K + 1 partial sums are rounded, each at most the sum of magnitudes. FP32 also rounds
-                    // inputs and products.
-                    REQUIRE(std::fabs(c[size_t(m * z.N + n)] - sum) <= double(z.K + 2) * 0x1p-53 * size);
-                    REQUIRE(std::fabs(double(c32[size_t(m * z.N + n)]) - sum) <=
-                            double(z.K + 5) * 0x1p-24 * size);
+    const std::array<int64_t, 3> sizes[] = {{1, 1, 1},   {3, 5, 7},    {16, 16, 16}, {17, 33, 65},
+                                            {1, 100, 3}, {129, 1, 20}, {5, 70, 600}};
+    for (const auto& [M, N, K] : sizes)
+        for (int layout = 0; layout < 4; layout++) {
+            const auto a = rng.normals<float>(M * K), b = rng.normals<float>(K * N),
+                       before = rng.normals<float>(M * N);
+            const bool a_transposed = layout & 1, b_transposed = layout & 2;
+            const Matrix<float> A{a.data(), a_transposed ? 1 : K, a_transposed ? M : 1},
+                B{b.data(), b_transposed ? 1 : N, b_transposed ? K : 1};
+            std::vector<float> c = before;
+            matmul(M, N, K, A, B, c.data());
+            for (int64_t i = 0; i < M * N; i++) {
+                double sum = before[size_t(i)], size = std::fabs(sum);
+                for (int64_t k = 0; k < K; k++) {
+                    const double term = double(a[size_t(i / N * A.row + k * A.col)]) *
+                                        double(b[size_t(k * B.row + i % N * B.col)]);
+                    sum += term, size += std::fabs(term);
                 }
+                INFO(M, "x", N, "x", K, " layout ", layout);
+                // K products and K + 1 partial sums are rounded, each at most the sum of magnitudes.
+                REQUIRE(std::fabs(double(c[size_t(i)]) - sum) <= double(K + 5) * 0x1p-24 * size);
+            }
         }
 }
 
@@ -236,11 +225,6 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inv
             }
         rope(c, z.B, z.T, y.data(), true);
         CHECK(relative_error(y, x) < 1e-6);
-        // The backward of a rotation is its inverse: <rope(a), b> = <a, inverse(b)>.
-        Vector a = x, b = rng.normals<double>(int64_t(x.size())), inverse = b;
-        rope(c, z.B, z.T, a.data(), false);
-        rope(c, z.B, z.T, inverse.data(), true);
-        CHECK(std::fabs(dot(a, b) - dot(x, inverse)) < 1e-12 * norm(x) * norm(b));
     }
 }
 
@@ -267,17 +251,11 @@ TEST_CASE("attention_forward, attention_backward: match their definition and fin
     }
 }
 
-TEST_CASE("attention_forward: is causal and does not overflow") {
-    FRESH_RANDOM(rng);
-    const ModelConfig c = attention_config(4, 2, 8);
-    const int64_t T = 9, row = c.qkv_cols();
-    std::vector<float> qkv = rng.normals<float>(T * row), out(size_t(T * c.q_cols())), lse(size_t(c.NH * T)),
-                       later = out;
-    attention_forward(c, 1, T, qkv.data(), out.data(), lse.data());
-    for (size_t i = size_t(6 * row); i < qkv.size(); i++) qkv[i] = 1e10f;  // scores of 3e20, tokens 6 to 8
-    attention_forward(c, 1, T, qkv.data(), later.data(), lse.data());
-    CHECK(std::equal(out.begin(), out.begin() + 6 * c.q_cols(), later.begin()));
-    for (float v : later) REQUIRE(std::isfinite(v));
+TEST_CASE("attention_forward: does not overflow") {
+    std::vector<float> qkv, out(3 * 8), lse(3);
+    for (int64_t i = 0; i < 3 * 24; i++) qkv.push_back(1e10f * float(i / 24));  // scores up to 1e21
+    attention_forward(attention_config(1, 1, 8), 1, 3, qkv.data(), out.data(), lse.data());
+    for (size_t i = 0; i < out.size(); i++) CHECK(out[i] == 1e10f * float(i / 8));  // the last score wins
 }
 
 TEST_CASE("cross_entropy: loss and gradient over the live columns, and none where no target counts") {

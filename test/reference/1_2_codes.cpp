@@ -1,0 +1,287 @@
+// 1_2_codes.cpp - parts 1 and 2 of reference.cpp: codes of FP8, FP16 and BF16, and the scales and blocks of
+// every granularity, on every kind of data, against the definition of the formats (oracle.h). Both sides are
+// exact, so the checks are equalities.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "../../reference.h"
+#include "../help/oracle.h"
+#include "../help/random.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+namespace {
+
+using Floats = std::vector<float>;
+const float INF = std::numeric_limits<float>::infinity(),
+            NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
+
+int code_of(Format f, float x) { return f == Format::BF16 ? to_bf16(x) : encode(f, x); }
+float value_of(Format f, int code) {
+    return f == Format::BF16 ? from_bf16(uint16_t(code)) : decode(f, uint16_t(code));
+}
+bool encodes(const Definition& d, float x) {
+    const int code = code_of(d.format, x);
+    return std::isnan(x) ? std::isnan(value_of(d.format, code)) : code == d.nearest(x);
+}
+
+// Calls check(bits) for so many FP32 bit patterns, spread over all 2^32.
+template <class Check> void over_all_floats(Random& rng, int64_t number, Check check) {
+    const uint64_t first = rng.bits();
+    const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;  // odd: the lower bits take every value
+    uint64_t failed = 0;                                               // the bits of one, plus 1
+#pragma omp parallel for reduction(max : failed)
+    for (int64_t i = 0; i < number; i++) {
+        const uint32_t bits = uint32_t(first + uint64_t(i) * step);
+        if (!check(bits)) failed = uint64_t(bits) + 1;
+    }
+    CHECK_MESSAGE(failed == 0, "the bits ", failed - 1);
+}
+
+std::vector<Quant> fp8_quants() {
+    std::vector<Quant> table;
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (Format scale : {Format::F32, Format::BF16})
+            for (Granularity g :
+                 {PER_TENSOR, PER_GROUP, PER_1x128, PER_128x128, PER_ROW, Granularity{0, 1}, {16, 16}})
+                table.push_back({f, g, scale});
+    return table;
+}
+
+// The largest magnitude of the block that each element belongs to. The columns of a granularity run along the
+// reduction: if that is over rows, they run down.
+Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver over) {
+    if (over == ReduceOver::Rows) std::swap(g.rows, g.cols);
+    std::map<std::pair<int64_t, int64_t>, float> largest;
+    auto of = [&](size_t i) -> float& {
+        const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
+        return largest[{g.rows ? r / g.rows : 0, g.cols ? c / g.cols : 0}];
+    };
+    for (size_t i = 0; i < x.size(); i++) of(i) = std::max(of(i), std::fabs(x[i]));
+    Floats result;
+    for (size_t i = 0; i < x.size(); i++) result.push_back(of(i));
+    return result;
+}
+
+float scale_by_definition(const Quant& q, float amax) {
+    if (amax == 0) return 1;
+    const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
+    const Definition& bf16 = definition(Format::BF16);
+    return q.scale_format == Format::F32 ? s : float(bf16.value(bf16.nearest(s)));
+}
+
+}  // namespace
+
+TEST_CASE("decode: every code has the value of its definition, and encode gives the code back") {
+    for (const Definition& d : DEFINITIONS) {
+        const FormatInfo& f = info(d.format);
+        INFO(std::string(f.name));
+        int wrong = 0;
+        for (int code = 0; code < 2 * d.sign; code++) {
+            const float got = value_of(d.format, code);
+            const int magnitude = code & (d.sign - 1);
+            if (magnitude <= d.top)
+                wrong += double(got) != d.value(code) || std::signbit(got) != (code >= d.sign) ||
+                         code_of(d.format, got) != code;
+            else if (magnitude == d.top + 1 && d.format != Format::E4M3)  // which has no infinity
+                wrong += got != (code < d.sign ? INF : -INF);
+            else wrong += !std::isnan(got);
+        }
+        CHECK(wrong == 0);
+        CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa == d.M));
+    }
+    CHECK(info(Format::F32).max == std::numeric_limits<float>::max());
+    CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
+}
+
+TEST_CASE(
+    "encode, to_bf16: the nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
+    FRESH_RANDOM(rng);
+    for (const Definition& d : DEFINITIONS) {
+        const float top = info(d.format).max;
+        INFO(std::string(info(d.format).name));
+        int wrong = 0;
+        auto check = [&](float x) { wrong += !encodes(d, x) + !encodes(d, -x); };
+        for (float x : {INF, info(Format::F32).max, top, std::nextafter(top, INF)}) check(x);
+        for (uint32_t nan : {0x7FC00000u, 0x7F800001u, 0x7F80FFFFu, 0x7FFFFFFFu}) check(float_of(nan));
+        for (int code = 0; code < d.top; code++) {
+            const float tie = float((d.value(code) + d.value(code + 1)) / 2);  // exact: one more bit
+            for (float x : {tie, std::nextafter(tie, 0.0f), std::nextafter(tie, INF)}) check(x);
+        }
+        CHECK(wrong == 0);
+        over_all_floats(rng, count(20'000'000, 400'000),
+                        [&](uint32_t bits) { return encodes(d, float_of(bits)); });
+    }
+}
+
+TEST_CASE("split_master, join_master: exact; the weight is the master rounded to BF16, ties away from zero") {
+    FRESH_RANDOM(rng);
+    over_all_floats(rng, count(20'000'000, 500'000), [](uint32_t bits) {
+        uint16_t weight;
+        int16_t remainder;
+        split_master(float_of(bits), &weight, &remainder);
+        const bool tie = (bits & 0xFFFF) == 0x8000;
+        const uint16_t rounded = tie ? uint16_t((bits >> 16) + 1) : to_bf16(float_of(bits));
+        return bits_of(join_master(weight, remainder)) == bits &&
+               (!std::isfinite(float_of(bits)) || weight == rounded);
+    });
+}
+
+TEST_CASE("scale_of: amax / FMAX, rounded to the nearest BF16 where it is stored so; 1 for zeros") {
+    FRESH_RANDOM(rng);
+    for (const Quant& q : fp8_quants()) {
+        INFO(q.text());
+        for (int64_t i = 0; i < count(20000, 1000); i++) {
+            float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
+            // Every fourth scale is a power of two, or next to one.
+            if (i % 4 == 0) a = std::ldexp(info(q.format).max, int(rng.below(200)) - 100);
+            if (i % 8 == 0) a = std::nextafter(a, INF);
+            const float s = scale_of(q, a);
+            REQUIRE((s == scale_by_definition(q, a) && std::isfinite(1 / s)));
+            // Never saturates: the next code would begin at 1 + 1/28 of FMAX, in E5M2 at 1 + 1/14.
+            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-8));
+        }
+        CHECK(scale_of(q, 0.0f) == 1.0f);
+        for (float a : {INF, NOT_A_NUMBER})  // of a tensor the step is skipped; a block's values are all NaN
+            CHECK((q.granularity == PER_TENSOR ? scale_of(q, a) == 1.0f : std::isnan(scale_of(q, a))));
+    }
+    // 449.75 / 448 lies half-way between two values of BF16; the nearest with an even mantissa is 1. The
+    // largest value then exceeds FMAX times the scale, and is not counted as saturated.
+    const Floats x(16, 449.75f);
+    QuantStats stats;
+    const Quantized lower = quantize(x.data(), 1, 16, Q_GROUP, &stats);
+    CHECK((lower.scale(0, 0) == 1.0f && lower.value(0, 0) == 448.0f && stats.saturated == 0));
+}
+
+TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infinity") {
+    FRESH_RANDOM(rng);
+    for (int64_t n : {0, 1, 2, 15, 16, 17, 31, 100, 4097, 16385, 100001}) {
+        CAPTURE(n);
+        const Floats x = rng.normals<float>(n);
+        float expected = 0;
+        for (float v : x) expected = std::max(expected, std::fabs(v));
+        CHECK(amax(x.data(), n) == expected);
+        for (uint32_t bits : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7F800000u, 0xFF800000u}) {
+            if (n == 0) continue;
+            Floats bad = x;
+            bad[size_t(rng.below(n))] = float_of(bits);
+            CHECK(amax(bad.data(), n) == INF);
+        }
+    }
+}
+
+TEST_CASE(
+    "quantize, operand: scale, code, value and statistics of every element, over columns and over rows") {
+    FRESH_RANDOM(rng);
+    const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
+                                                  {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
+    for (const Quant& q : fp8_quants())
+        for (const auto& [rows, cols] : shapes)
+            for (const Distribution& d : distributions()) {
+                INFO(q.text(), " ", rows, "x", cols, ", ", d.name);
+                const Definition& format = definition(q.format);
+                const Floats x = sample(d, rng, rows * cols);
+                QuantStats stats, down;
+                stats.elements = 5;
+                const Quantized z = quantize(x.data(), rows, cols, q, &stats);
+                CHECK(int64_t(z.codes.size()) == rows * cols);
+                CHECK(int64_t(z.scales.size()) == q.scales(rows, cols) * info(q.scale_format).bytes);
+                const Floats values = dequantize(z);
+                CHECK(operand(x, rows, cols, q, ReduceOver::Columns) == values);
+                double signal = 0, noise = 0;
+                int64_t flushed = 0;
+                for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
+                    const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
+                                 got = over == ReduceOver::Columns ? values
+                                                                   : operand(x, rows, cols, q, over, &down);
+                    for (size_t i = 0; i < x.size(); i++) {
+                        const float s = scale_by_definition(q, amaxes[i]);
+                        const int code = format.nearest(x[i] * (1.0f / s));
+                        bool right = got[i] == float(format.value(code) * double(s));
+                        if (over == ReduceOver::Columns) {
+                            const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
+                            right &= z.scale(r, c) == s && z.codes[i] == code && z.value(r, c) == got[i];
+                            signal += double(x[i]) * double(x[i]);
+                            noise += std::pow(double(got[i]) - double(x[i]), 2);
+                            flushed += x[i] != 0 && got[i] == 0;
+                        }
+                        if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
+                    }
+                }
+                CHECK(
+                    (stats.elements == 5 + rows * cols && stats.flushed == flushed && stats.saturated == 0));
+                CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
+                CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
+                CHECK(down.elements == rows * cols);
+            }
+}
+
+TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
+    FRESH_RANDOM(rng);
+    for (const Quant& q : fp8_quants()) {
+        INFO(q.text());
+        Floats x = rng.normals<float>(4 * 32);
+        const Quantized before = quantize(x.data(), 4, 32, q);
+        x[37] = NOT_A_NUMBER, x[38] = -INF;  // row 1, columns 5 and 6
+        QuantStats stats;
+        const Quantized after = quantize(x.data(), 4, 32, q, &stats);
+        CHECK(std::isnan(after.value(1, 5)));
+        if (q.granularity == PER_TENSOR) {
+            CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
+            CHECK(stats.saturated == 1);
+        } else CHECK(std::isnan(after.value(1, 6)));
+        for (int64_t i = 0; q.granularity.rows == 1 && i < 4 * 32;
+             i++)  // no error crosses tokens (figure 4a)
+            if (i / 32 != 1) CHECK(after.value(i / 32, i % 32) == before.value(i / 32, i % 32));
+    }
+}
+
+TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
+    for (Format f : {Format::E4M3, Format::E5M2}) {
+        const float scale = 0.25f, edge = info(f).max * scale,
+                    half_step = edge * std::ldexp(0.5f, -info(f).mantissa);
+        const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + 0.45f * half_step, edge + half_step};
+        QuantStats stats;
+        const Quantized z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
+        for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
+        CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
+        CHECK(operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
+        CHECK(stats.saturated == 3);  // not what rounds to the largest value
+    }
+}
+
+TEST_CASE("quantize: FP32 and BF16 store the values themselves and have no scales") {
+    FRESH_RANDOM(rng);
+    for (const Distribution& d : distributions())
+        for (const Quant& q : {Q_F32, Q_BF16}) {
+            const Floats x = sample(d, rng, 7 * 19), values = dequantize(quantize(x.data(), 7, 19, q));
+            CHECK(quantize(x.data(), 7, 19, q).scales.empty());
+            for (size_t i = 0; i < x.size(); i++) CHECK(values[i] == round_to(q.format, x[i]));
+        }
+}
+
+TEST_CASE("end_step: the scale is the largest amax of the history / FMAX, unless that is 0 or not finite") {
+    FRESH_RANDOM(rng);
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (int margin : {0, 1, 3})
+            for (size_t length : {1u, 3u, 16u}) {
+                DelayedScale d;
+                d.history.resize(length);
+                Floats seen(length);  // the newest first
+                float expected = 0;
+                for (int step = 0; step < 60; step++) {
+                    const float draws[] = {INF, NOT_A_NUMBER, 0, 0, 0, float(std::exp(5 * rng.normal()))};
+                    d.amax = draws[std::min<int64_t>(5, rng.below(12))];
+                    seen.insert(seen.begin(), d.amax), seen.pop_back();
+                    const float top = amax(seen.data(), int64_t(length));  // infinity if one is NaN
+                    if (std::isfinite(top) && top > 0) expected = top * float(1 << margin) / info(f).max;
+                    d.end_step(f, margin);
+                    REQUIRE((d.scale == expected && d.amax == 0));
+                    for (size_t i = 0; i < length; i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));
+                }
+            }
+}
