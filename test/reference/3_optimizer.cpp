@@ -260,8 +260,7 @@ TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the 
         REQUIRE(round_stochastically(from_bf16(got), key, at) == got);
     }
     // n roundings go up by a step h with probability p. Their mean has the standard deviation h sqrt(p (1 -
-    // p) / n), at most h / (2 sqrt(n)). Five standard deviations are exceeded once in two million draws;
-    // there are 3 x 6 checks.
+    // p) / n), at most h / (2 sqrt(n)). Five standard deviations are exceeded once in two million draws.
     const int64_t n = count(1 << 20, 1 << 14);
     const float step = 0x1p-7f;
     for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
@@ -277,4 +276,10 @@ TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the 
         for (double sum : {by_element, by_step, by_seed})
             CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
     }
+}
+
+TEST_CASE("init_value, rounding_bits: have not changed, so that old runs can be repeated") {
+    CHECK(init_value(1, 2, 3, 0.02f) == 0x1.96d2f8p-9f);
+    CHECK(rounding_bits(1, 2) == 0x35922aeb41da4b73);
+    CHECK(rounding_key(3, 4) == 0xbb275bd800000000);
 }
