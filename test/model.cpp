@@ -610,36 +610,24 @@ PROPERTY("delayed scaling: the amax of a step is the largest of its micro-batche
     }
 }
 
-PROPERTY("delayed scaling: a doubled tensor saturates for one step; a smaller one keeps its scale") {
+PROPERTY("delayed scaling: a tensor that doubles saturates for one step, unless there is a margin") {
     for (int margin : {0, 1}) {
         Setup s = setup_of("te");
-        s.recipe.history = 3, s.recipe.margin = margin;
+        s.recipe.margin = margin;
         Training t(make, s);
         t.adamw.lr = 0;
         t.step();
-        const std::string name = "layers.0.down";
-        auto scale = [&] { return read_as<float>(*t.model, name + ".w.scale", 1)[0]; };
+        auto scale = [&] { return read_as<float>(*t.model, "layers.0.down.w.scale", 1)[0]; };
         auto saturated = [&] { return t.report().kinds[int(Kind::Weight)].saturated; };
-        auto multiply = [&](float factor) {
-            Snapshot state = snapshot(*t.model);
-            change_weights(state, name, 0, -1, [=](float w) { return factor * w; });
-            restore(*t.model, state);
-        };
         const float before = scale();
         CHECK(saturated() == 0);
-        multiply(2);
+        Snapshot state = snapshot(*t.model);
+        change_weights(state, "layers.0.down", 0, -1, [](float w) { return 2 * w; });
+        restore(*t.model, state);
         CHECK((saturated() > 0) == (margin == 0));  // a margin of one power of two is enough
         CHECK(scale() == before);                   // the report changes nothing
         CHECK(!t.step().skipped);                   // saturated values are finite
         CHECK((scale() == 2 * before && saturated() == 0));
-        multiply(0.5f);
-        for (float expected : {2 * before, 2 * before, before}) {
-            t.step();
-            CHECK(scale() == expected);
-        }
-        multiply(0);  // once the history is all zeros, the scale no longer changes
-        for (int i = 0; i < 5; i++) t.step();
-        CHECK((scale() == before && read_as<float>(*t.model, name + ".w.history", 3) == Floats(3, 0.0f)));
     }
 }
 
