@@ -15,6 +15,8 @@ using namespace coat::reference;
 
 namespace {
 
+using Vector = std::vector<double>;
+
 std::vector<ModelConfig> configs() {
     std::vector<ModelConfig> table = {
         {"Llama, untied, grouped queries", LLAMA, 2, 32, 4, 2, 48, 11, 16, false},
@@ -74,6 +76,7 @@ GradientRun step_with(const Setup& setup, const std::vector<Vector>& weights,
 TEST_CASE("loss_in_double: gradients of every parameter match finite differences") {
     FRESH_RANDOM(rng);
     const int64_t B = 2, T = 5;
+    const double h = 1e-5;
     for (const ModelConfig& c : configs()) {
         validate(c);
         std::vector<Vector> weights = random_weights(c, rng), gradients;
@@ -97,9 +100,16 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
                 Vector d = rng.normals<double>(params[p].size());
                 std::fill(d.begin() + used, d.end(), 0.0);
                 const double length = norm(d);
-                for (double& v : d) v /= length;
-                CHECK(std::fabs(slope(loss, weights[p], d) - dot(gradients[p], d)) <=
-                      SLOPE_TOLERANCE * std::max(1.0, norm(gradients[p])));
+                double expected = 0;
+                Vector ahead = weights[p], behind = ahead;
+                for (size_t i = 0; i < d.size(); i++) {
+                    d[i] /= length;
+                    expected += gradients[p][i] * d[i];
+                    ahead[i] += h * d[i], behind[i] -= h * d[i];
+                }
+                // The error is about h^2 |f'''| / 6 and 2^-53 |f| / h = 1e-11: third derivatives up to 1000.
+                CHECK(std::fabs((loss(ahead) - loss(behind)) / (2 * h) - expected) <=
+                      1e-7 * std::max(1.0, norm(gradients[p])));
             }
         }
     }
@@ -136,9 +146,10 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         for (size_t p = 0; p < in_double.size(); p++) {
             INFO(std::string(arch.name), " fp32 ", parameters(c)[p].name);
             CHECK(relative_error(exact.gradients[p], in_double[p]) <= fp32_bound(c));
-            norm_squared += dot(in_double[p], in_double[p]);
+            norm_squared += norm(in_double[p]) * norm(in_double[p]);
         }
-        CHECK(exact.norm == doctest::Approx(std::sqrt(norm_squared)).epsilon(fp32_bound(c)));  // before clipping
+        CHECK(exact.norm ==
+              doctest::Approx(std::sqrt(norm_squared)).epsilon(fp32_bound(c)));  // before clipping
         const double bound_bf16 = std::sqrt(24.0 * double(c.L)) * rms_error(Format::BF16);
         std::vector<GradientRun> runs;
         for (const char* words :
