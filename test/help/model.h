@@ -237,18 +237,6 @@ inline double mean(const std::vector<double>& x, size_t first, size_t last) {
     return std::accumulate(x.begin() + int64_t(first), x.begin() + int64_t(last), 0.0) / double(last - first);
 }
 
-// A moment as it is in a snapshot.
-inline reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
-    const std::string name = p.name + (second ? ".v" : ".m");
-    reference::Moment moment;
-    moment.init(p.moment(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
-                s.optimizer.group);
-    moment.codes = state.at(name);
-    if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
-    if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
-    return moment;
-}
-
 // The relative error between two FP32 implementations that sum in different orders. The longest path through
 // the network has about 10 sums of up to max(F, C) terms for each layer and direction. Rounding errors are
 // random, so a sum of n terms has an error of sqrt(n) roundings. Both sides round, hence the factor 2.
