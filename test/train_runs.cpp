@@ -1,6 +1,7 @@
 // train_runs.cpp - runs of ./train: what they print, log and save, and that a run which was stopped goes on
 // with the bits of one that was not.
 #include <cmath>
+#include <regex>
 #include <set>
 
 #include "../program/plan.h"
@@ -56,14 +57,9 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
     for (const char* part :
          {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
         CHECK(contains(before, part));
-    int steps = 0;
-    for (const std::string& line : lines_of(ended.out)) {
-        int step, of;
-        double loss, norm, lr, ms, rate;
-        steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s",
-                             &step, &of, &loss, &norm, &lr, &ms, &rate) == 7;
-    }
-    CHECK(steps == 12);
+    const std::regex line(
+        R"(\nstep +\d+/12 \| loss [\d.]+ \| norm [\d.]+ \| lr \S+ \| \d+ ms \| \d+ tok/s \| )");
+    CHECK(std::distance(std::sregex_iterator(ended.out.begin(), ended.out.end(), line), {}) == 12);
     for (const char* part : {"sample | step 6\n", "expansion factor k of second moments",
                              "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
@@ -74,8 +70,6 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
     double seconds = 0;
     for (size_t i = 0; i < log.size(); i++) {
         CHECK(log[i].at("step") == i + 1);
-        CHECK(log[i].at("lr") == double(learning_rate(1e-2, 2, 12, int64_t(i))));
-        for (const char* field : {"loss", "grad_norm"}) CHECK(log[i].at(field).is_number());
         const double took = log[i].at("ms").get<double>() / 1e3;
         CHECK(log[i].at("tokens_per_second").get<double>() * took == doctest::Approx(4 * 32));
         if (i > 0) seconds += took;
@@ -224,8 +218,9 @@ TEST_CASE(
     "train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text");
-    const std::string flags =
-        TINY + "--seq 256 --batch 1 --lr 0 --eval-every 0 --sample-every 1 --out '' --log log ";
+    const std::string flags = TINY +
+                              "--model model --recipe fp32 --seq 256 --batch 1 --lr 0 --eval-every 0 "
+                              "--sample-every 1 --out '' --log log ";
     // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the
     // logit of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for
     // others.
@@ -241,8 +236,9 @@ TEST_CASE(
     }
     fs::create_directory(folder.path / "model");
     save_model_folder(folder / "model", *model, {});
-    const Ended known = train(folder, flags + "--recipe fp32 --model model --steps 6");
+    const Ended known = train(folder, flags + "--steps 6");
     require_success(known);
+    require_success(train(folder, flags + "--steps 1 --seed 2"));
     std::set<std::vector<int32_t>> different;
     double b = 0, drawn = 0;
     for (const auto& line : logged(folder, "sample")) {
@@ -256,24 +252,18 @@ TEST_CASE(
             b += tokens[i] == 'b', drawn++;
         }
     }
-    CHECK(different.size() == 6);
+    CHECK(different.size() == 7);  // another step or seed draws another sample
     const double expected = 1 / (1 + std::exp(1.6 / 0.8)),
                  deviation = std::sqrt(expected * (1 - expected) / drawn);
     CHECK(std::fabs(b / drawn - expected) < 4 * deviation);
     CHECK(contains(known.out, "\n" + text.substr(text.size() * 9 / 10, 16)));
-    // Another seed draws another sample. A resumed run draws that of one that was not stopped.
-    fs::remove(folder.path / "log");
-    require_success(train(folder, flags + "--recipe fp32 --model model --steps 1 --seed 2"));
-    const std::vector<int32_t> other = logged(folder, "sample").at(0).at("tokens");
-    CHECK(different.count(other) == 0);
     // With token files a sample ends at the token that ends a text.
     std::vector<std::string> bytes;
     for (int byte = 0; byte < 256; byte++) bytes.push_back(std::string(1, char(byte)));
     folder.write("tokens/text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
     folder.write("tokens/tokenizer.bin", tokenizer_file(bytes, 'b'));
-    fs::remove(folder.path / "log");
-    require_success(train(folder, flags + "--recipe fp32 --model model --steps 1 --data tokens"));
-    const std::vector<int32_t> ended = logged(folder, "sample").at(0).at("tokens");
+    require_success(train(folder, flags + "--steps 1 --data tokens"));
+    const std::vector<int32_t> ended = logged(folder, "sample").back().at("tokens");
     CHECK((ended.back() == 'b' && ended.size() < 256));
     CHECK(std::find(ended.begin() + 16, ended.end(), 'b') == ended.end() - 1);
     // A sequence that has no room for more than the prompt gives no sample.
@@ -349,6 +339,7 @@ TEST_CASE("train: a run takes the steps of its model, bit for bit, and validates
         const StepResult result = model->step(x.data(), y.data(), adamw);
         state.step++, state.updates += !result.skipped;
         CHECK((line.at("loss") == result.loss && line.at("skipped") == result.skipped));
+        CHECK((line.at("lr") == double(adamw.lr) && line.at("grad_norm") == result.grad_norm));
         in_a_row = result.skipped ? in_a_row + 1 : 0, most = std::max(most, in_a_row);
     }
     CHECK((most > 20 && state.updates > 3));  // more than MOST_SKIPPED: the run has not diverged
