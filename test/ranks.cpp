@@ -20,15 +20,16 @@ using namespace coat::test;
 
 namespace {
 
-// Exactly these variables of launchers are set. Other tests, and the ranks that they start, have the first.
-using Variables = std::map<std::string, std::string>;
-const Variables TOKEN = {{"COAT_TOKEN", "secret"}};
-void set(const Variables& values) {
+// Exactly these variables of launchers are set: TOKEN alone outside of the next test.
+void set(const std::string& variables) {
     for (const char* name :
          {"COAT_PORT", "COAT_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
         unsetenv(name);
-    for (const auto& [name, value] : values) setenv(name.c_str(), value.c_str(), 1);
+    std::istringstream words(variables);
+    for (std::string name, value; std::getline(words, name, '=') && std::getline(words, value, ' ');)
+        setenv(name.c_str(), value.c_str(), 1);
 }
+const std::string TOKEN = "COAT_TOKEN=secret ";
 const int token = (set(TOKEN), 0);
 
 using Body = std::function<void(ProcessGroup&)>;
@@ -107,54 +108,42 @@ void with_ranks(int count, const Body& body) {
 
 // The addresses at which some process listens at this port, as /proc has them: 0100007F is 127.0.0.1.
 std::string listening(int port) {
-    std::ifstream table("/proc/net/tcp");
-    char wanted[8];
-    std::snprintf(wanted, sizeof wanted, ":%04X", unsigned(port));
+    char wanted[32];  // the port, any other side, and the state LISTEN
+    std::snprintf(wanted, sizeof wanted, ":%04X 00000000:0000 0A", unsigned(port));
     std::string found;
-    for (std::string number, local, remote, state, line; table >> number >> local >> remote >> state;) {
-        if (state == "0A" && contains(local, wanted)) found += local.substr(0, 8);
-        std::getline(table, line);
-    }
+    for (const std::string& line : lines_of(read_file("/proc/net/tcp")))
+        if (const size_t at = line.find(wanted); at != line.npos) found += line.substr(at - 8, 8);
     return found;
 }
 
 }  // namespace
 
 TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how many to start") {
-    const Variables torchrun = {{"RANK", "5"},
-                                {"WORLD_SIZE", "8"},
-                                {"LOCAL_RANK", "1"},
-                                {"MASTER_ADDR", "node0"},
-                                {"MASTER_PORT", "29500"},
-                                {"COAT_TOKEN", "secret"}};
-    auto with = [&](const char* name, const char* value) {
-        Variables values = torchrun;
-        values[name] = value;
-        return values;
-    };
-    const std::tuple<Variables, int64_t, Launch> rows[] = {
-        {{}, 0, {0, 1, 0, "", 0}},
-        {{}, 4, {0, 4, 0, "", 0}},
-        {{{"RANK", "0"}, {"WORLD_SIZE", "1"}}, 2, {0, 2, 0, "", 0}},
+    const std::string torchrun =
+        TOKEN + "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=node0 MASTER_PORT=29500 ";
+    const std::tuple<std::string, int64_t, Launch> rows[] = {
+        {"", 0, {0, 1, 0, "", 0}},
+        {"", 4, {0, 4, 0, "", 0}},
+        {"RANK=0 WORLD_SIZE=1", 2, {0, 2, 0, "", 0}},
         {torchrun, 0, {5, 8, 1, "node0", 29501}},  // torchrun itself listens at MASTER_PORT
         {torchrun, 8, {5, 8, 1, "node0", 29501}},
-        {with("COAT_PORT", "4000"), 0, {5, 8, 1, "node0", 4000}}};
+        {torchrun + "COAT_PORT=4000", 0, {5, 8, 1, "node0", 4000}}};
     for (const auto& [values, flag, expected] : rows) {
         set(values);
         auto fields = [](const Launch& l) { return std::tie(l.rank, l.ranks, l.local, l.address, l.port); };
         const Launch got = find_launch(flag);
         CHECK((fields(got) == fields(expected)));
     }
-    const std::tuple<Variables, int64_t, const char*> wrong[] = {
-        {with("RANK", "8"), 0, "RANK is \"8\"; set it to a number from 0 to 7"},
-        {with("RANK", "1x"), 0, "RANK is \"1x\""},
-        {with("WORLD_SIZE", "2000"), 0, "WORLD_SIZE"},
-        {with("WORLD_SIZE", "0"), 0, "WORLD_SIZE"},
-        {with("MASTER_PORT", "65535"), 0, "MASTER_PORT"},
-        {with("MASTER_ADDR", ""), 0, "MASTER_ADDR is not set"},
-        {with("COAT_TOKEN", ""), 0, "COAT_TOKEN is not set"},
+    const std::tuple<std::string, int64_t, const char*> wrong[] = {
+        {torchrun + "RANK=8", 0, "RANK is \"8\"; set it to a number from 0 to 7"},
+        {torchrun + "RANK=1x", 0, "RANK is \"1x\""},
+        {torchrun + "WORLD_SIZE=2000", 0, "WORLD_SIZE"},
+        {torchrun + "WORLD_SIZE=0", 0, "WORLD_SIZE"},
+        {torchrun + "MASTER_PORT=65535", 0, "MASTER_PORT"},
+        {torchrun + "MASTER_ADDR= ", 0, "MASTER_ADDR is not set"},
+        {torchrun + "COAT_TOKEN= ", 0, "COAT_TOKEN is not set"},
         {torchrun, 1, "--ranks 1"},
-        {{}, 1025, "--ranks 1025"}};
+        {"", 1025, "--ranks 1025"}};
     for (const auto& [values, flag, who] : wrong) {
         set(values);
         check_error([ranks = flag] { find_launch(ranks); }, who);
