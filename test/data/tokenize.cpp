@@ -249,7 +249,7 @@ TEST_CASE("tokenize.py: a conversation lies within one window, and windows are f
 TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with the end of the one before" *
           doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
-    const std::string line = "eight b\n", first(1 << 21, 'x'), small = "line\r\nends\rstay\n";
+    const std::string line = "eight b\n", small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
     while (large.size() < 3 << 20) large += line;
     folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
