@@ -22,20 +22,21 @@ const std::string WILD =
 
 TEST_CASE("train: a run goes on when the reader of its output ends, under nohup, and without a log's disk") {
     RunFolder folder;
-    require_success(
-        shell(folder, "'" + program() + "'" + TINY +
-                          "--steps 24 --out out | head -n 1 > first; until [ -e out/step-000024 ]; do "
-                          "sleep 0.1; n=$((n + 1)); [ $n -lt 200 ] || exit 9; done"));
+    require_success(shell(
+        folder,
+        "train" + TINY +
+            "--steps 24 --out out | head -n 1 > first\n"
+            "until [ -e out/step-000024 ]; do sleep 0.1; n=$((n + 1)); [ $n -lt 200 ] || exit 9; done"));
     CHECK(last_step(folder) == 24);
-    const Ended logged = shell(folder, "ulimit -f 1; '" + program() + "'" + TINY +
-                                           "--steps 24 --out '' --log log > "
-                                           "/dev/null");
+    const Ended logged =
+        shell(folder, "ulimit -f 1; train" + TINY + "--steps 24 --out '' --log log > /dev/null");
     CHECK(logged.code == 0);
     CHECK(contains(logged.error, "train: --log log cannot be written any more"));
     CHECK(std::count(logged.error.begin(), logged.error.end(), '\n') == 1);
-    const Ended hangup = shell(folder, "trap '' HUP; '" + program() + "'" + TINY +
-                                           "--steps 60 --out '' > printed & pid=$!\nuntil grep -q 'step  2/' "
-                                           "printed; do sleep 0.02; done; kill -HUP $pid; wait $pid");
+    const Ended hangup = shell(folder, "trap '' HUP; train" + TINY +
+                                           "--steps 60 --out '' > printed & pid=$!\n"
+                                           "until grep -q 'step  2/' printed; do sleep 0.02; done\n"
+                                           "kill -HUP $pid; wait $pid");
     CHECK(hangup.code == 0);
     CHECK(contains(read_file(folder.path / "printed"), "Done: 60 steps"));
 }
@@ -89,7 +90,7 @@ TEST_CASE("train: a full disk in between is reported, and training goes on; the 
           {"--device cpu --resume out --steps 6", "prlimit --fsize=unlimited: --pid $pid", 0, "6", "6"}}) {
         INFO(row.flags);
         const Ended ended =
-            shell(folder, "ulimit -S -f 30; COAT_MINUTE=0.1 '" + program() + "' " + row.flags +
+            shell(folder, "ulimit -S -f 30; COAT_MINUTE=0.1 train " + row.flags +
                               " 2> errors & pid=$!\n"
                               "until [ $(grep -c 'tries again' errors) -ge 2 ]; do sleep 0.02; done\n" +
                               row.action + "; wait $pid");
@@ -114,7 +115,7 @@ TEST_CASE("train: a full disk in between is reported, and training goes on; the 
 
 TEST_CASE("train: two runs do not share a folder; it is locked before data are read") {
     RunFolder folder;
-    const std::string other = "'" + program() + "'" + TINY + "--out taken ";
+    const std::string other = "train" + TINY + "--out taken ";
     const Ended first = run_with_action(
         folder, TINY + "--steps 100000 --out taken", "step      2/",
         other + "--data nowhere --steps 1 2> refused\n" + other + "--steps 0 > evaluated; kill -INT $pid");

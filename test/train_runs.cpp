@@ -88,7 +88,7 @@ TEST_CASE("train: --plan and --steps 0 write nothing; a plan allocates nothing")
     // Sanitizers need a larger address space.
     const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
     const Ended plan =
-        shell(folder, limit + "'" + program() + "' --plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
+        shell(folder, limit + "train --plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
     require_success(plan);
     CHECK(std::fabs(number_after(plan.out, "saved activations: ") - 16.33) < 0.01);
     CHECK(contains(plan.out, "on 8 ranks"));
@@ -104,8 +104,8 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     RunFolder folder;
     auto weights = [&](const std::string& flags, const std::string& environment = "") {
         fs::remove_all(folder.path / "out");
-        require_success(shell(
-            folder, environment + "'" + program() + "'" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
+        require_success(
+            shell(folder, environment + "train" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
         return read_file(folder.path / "out/step-000003/model.safetensors");
     };
     const std::string standard = weights("");
@@ -290,7 +290,7 @@ TEST_CASE("train: saves after --save-every steps, else about every half hour; no
           {"1e-9", "--steps 7 --out e --save-every 3", "3 6 7 "},  // the clock does not count
           {"1e-9", "--steps 2 --out ''", ""}}) {
         INFO(std::string(flags));
-        const Ended ended = shell(folder, concat("COAT_MINUTE=", minute, " '", program(), "'", TINY, flags));
+        const Ended ended = shell(folder, concat("COAT_MINUTE=", minute, " train", TINY, flags));
         require_success(ended);
         std::string steps;
         for (const std::string& line : lines_of(ended.out))

@@ -36,12 +36,6 @@ inline bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
 
-// Replaces the first occurrence of `from`, which must be there.
-inline void replace(std::string& text, const std::string& from, const std::string& to) {
-    REQUIRE(contains(text, from));
-    text.replace(text.find(from), from.size(), to);
-}
-
 // A reader has solved exercises, so that their bodies are empty no longer.
 inline bool exercises_are_solved() {
     static const bool changed = std::system("git diff --quiet HEAD -- dev/exercises 2>/dev/null") == 1 << 8;

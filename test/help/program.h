@@ -5,9 +5,9 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <vector>
-#include <sys/wait.h>
 #include <arpa/inet.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "../../data/checkpoint.h"
@@ -48,25 +48,19 @@ struct Ended {
     std::string out, error;
 };
 
-inline std::string program() {
-    const char* path = std::getenv("COAT_TRAIN");
-    return fs::absolute(path ? path : "./train").string();
-}
-
-// Runs a shell command in the folder, for at most five minutes. Its output is captured in files outside the
-// folder. One thread: these runs are too small for more.
+// Runs a shell command in the folder, for at most five minutes. In it, `train` is the program. Its output is
+// captured in files outside the folder. One thread: these runs are too small for more.
 inline Ended shell(const Folder& folder, const std::string& command) {
-    const std::string printed = folder.path.string() + "-printed";
+    const char* const path = std::getenv("COAT_TRAIN");
+    const std::string program = fs::absolute(path ? path : "./train").string(),
+                      printed = folder.path.string() + "-printed";
     write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
-                                    small_model() + "'\n" + command + "\n");
-    const std::string whole =
-        "timeout -k 5 300 sh '" + printed + ".sh' >'" + printed + ".out' 2>'" + printed + ".err'";
-    // The child has the default signal handlers, also if the tests run under nohup.
-    using Handler = void (*)(int);
-    const Handler hangup = std::signal(SIGHUP, SIG_DFL), pipe = std::signal(SIGPIPE, SIG_DFL);
-    const int status = std::system(whole.c_str());
-    std::signal(SIGHUP, hangup);
-    std::signal(SIGPIPE, pipe);
+                                    small_model() + "'\nalias train=\"'" + program + "'\"\n" + command +
+                                    "\n");
+    // The program has the default signal handlers, also if the tests run under nohup.
+    const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
+                                          ".sh' > '", printed, ".out' 2> '", printed, ".err'")
+                                       .c_str());
     Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(printed + ".out"),
                 read_file(printed + ".err")};
     for (const char* end : {".sh", ".out", ".err"}) fs::remove(printed + end);
@@ -76,9 +70,7 @@ inline Ended shell(const Folder& folder, const std::string& command) {
 // Flags of a run that takes a fraction of a second. Of a flag that is given twice the last value counts.
 inline const std::string TINY =
     " --device cpu --model \"$SMALL\" --data text --batch 2 --seq 16 --sample-every 0 ";
-inline Ended train(const Folder& folder, const std::string& flags) {
-    return shell(folder, "'" + program() + "' " + flags);
-}
+inline Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "train " + flags); }
 inline Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
 
 inline void require_success(const Ended& ended) {
@@ -153,7 +145,7 @@ inline std::string step_name(int64_t step) {
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
     fs::remove(folder.path / "others");
-    return shell(folder, "mkfifo pipe; '" + program() + "' " + flags +
+    return shell(folder, "mkfifo pipe; train " + flags +
                              " > pipe & pid=$!; done=\n"
                              "while read -r line; do echo \"$line\"; [ -n \"$done\" ] ||\n"
                              "case $line in *'" +
@@ -207,8 +199,8 @@ inline Ended two_by_hand(const Folder& folder, const std::string& flags0, const 
                               " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret\n");
     for (const auto& [rank, where, flags] : {std::tuple{"0", where0, flags0}, {"1", where1, flags1}})
         text += concat("cd \"$root/", where, "\"; RANK=", rank, " LOCAL_RANK=", where0 == where1 ? rank : "0",
-                       " '", program(), "' ", flags, " > \"$root/out", rank, "\" 2> \"$root/err", rank,
-                       "\" & pid", rank, "=$!\n");
+                       " train ", flags, " > \"$root/out", rank, "\" 2> \"$root/err", rank, "\" & pid", rank,
+                       "=$!\n");
     return shell(folder,
                  text +
                      "wait $pid1; other=$?; wait $pid0; code=$?; cat \"$root/err0\" \"$root/err1\" >&2\n"
