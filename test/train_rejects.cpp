@@ -43,7 +43,6 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
                 {"--batch", "--batch needs a value after it."},
                 {"--batch 0", "--batch 0 is not a whole number from 1 to "},
                 {"--batch 2.5", "--batch"},
-                {"--batch 1e3", "--batch"},
                 {"--batch ''", "--batch"},
                 {"--batch 4294967297", "--batch"},
                 {"--accumulate 0", "--accumulate"},
@@ -52,7 +51,6 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
                 {"--lr nan", "--lr nan is not a number from 0 to "},
                 {"--lr -1", "--lr"},
                 {"--lr 0.1x", "--lr"},
-                {"--weight-decay -0.1", "--weight-decay"},
                 {"--device tpu", "--device tpu is not one of: auto cpu gpu."},
                 {"--master 'exact none'", "--master exact none is not one of: exact none."},
                 {"--recipe fp9", "--recipe"},
@@ -61,7 +59,6 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
                 {"--master bf16", "--master"},
                 {"--gradients some", "--gradients"},
                 {"--model llama-tinny", "--model llama-tinny is not known; choose one of llama-tiny, "},
-                {"--model nowhere/model", "--model"},
                 {"--recipe \"$(printf 'a\\033[31mc')\"", "a?[31mc"},
                 {"--resume ''", "--resume  has no complete checkpoint"}});
 }
@@ -151,7 +148,7 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
 
 TEST_CASE("train: ranks that are started by hand with other flags, data or weights end all") {
     RunFolder folder;
-    const std::string text = text_of_lines(), base = TINY + "--steps 2 --out '' --data data ";
+    const std::string text = read_file(folder.path / "text"), base = TINY + "--steps 2 --out '' --data data ";
     folder.write("a/data", text), folder.write("b/data", text + "x"), folder.write("c/data", text);
     for (const auto& [where, seed] : {std::pair<std::string, std::string>{"a", "1"}, {"c", "2"}})
         require_success(

@@ -154,7 +154,7 @@ Json saved_config(const Setup& setup, const Companions& companions = {}) {
 ModelConfig read_config(const Json& config) {
     Folder folder;
     folder.write("config.json", config.dump());
-    return read_model_config(folder.path.string());
+    return read_model_config(folder);
 }
 ModelConfig read_fields(HuggingFace f, const Json& fields) {
     f.config.update(fields);
@@ -261,7 +261,7 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
         config[field] = value;
         INFO(field, " ", value.dump());
         write_file(path, config.dump());
-        check_error([&] { read_model_config(folder.path.string()); }, folder.path.string(), says);
+        check_error([&] { read_model_config(folder); }, folder, says);
     };
     // A field, its value, and, where it is not the field, what the error says.
     for (const auto& [good, rows] : {std::pair{hugging_face_llama(), R"(
@@ -294,7 +294,7 @@ scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
     }
     for (const char* text : {"", "[]", "{", "\xFF"}) {
         write_file(path, text);
-        check_error([&] { read_model_config(folder.path.string()); }, path);
+        check_error([&] { read_model_config(folder); }, path);
     }
     check_error([&] { read_model_config(folder / "none"); }, folder / "none/config.json");
 }
@@ -310,16 +310,15 @@ TEST_CASE("load_weights: reads a Hugging Face folder of every architecture, dtyp
                 INFO(f.config.at("model_type").get<std::string>(), ", ", dtype, ", ", shards, " shards");
                 for (HuggingFace::Piece& p : f.pieces) p.dtype = dtype;
                 Folder folder;
-                f.write(folder.path.string(), shards);
-                MemoryModel model = model_of(folder.path.string()),
-                            lean = model_of(folder.path.string(), false);
+                f.write(folder, shards);
+                MemoryModel model = model_of(folder), lean = model_of(folder, false);
                 CHECK(model.setup().config.arch.name == f.config.at("model_type").get<std::string>());
-                load(folder.path.string(), model);
+                load(folder, model);
                 f.check(model, bits);
                 // What is saved again has the names and shapes of the file, and of BF16 the same bytes.
                 fs::create_directory(folder / "saved");
                 save_model_folder(folder / "saved", model, {});
-                const Safetensors all(folder.path.string()), saved(folder / "saved");
+                const Safetensors all(folder), saved(folder / "saved");
                 for (const auto& [name, t] : saved.tensors()) {
                     const bool bare = !all.tensors().count(name);
                     const Tensor& from =
@@ -328,7 +327,7 @@ TEST_CASE("load_weights: reads a Hugging Face folder of every architecture, dtyp
                            (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
                 }
                 CHECK(saved.tensors().size() + (f.pieces.back().ours.empty() ? 2 : 0) == f.pieces.size());
-                load(folder.path.string(), lean);  // --master none: rounded to the nearest BF16
+                load(folder, lean);  // --master none: rounded to the nearest BF16
                 for (const StateTensor& t : weight_tensors(lean.setup().config))
                     CHECK((model.tensors.at(t.name) == lean.tensors.at(t.name)));
             }
@@ -347,9 +346,9 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         if ((head.codes[i] & 0x7F800000) >= 0x7F000000) head.codes[i] &= 0xBFFFFFFF;  // finite, also as BF16
     }
     Folder folder;
-    f.write(folder.path.string());
-    MemoryModel model = model_of(folder.path.string());
-    load(folder.path.string(), model);
+    f.write(folder);
+    MemoryModel model = model_of(folder);
+    load(folder, model);
     const std::vector<Param> params = parameters(model.setup().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
@@ -361,7 +360,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     Setup second = model.setup();
     second.rank = 1, second.ranks = 3;
     MemoryModel part(second, 1);
-    load(folder.path.string(), part);
+    load(folder, part);
     for (const std::string& name : {params.back().name, params.back().name + ".remainder"})
         CHECK(model.tensors.at(name).substr(2 * owned(second, params.back()).first,
                                             part.tensors.at(name).size()) == part.tensors.at(name));
@@ -369,8 +368,8 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         std::vector<uint32_t> codes(size_t(piece.rows * piece.cols));
         codes[2] = code;
         std::swap(piece.codes, codes);
-        f.write(folder.path.string());
-        check_error([&] { load(folder.path.string(), model); }, folder.path.string(), piece.theirs);
+        f.write(folder);
+        check_error([&] { load(folder, model); }, folder, piece.theirs);
         std::swap(piece.codes, codes);
     };
     // NaN and infinities, NaNs whose upper half would round to zeros, and what would round to infinity.
@@ -407,9 +406,9 @@ TEST_CASE("load_weights: tensors that are missing, unknown or of another shape c
             F f = row.type == "gpt2" ? hugging_face_gpt2() : hugging_face_llama(row.type.c_str());
             row.change(f);
             Folder folder;
-            f.write(folder.path.string(), shards);
-            MemoryModel model = model_of(folder.path.string());
-            check_error([&] { load(folder.path.string(), model); }, folder.path.string(), row.says);
+            f.write(folder, shards);
+            MemoryModel model = model_of(folder);
+            check_error([&] { load(folder, model); }, folder, row.says);
             CHECK(model.writes == 0);
         }
 }

@@ -56,6 +56,7 @@ struct Folder {
     }
     Folder(const Folder&) = delete;
 
+    operator std::string() const { return path.string(); }
     std::string operator/(const std::string& name) const { return (path / name).string(); }
     std::string write(const std::string& name, const std::string& bytes) const {
         fs::create_directories((path / name).parent_path());

@@ -15,16 +15,14 @@
 
 namespace coat::test {
 
-inline std::string text_of_lines() {  // large enough for the tiny runs below
-    std::string text;
-    for (int i = 0; i < 1500; i++)
-        text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
-    return text;
-}
-
-// A folder with the file "text" to train on.
+// A folder with the file "text" to train on, large enough for the tiny runs below.
 struct RunFolder : Folder {
-    RunFolder() { write("text", text_of_lines()); }
+    RunFolder() {
+        std::string text;
+        for (int i = 0; i < 1500; i++)
+            text += concat("int f", i, "(int x) { return x * ", i * i % 97, "; }\n");
+        write("text", text);
+    }
 };
 
 // A model of 30,000 parameters, with which a run takes a fraction of a second. The head is a matrix of its
