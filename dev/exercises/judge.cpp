@@ -24,8 +24,8 @@ template <class... Parts> std::string text(const Parts&... parts) {
 }
 std::string hex(int code) { return text("0x", std::hex, std::setw(2), std::setfill('0'), code); }
 
-// A mistake, and what it makes of the inputs. It is recognized where that is what came; without values,
-// wherever the value is wrong. No text: no mistake.
+// A mistake, and what it makes of the inputs. It is named if every wrong value of a result is what it makes;
+// without values, if it is given with every wrong value. No text: no mistake.
 struct Hint {
     std::string text;
     Floats values = {};
@@ -396,7 +396,8 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
                     if (my.codes[i] == given::encode(near)) codes[i] = my.codes[i];
             }
             c.of = j == 0 ? " of m" : " of v";
-            c("max", m.max, my.max, {}, 1e-5 * *std::min_element(m.max.begin(), m.max.end()));
+            for (size_t i = 0; i < m.max.size(); i++)
+                c("max", Floats{m.max[i]}, Floats{my.max[i]}, {}, 1e-5 * m.max[i]);
             c("k", m.k, my.k, {}, 1.001 / 256);
             c("code", codes, my.codes);
         }
