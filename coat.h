@@ -135,8 +135,7 @@ struct Recipe {
     // forward pass reads the same groups, as in the paper, or the values that they were made of (coat-saved):
     // then the operand x of wgrad differs a little from that of fprop (dev/WALK.md).
     bool forward_reads_groups = true;
-    // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
-    int history = 1024, margin = 0;
+    int history = 1024;  // delayed scaling: steps in the history of amaxes
 };
 
 inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
@@ -184,7 +183,6 @@ struct OptimizerFormat {
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
     int64_t group = MOMENT_GROUP;  // elements that share a scale; 0: all of the tensor
-    bool keep_positive = true;     // no positive second moment is rounded to zero; groups always keep them
 
     bool expands(Format f) const { return expand && is_fp8(f); }
     int64_t scales(Format f, int64_t n) const {  // of n elements
@@ -198,7 +196,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
         {"coat-e5m2", Format::E4M3, Format::E5M2, true, "the same with second moments in E5M2"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
         {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
-         0, false},
+         0},
         {"companded", Format::Companded, Format::Root, false, "8-bit companded moments (FlashOptim)", 32},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},

@@ -243,11 +243,11 @@ Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, Redu
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-void DelayedScale::end_step(Format fp8, int margin) {
+void DelayedScale::end_step(Format fp8) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
     amax = 0;
-    const float largest = std::ldexp(reference::amax(history.data(), int64_t(history.size())), margin);
+    const float largest = reference::amax(history.data(), int64_t(history.size()));
     if (std::isfinite(largest) && largest > 0) scale = scale_of({fp8}, largest);
 }
 
@@ -311,7 +311,7 @@ void Moment::load(float* x) const {
 }
 
 // Each group gets its max and k, then its codes (equation 4). FP32 and BF16 are stored as they are.
-void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
+void Moment::store(const float* x, bool second, QuantStats* stats) {
     const bool scaled = is_scaled(format);
     const int64_t size = group ? group : std::max<int64_t>(n, 1);  // of a group
 #pragma omp parallel for if (n > 1 << 14)
@@ -328,7 +328,7 @@ void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
         for (int64_t i = first; i < last; i++) {
             const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
             put(format, codes.data(), i, y);
-            if (scaled && keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
+            if (scaled && second && group && x[i] > 0 && get(format, codes.data(), i) == 0)
                 put(format, codes.data(), i, info(format).min);
         }
     }
@@ -1194,7 +1194,7 @@ private:
                 DelayedScale& d = operands[o];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
+                d.end_step(quant_of(recipe, LinearOperand(o)).format);
             }
     }
 
@@ -1207,7 +1207,7 @@ private:
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
         s.m.store(m.data(), false, stats_of(Kind::Moment1));
-        s.v.store(v.data(), setup_.optimizer.keep_positive, stats_of(Kind::Moment2));
+        s.v.store(v.data(), true, stats_of(Kind::Moment2));
         for (int64_t e = 0, at = first; e < n; e++, at++)
             if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);

@@ -55,8 +55,8 @@ struct DelayedScale {
     std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step; empty: not delayed
     float scale = 0;             // 0: none yet
     float amax = 0;              // of the current step, over its micro-batches
-    // Moves amax to the history; then s = max(history) 2^margin / FMAX, unless that is 0 or not finite.
-    void end_step(Format fp8, int margin);
+    // Moves amax to the history; then s = max(history) / FMAX, unless that is 0 or not finite.
+    void end_step(Format fp8);
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
@@ -76,10 +76,10 @@ struct Moment {
     std::vector<uint8_t> codes;           // n elements of format
     std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
-    // keep_positive: a positive value (of a second moment) gets at least the smallest code, because a zero
-    // there makes the update explode.
+    // A positive value of a second moment in groups gets at least the smallest code, because a zero there
+    // makes the update explode.
     void load(float* x) const;
-    void store(const float* x, bool keep_positive, QuantStats* stats = nullptr);
+    void store(const float* x, bool second, QuantStats* stats = nullptr);
 
 private:
     float value(int64_t i) const;

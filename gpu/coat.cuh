@@ -107,9 +107,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed);
 void block_scales(const Lazy& x, const Operand& out, cudaStream_t s);
 
 // Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
-// is from_history = max(history) 2^margin / FMAX. A maximum that is 0 or not finite leaves it as it was, and
+// is from_history = max(history) / FMAX. A maximum that is 0 or not finite leaves it as it was, and
 // *skipped all. scales (n); histories (n, length). *empty: + the number of scales that are still 0.
-void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -99,8 +99,7 @@ void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
 // A thread has one operand's history, which moves up by one from its end on.
 constexpr int HISTORY_THREADS = 32;
 static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, float* histories, int length,
-                                               int margin, float fmax, const uint32_t* skipped,
-                                               uint32_t* empty) {
+                                               float fmax, const uint32_t* skipped, uint32_t* empty) {
     const int64_t i = int64_t(blockIdx.x) * HISTORY_THREADS + threadIdx.x;
     if (i >= n || *skipped) return;
     AmaxAndScale& tensor = scales[i];
@@ -110,16 +109,16 @@ static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, 
         history[j] = j == 0 ? tensor.amax : history[j - 1];
         most = max(most, magnitude(history[j]));
     }
-    const float wanted = ldexpf(__uint_as_float(most), margin);
+    const float wanted = __uint_as_float(most);
     if (wanted > 0 && wanted < INFINITY) tensor.from_history = scale_of(fmax, wanted);
     if (!(tensor.from_history > 0)) atomicAdd(empty, 1u);
     else tensor.scale = tensor.from_history;  // a rank without a part of this weight receives only codes
 }
 
-void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
-           scales, n, histories, length, margin, info(fp8).max, skipped, empty);
+           scales, n, histories, length, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu

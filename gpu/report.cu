@@ -112,7 +112,7 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
     reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
                      new_v.data());
     old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(Kind::Moment1)]);
-    old_v.store(new_v.data(), o.keep_positive, &report.kinds[static_cast<int>(Kind::Moment2)]);
+    old_v.store(new_v.data(), true, &report.kinds[static_cast<int>(Kind::Moment2)]);
 }
 
 }  // namespace coat::gpu

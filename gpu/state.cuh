@@ -179,7 +179,7 @@ public:
         Outcome& outcome = device_.results->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(o), LINEARS * setup.config.L, history(0, o),
-                                  setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
+                                  setup.recipe.history, quant_of(setup.recipe, o).format,
                                   &outcome.gradients.skip, &outcome.without_history, cuda_);
     }
 

@@ -28,12 +28,9 @@ struct View {
     Quant quant;
 };
 
-// The rows [first, first + n) of a view that is dense, in groups or per tensor.
+// The rows [first, first + n) of a view without scales.
 inline View rows(const View& v, int64_t first, int64_t n) {
-    uint8_t* scales = static_cast<uint8_t*>(v.scales);
-    const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
-    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
-    return {static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
+    return {static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols), nullptr, n, v.cols, v.quant};
 }
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
