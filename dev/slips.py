@@ -27,8 +27,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COPY = ROOT / "build-slips"
 SECONDS = 900  # to build one slip, and for its tests
-SUBJECTS = {"*reference*,*model*": ["reference"], "*train*": ["flags", "train"], "*tokenize*": ["records"],
-            "*train*,*safetensors*": ["error"], "*data/*,*model_ranks*": ["checkpoint", "model_folder"],
+SUBJECTS = {"*reference*,*model*": ["reference"], "*train*": ["flags", "train", "error"],
+            "*tokenize*": ["records"], "*safetensors*,*checkpoint*": ["safetensors"],
+            "*data/*,*model_ranks*": ["checkpoint", "model_folder"],
             "*adamw*,*gpu/state*,*model*": ["adamw", "other_optimizers", "state"],
             "*test/coat.cu,*gpu/*,*model*": ["coat", "tiles", "tensor", "norm", "layers", "gemm", "gradients",
                                              "linear", "other_scaling", "parameters", "report"],

@@ -173,18 +173,13 @@ TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and r
 
 TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user sees one sentence") {
     const std::string full = "The disk is full; free some space.", ended = " has ended unexpectedly";
-    auto on = [&](int rank, const std::function<void(ProcessGroup&)>& action) {
-        return [=](ProcessGroup& ranks) {
-            ranks.all_gather(1);
-            if (ranks.rank() == rank) action(ranks);
-            for (;;) ranks.all_gather(Bytes(100'000));
-        };
-    };
     // The GPU of each rank waits for that of another: nothing comes through the sockets.
     auto waits = [](ProcessGroup& ranks) { ranks.wait_until([] { return false; }); };
     auto dies = [](ProcessGroup&) { raise(SIGKILL); };
     auto leaves = [](ProcessGroup&) { _exit(0); };
     auto fails = [&](ProcessGroup&) { throw Error(full); };
+    const std::tuple<Body, int, std::string> ends[] = {
+        {fails, 1, ": " + full}, {dies, 137, ended}, {leaves, 0, ended}};
     for (How how : {BY_RANK_0, ONE_BY_ONE}) {
         CAPTURE(how);
         // Rank 1 is ready before the others, which look whether it still lives.
@@ -193,24 +188,21 @@ TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user s
             const double start = now();
             if (ranks.rank() != 1) ranks.wait_until([=] { return now() > start + 0.3; });
         }).check({0, 0, 0}, "");
-        for (int rank : {0, 1, 2}) {
-            // The others wait for its value; or for something else, say their GPU for that of this rank.
-            auto waiting = [&](const Body& action) {
-                return [=](ProcessGroup& ranks) {
-                    ranks.all_gather(1);
-                    if (ranks.rank() == rank) sleep_ms(300), action(ranks);
-                    waits(ranks);
-                };
-            };
-            const std::vector<int> failed = {1, 1, 1};
-            std::vector<int> killed = failed, left = failed;
-            killed[size_t(rank)] = 137, left[size_t(rank)] = 0;
-            for (const Body& body : {Body(on(rank, fails)), Body(waiting(fails))})
-                Played(how, body).check(failed, rank ? concat("Rank ", rank, ": ", full) : full);
-            for (const Body& body : {Body(on(rank, dies)), Body(waiting(dies))})
-                Played(how, body).check(killed, concat("Rank ", rank, ended));
-            if (rank) Played(how, on(rank, leaves)).check(left, concat("Rank ", rank, ended));
-        }
+        for (int rank : {0, 1, 2})
+            for (const auto& [action, code, says] : ends)
+                // The others wait for its value; or for something else, say their GPU for that of this rank.
+                for (const bool elsewhere : {false, true}) {
+                    if (rank == 0 && code == 0) continue;
+                    const Body body = [&, act = action](ProcessGroup& ranks) {
+                        ranks.all_gather(1);
+                        if (ranks.rank() == rank) sleep_ms(elsewhere ? 300 : 0), act(ranks);
+                        if (elsewhere) waits(ranks);
+                        for (;;) ranks.all_gather(Bytes(100'000));
+                    };
+                    std::vector<int> codes = {1, 1, 1};
+                    codes[size_t(rank)] = code;
+                    Played(how, body).check(codes, rank || code != 1 ? concat("Rank ", rank, says) : full);
+                }
         // All find the same error: rank 0 prints it, though it is the last.
         Played(how, [&](ProcessGroup& ranks) {
             if (ranks.rank() == 0) sleep_ms(500);
