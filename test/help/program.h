@@ -1,6 +1,5 @@
 // program.h - runs ./train in a folder of its own, and checks what it prints, writes and returns.
 #pragma once
-#include <csignal>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -128,42 +127,27 @@ inline std::string tensors_of(const fs::path& checkpoint) {
         REQUIRE(fs::exists(checkpoint / file));
     return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.state");
 }
-inline int64_t last_step(const Folder& folder, const char* out = "out") {
-    return read_loop_state(find_checkpoint(folder / out)).step;
+inline std::string last_checkpoint(const Folder& folder) {  // "out/step-000010"
+    return fs::relative(find_checkpoint(folder / "out"), folder.path).string();
 }
-inline std::string step_name(int64_t step) {
-    char name[32];
-    std::snprintf(name, sizeof name, "step-%06ld", long(step));
-    return name;
+inline int64_t last_step(const Folder& folder) {
+    return read_loop_state(find_checkpoint(folder / "out")).step;
 }
 
 // Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs
-// `action`, in which $pid is rank 0 and $others are the processes that it has started; the file "others" has
-// them, too. Waits at most two seconds for these after rank 0 has ended.
+// `action`, in which $pid is rank 0 and $others are the processes that it has started. These must end within
+// two seconds after rank 0; else the exit code is 78.
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
-    fs::remove(folder.path / "others");
-    return shell(folder, "mkfifo pipe; train " + flags +
-                             " > pipe & pid=$!; done=\n"
-                             "while read -r line; do echo \"$line\"; [ -n \"$done\" ] ||\n"
-                             "case $line in *'" +
-                             part +
-                             "'*) done=yes\n"
-                             "others=$(echo $(cat /proc/$pid/task/$pid/children))\n"
-                             "echo $others > others; " +
-                             action +
-                             ";; esac; done < pipe\n"
-                             "rm pipe; wait $pid; code=$?; n=0\n"
-                             "for p in $others; do while kill -0 $p 2> gone && [ $n -lt 100 ]; do\n"
-                             "sleep 0.02; n=$((n + 1)); done; done; exit $code");
-}
-
-// Whether no process that the run has started is left.
-inline bool others_ended(const Folder& folder) {
-    std::istringstream others(read_file(folder.path / "others"));
-    int found = 0, left = 0;
-    for (pid_t pid; others >> pid; found++) left += ::kill(pid, 0) == 0;
-    return found > 0 && left == 0;
+    return shell(folder, concat("mkfifo pipe; train ", flags, R"( > pipe & pid=$!; done=
+while read -r line; do echo "$line"; [ -n "$done" ] || case $line in *')",
+                                part, R"('*) done=yes
+others=$(echo $(cat /proc/$pid/task/$pid/children)); )",
+                                action, R"(;; esac; done < pipe
+rm pipe; wait $pid; code=$?; n=0
+for p in $others; do while kill -0 $p 2> gone; do
+sleep 0.02; n=$((n + 1)); [ $n -lt 100 ] || exit 78; done; done
+exit $code)"));
 }
 
 inline sockaddr_in loopback(int port) {
@@ -189,20 +173,18 @@ struct Bound {
 };
 inline int free_port() { return Bound().port; }
 
-// Starts two ranks by hand, the second in a folder beside the first as on another machine. What they print
-// goes to out0 and out1. Their exit codes are the same.
+// Starts two ranks by hand. What they print goes to out0 and out1. Their exit codes are the same. With two
+// folders, each stands for a machine of its own.
 inline Ended two_by_hand(const Folder& folder, const std::string& flags0, const std::string& flags1,
                          const std::string& where0 = ".", const std::string& where1 = ".") {
-    std::string text = concat("root=$PWD; export COAT_PORT=", free_port(),
-                              " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret\n");
+    std::string ranks =
+        concat("export COAT_PORT=", free_port(), " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret\n");
     for (const auto& [rank, where, flags] : {std::tuple{"0", where0, flags0}, {"1", where1, flags1}})
-        text += concat("cd \"$root/", where, "\"; RANK=", rank, " LOCAL_RANK=", where0 == where1 ? rank : "0",
-                       " train ", flags, " > \"$root/out", rank, "\" 2> \"$root/err", rank, "\" & pid", rank,
-                       "=$!\n");
-    return shell(folder,
-                 text +
-                     "wait $pid1; other=$?; wait $pid0; code=$?; cat \"$root/err0\" \"$root/err1\" >&2\n"
-                     "[ $code = $other ] || exit 77; exit $code");
+        ranks += concat("(cd ", where, "; RANK=", rank, " LOCAL_RANK=", where0 == "." ? rank : "0", " train ",
+                        flags, ") > out", rank, " 2> err", rank, " & pid", rank, "=$!\n");
+    return shell(folder, ranks +
+                             "wait $pid1; other=$?; wait $pid0; code=$?; cat err0 err1 >&2\n"
+                             "[ $code = $other ] || exit 77; exit $code");
 }
 
 }  // namespace coat::test
