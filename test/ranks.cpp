@@ -95,17 +95,6 @@ struct Played {
 
 void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
-// Runs `body` with each of several ranks, in threads that have found each other through a port.
-void with_ranks(int count, const Body& body) {
-    const int port = free_port();
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < count; rank++)
-        threads.emplace_back([&, rank] {
-            body(*ProcessGroup::start({rank, count, rank, "127.0.0.1", port}));
-        });
-    for (std::thread& thread : threads) thread.join();
-}
-
 // The addresses at which some process listens at this port, as /proc has them: 0100007F is 127.0.0.1.
 std::string listening(int port) {
     char wanted[32];  // the port, any other side, and the state LISTEN
@@ -152,10 +141,12 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
 }
 
 TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and rank 0 may get them alone") {
-    for (int count = 1; count <= 4; count++)
-        with_ranks(count, [&](ProcessGroup& ranks) {
-            const int me = ranks.rank();
-            CHECK((ranks.count() == count && ranks.local() == me));
+    for (int count = 1; count <= 4; count++) {
+        const int port = free_port();
+        auto run = [&](int me) {
+            const auto processes = ProcessGroup::start({me, count, me, "127.0.0.1", port});
+            ProcessGroup& ranks = *processes;
+            CHECK((ranks.rank() == me && ranks.count() == count && ranks.local() == me));
             std::vector<Bytes> expected;
             for (int r = 0; r < count; r++) expected.push_back(Bytes(size_t(r) * 10'000'000, uint8_t(r + 1)));
             CHECK((ranks.all_gather(expected[size_t(me)]) == expected));
@@ -168,7 +159,11 @@ TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and r
             for (int64_t i = 0; i < 500; i++)
                 for (int r = 0; r < count; r++) wrong += ranks.all_gather(i + me)[size_t(r)] != i + r;
             CHECK(wrong == 0);
-        });
+        };
+        std::vector<std::thread> threads;
+        for (int rank = 0; rank < count; rank++) threads.emplace_back(run, rank);
+        for (std::thread& thread : threads) thread.join();
+    }
 }
 
 TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user sees one sentence") {
