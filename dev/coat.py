@@ -1,19 +1,11 @@
 #!/usr/bin/env python3
 """COAT (arXiv 2410.19313) in one page of NumPy: FP8 training, to be read from top to bottom.
 
-    python3 dev/coat.py        prints an example of every section
+    python3 dev/coat.py        prints examples
 
 COAT trains language models with three kinds of values in 8 bits (FP8): the operands of matrix products
 (GEMMs), the activations that are saved for the backward pass, and AdamW's two moments. Each section needs
-only those before it:
-
-    1. Formats      one value in one byte                                (the paper's preliminaries)
-    2. Quantizers   a block of values and its scale                      (section 5, granularity)
-    3. Optimizer    dynamic range expansion, AdamW with FP8 moments      (section 4)
-    4. Operators    norm, activation, attention, and their gradients
-    5. Flow         which tensor of a Llama layer has which format       (section 5, precision flow)
-
-test/dev/arithmetic.cpp compares all of it with reference.cpp.
+only those before it. test/dev/arithmetic.cpp compares all of it with reference.cpp.
 """
 import numpy as np
 
@@ -226,25 +218,17 @@ def layer_backward(w, saved, dx, T, HS):
 def rms(x):
     return np.sqrt(np.mean(np.square(x, dtype=float)))
 
-def examples():
-    code, random = encode(E4M3, 1.1), np.random.default_rng(0)
-    print(f"1. 1.1 is E4M3 code 0x{int(code):02x} = {decode(E4M3, code)}")
-    x = random.standard_normal((64, 64)).astype(F32)
-    x[0, 0] = 30000
-    tensor, groups = gemm_operand(E4M3, x) - x, dequantize_groups(*quantize_groups(x)) - x
-    print(f"2. an outlier of 30000 in row 0 of a normal matrix: RMS error of the other rows "
-          f"{rms(tensor[1:]):.4f} with one scale, {rms(groups[1:]):.4f} with 1x16 groups")
-    v = np.exp(random.standard_normal((1, 128))).astype(F32)
-    stored, plain = store_moment(v, True), gemm_operand(E4M3, v)
-    print(f"3. a group of second moments, k = {stored[2][0, 0]:.3f}: relative RMS error "
-          f"{rms(load_moment(stored) / v - 1):.4f}, without expansion {rms(plain / v - 1):.4f}")
-    C, F, T, HS = 64, 176, 32, 16
-    shapes = {"qkv": (3 * C, C), "attention_out": (C, C), "gate_up": (2 * F, C), "down": (C, F)}
-    w = {name: bf16(0.1 * random.standard_normal(shape)) for name, shape in shapes.items()}
-    w["norm1"] = w["norm2"] = np.ones(C, F32)
-    y, saved = layer_forward(w, x.clip(-3, 3), T, HS)
-    gradients = [f"{name} {rms(d):.2f}" for name, d in layer_backward(w, saved, y, T, HS)[1].items()]
-    print("5. RMS of a layer's gradients:", ", ".join(gradients))
-
 if __name__ == "__main__":
-    examples()
+    random = np.random.default_rng(0)
+    x, v = (random.standard_normal(shape).astype(F32) for shape in ((32, 64), (1, 128)))
+    x[0, 0], v = 30000, np.exp(v)
+    one, groups = gemm_operand(E4M3, x) / x, dequantize_groups(*quantize_groups(x)) / x
+    print(f"2. relative RMS error beside an outlier: {rms(one - 1):.3f}, with groups {rms(groups - 1):.3f}")
+    plain, expanded = gemm_operand(E4M3, v) / v, load_moment(store_moment(v, True)) / v
+    print(f"3. of second moments: {rms(plain - 1):.3f}, with expansion {rms(expanded - 1):.3f}")
+    w = {name: random.standard_normal((rows, 64)).astype(F32) / 8 for name, rows in
+         (("qkv", 192), ("attention_out", 64), ("gate_up", 128), ("down", 64))}
+    w["norm1"] = w["norm2"] = np.ones(64, F32)
+    y, saved = layer_forward(w, x.clip(-3, 3), T=32, HS=16)
+    gradients = layer_backward(w, saved, y, T=32, HS=16)[1]
+    print("5. RMS of gradients:", {name: f"{rms(gradient):.2f}" for name, gradient in gradients.items()})

@@ -5,9 +5,8 @@
 //   exponent = 0:  value = 2^(1 - bias) mantissa / 2^M               (a subnormal value)
 // E4M3 has M = 3, bias 7 and 4 bits of exponent. E5M2 has M = 2, bias 15 and 5 bits.
 //
-// Watch for what is above the largest value, f.max:
-//   E5M2 is as IEEE: with the largest exponent, mantissa 0 is infinity, and others are NaN.
-//   E4M3 has no infinity: the largest exponent has ordinary values, and only mantissa 7 there is NaN.
+// Watch for the largest exponent:
+//   In E5M2 its mantissa 0 is infinity, and others are NaN. In E4M3 only mantissa 7 is NaN; no infinity.
 //
 // std::ldexp(x, e) is x 2^e; INFINITY and NAN are in <cmath>.
 #include "judge.h"

@@ -11,10 +11,9 @@
 //   A tie, halfway between two codes, goes to the even code. std::nearbyint rounds so; std::round does not.
 //   Rounding up may reach the next power of two: add the mantissa to the field without a mask.
 //   Whatever is above f.max, infinity too, becomes the code of f.max: 0x7E in E4M3, 0x7B in E5M2.
-//   NaN is 0x7F. Bit 7 is the sign, of zero and NaN too: std::signbit(x).
+//   NaN (std::isnan) is 0x7F. Bit 7 is the sign, of zero and NaN too: std::signbit(x).
 //
-// std::ilogb(x) is the largest e with 2^e <= |x|, for 0 a huge negative number; std::ldexp(x, e) is x 2^e;
-// std::isnan.
+// std::ilogb(x) is the largest e with 2^e <= |x|, hugely negative for 0; std::ldexp(x, e) is x 2^e.
 #include "judge.h"
 
 uint8_t encode(const Fp8& f, float x) {

@@ -1,13 +1,11 @@
 // 3 - Quantize a tensor with one scale (section 5, per-tensor scaling)
 //
 //   amax = the largest |x|        s = amax / 448        code = encode(x (1 / s))
-// so that amax becomes 448, the largest value of E4M3. A GEMM of codes is multiplied by s afterwards.
-// Return s, and write the n codes.
+// so that amax becomes 448, E4M3's largest value. A GEMM multiplies its sums by s. Return s, write the codes.
 //
 // Watch for:
 //   The largest magnitude may be that of a negative value.
-//   A tensor of zeros has s = 1.
-//   s is at least 2^-126 (0x1p-126f), so that 1 / s is finite.
+//   A tensor of zeros has s = 1. Any other s is at least 2^-126 (0x1p-126f), so that 1 / s is finite.
 //   Compute 1 / s once, in FP32, and multiply by it: a GPU does, and x / s may round to another code.
 //
 // given::encode(x) is the E4M3 code of x.

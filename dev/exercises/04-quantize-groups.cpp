@@ -2,14 +2,12 @@
 //
 // Inputs of norms and activation functions have a scale for each 16 neighbouring values of a row:
 //   amax = the largest |x| of the group        s = to_bf16(amax / 448)        code = encode(x (1 / s))
-// An outlier then costs precision in its own group only. Write the codes (rows, cols) and the scales
-// (rows, groups in a row).
+// An outlier costs precision in its group only. Write codes (rows, cols) and scales (rows, groups in a row).
 //
 // Watch for:
 //   Round the scale first, and divide by the rounded one: it is the scale that decoding will use.
 //   Round it to the nearest. It may become 0.4% too small: amax / s, up to 449.75, still rounds to 448.
-//   The last group of a row is shorter if cols is no multiple of 16. No group crosses to the next row.
-//   A group of zeros has s = 1.
+//   The last group of a row may be shorter: none crosses to the next row. A group of zeros has s = 1.
 //
 // given::to_bf16(s) is s rounded to BF16, as a float; given::encode(x) is an E4M3 code.
 #include "judge.h"

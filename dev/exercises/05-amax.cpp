@@ -1,10 +1,8 @@
 // 5 - The amax of a tensor by group scaling (section 5.2)
 //
-// Per-tensor scaling needs the largest |x| of the whole tensor before the first code. Group scaling takes it
-// in two stages:
+// Per-tensor scaling needs the largest |x| before the first code. Group scaling finds it in two stages:
 //   maxima[i] = the largest |x| of elements 16 i to 16 i + 15        amax = the largest of the maxima
-// On a GPU, the kernel that produces the values takes the first maxima: no kernel reads the tensor again.
-// Write the maxima, and return amax.
+// On a GPU the kernel that makes x takes the maxima: none reads x again. Write the maxima, and return amax.
 //
 // Watch for:
 //   The last group is shorter if n is no multiple of 16.

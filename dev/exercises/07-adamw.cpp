@@ -8,12 +8,10 @@
 // zero; and the codes encode(expand(x, max, k)).
 //
 // Watch for:
-//   The weight is updated with the new m and v before they are quantized.
+//   The weight is updated before m and v are quantized. Their codes belong to the new max and k.
 //   Zeros do not count in the smallest magnitude. A group of zeros has max = 0, k = 1 and codes 0.
-//   The codes belong to the new max and k.
 //
-// m.codes[i], *m.max and *m.k are read and then overwritten. given:: has encode, decode, expansion_factor,
-// expand and contract.
+// m.codes[i], *m.max and *m.k are read, then overwritten. given:: has encode, decode and those of exercise 6.
 #include "judge.h"
 
 void adamw(const Step& s, int n, const float* g, float* w, Moment m, Moment v) {

@@ -7,11 +7,9 @@
 // The means run over the C values of a token. eps = 1e-5.
 //
 // Watch for:
-//   r is that of the decoded x.
-//   dweight has C values; those of all tokens are added.
+//   r is that of the decoded x. The C values of dweight are added over all tokens.
 //
-// codes, dy and dx are (N, C), scales (N, C / 16), and weight and dweight have C values.
-// given::decode(code) is the value of an E4M3 code.
+// codes, dy and dx are (N, C), scales (N, C / 16), weight and dweight (C). given::decode(code): its value.
 #include "judge.h"
 
 void norm_backward(int N, int C, const uint8_t* codes, const float* scales, const float* weight,

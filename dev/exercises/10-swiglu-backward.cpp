@@ -6,11 +6,9 @@
 //   dgate = dact up silu'(gate)        silu'(a) = s (1 + a (1 - s))
 //
 // Watch for:
-//   A row of scales has 2 F / 16 of them: those of gate, then those of up.
-//   dgate_up has the order of gate_up.
+//   A row of scales has those of gate, then those of up. dgate_up has the order of gate_up.
 //
-// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16), dact (N, F). given::decode(code) is the value of an
-// E4M3 code.
+// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16), dact (N, F). given::decode(code) is its value.
 #include "judge.h"
 
 void swiglu_backward(int N, int F, const uint8_t* codes, const float* scales, const float* dact,

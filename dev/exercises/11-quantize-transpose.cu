@@ -3,9 +3,8 @@
 // Backward needs codes in both orders: Hopper's FP8 GEMMs read both operands along the reduction. Write
 //   codes[r * cols + c] = transposed[c * rows + r] = encode(x[r * cols + c] * inverse_scale)
 //
-// A block has 32 x 8 threads and does a tile of 32 x 32 values: tile blockIdx.x along the columns and
-// blockIdx.y along the rows. Read x by rows, keep the codes in shared memory, and write both results by their
-// rows, so that neighbouring threads always use neighbouring addresses.
+// A block of 32 x 8 threads does a tile of 32 x 32: tile blockIdx.x of the columns, blockIdx.y of the rows.
+// Neighbouring threads use neighbouring addresses: keep codes in shared memory, write both results by rows.
 //
 // Watch for:
 //   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.

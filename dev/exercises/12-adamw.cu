@@ -1,8 +1,7 @@
 // 12 - On a GPU: AdamW with FP8 moments, a block for each group (section 4)
 //
-// Exercise 7, with a block of 128 threads for a group of 128 parameters: thread t of block b has parameter
-// i = 128 b + t, code i, and shares max[b] and k[b]. max and k need the largest and the smallest magnitude of
-// all threads: reduce in shared memory, or with __shfl_xor_sync within warps and shared memory between them.
+// Exercise 7, with a block of 128 threads for a group: thread t of block b has parameter i = 128 b + t and
+// shares max[b] and k[b]. These need magnitudes of all threads: reduce them in shared memory.
 //
 // Watch for:
 //   Threads beyond n have no parameter, but take part in every __syncthreads().
