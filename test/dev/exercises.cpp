@@ -44,21 +44,16 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
 
     auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
     auto is_up = [=](const Fp8& f, float x) { return std::abs(right(f, uint8_t(even(f, x)))) > std::abs(x); };
-    auto masked = [=](const Fp8& f, float x) {  // without a carry from the mantissa
-        const int code = even(f, x), one = 1 << f.mantissa;
-        return code - (is_up(f, x) && code % one == 0 ? one : 0);
-    };
     exercise(judge::encode, empty::encode,
              {{"about ties:",
                [=](auto& f, float x) { return even(f, std::nextafter(x, std::copysign(INFINITY, x))); }},
               {"Every wrong code is one off", [=](auto& f, float x) { return even(f, x) - is_up(f, x); }},
-              {"about values that are rounded up to a power of two:", masked},
               {"about NaN:",
                [=](auto& f, float x) { return even(f, std::isnan(x) ? std::copysign(INFINITY, x) : x); }},
               {"about NaN:", [=](auto& f, float x) { return std::isnan(x) ? 0x7F : even(f, x); }},
               {"about NaN:", [=](auto& f, float x) { return even(f, x) - 2 * std::isnan(x); }},
               {"Not all wrong values are alike. Of this one: This is about zero:",  // several mistakes
-               [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : masked(f, x); }},
+               [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : even(f, x); }},
               {"passed, ", even}});
 }
 
@@ -79,7 +74,7 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     };
     exercise(judge::quantize_tensor, empty::quantize_tensor,
              {{"A few codes are one off", tensor(448, true)},
-              {"57344 is the largest value of E5M2", tensor(57344)},
+              {"off by the factor 0.00781: look at the scale", tensor(57344)},
               {"about negative values:", tensor(448, false, of_signed)},
               {"passed, ", tensor()}});
 
@@ -99,17 +94,13 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     auto next_row = [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
         groups(given::to_bf16)(1, rows * cols, x, codes, scales);
     };
-    exercise(
-        judge::quantize_groups, empty::quantize_groups,
-        {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
-         {"Round the scale to the nearest, not up",
-          groups([](float s) { return given::to_bf16(given::to_bf16(s) < s ? s * 1.004f : s); })},
-         {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
-         {"Round the scale to BF16, not amax", groups([](float s) { return given::to_bf16(s * 448) / 448; })},
-         {"about negative values:", groups(given::to_bf16, true, of_signed)},
-         {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
-         {"about a last, shorter group:", next_row},
-         {"passed, ", groups(given::to_bf16)}});
+    exercise(judge::quantize_groups, empty::quantize_groups,
+             {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
+              {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
+              {"about negative values:", groups(given::to_bf16, true, of_signed)},
+              {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
+              {"about a last, shorter group:", next_row},
+              {"passed, ", groups(given::to_bf16)}});
 
     auto maxima = [](float (*magnitude)(float), int shortest = 1) {
         return [=](int n, const float* x, float* maxima) {
@@ -123,8 +114,6 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
              {{"about NaN:", maxima(std::abs)},
               {"about a last, shorter group:", maxima(magnitude, 16)},
               {"about negative values:", maxima([](float x) { return std::isnan(x) ? INFINITY : x; })},
-              {"the result is not: it is the largest",
-               [=](int n, const float* x, float* m) { return maxima(magnitude)(n, x, m), m[0]; }},
               {"passed, ", maxima(magnitude)}});
 }
 
@@ -151,7 +140,7 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
     six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
     six("Compare k with its formula", of_release, expand, contract);
-    six("about the limits of k:", no_limits, expand, contract);
+    six("about equal magnitudes:", no_limits, expand, contract);
     six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
     six("This is not computed yet: contract.", k, expand, [](float, float, float) { return 0.0f; });
@@ -197,26 +186,21 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     using Quantizer = Matrix (*)(const Matrix&);
     Quantizer by_row = [](const Matrix& x) { return given::quantized(x, 1, 128); };
     Quantizer by_col = [](const Matrix& x) { return transposed(given::quantized(transposed(x), 1, 128)); };
-    Quantizer twice = [](const Matrix& x) {
-        return transposed(given::quantized(transposed(given::quantized(x, 1, 128)), 1, 128));
-    };
     Quantizer itself = [](const Matrix& x) { return x; };
-    auto linear = [=](Quantizer x_dw, Quantizer g_dw, int block = 128) {
+    auto linear = [=](Quantizer in_wgrad) {
         return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
-            const Matrix w8 = given::quantized(w, block, 128);
+            const Matrix w8 = given::quantized(w, 128, 128);
             y = product(by_row(x), transposed(w8));
             dx = product(by_row(g), w8);
-            dw = product(transposed(g_dw(g)), x_dw(x));
+            dw = product(transposed(in_wgrad(g)), in_wgrad(x));
         };
     };
     exercise(judge::linear, empty::linear,
-             {{"first transpose both", linear(by_row, by_row)},
-              {"quantized twice", linear(twice, twice)},
-              {"w has blocks of 128x128", linear(by_col, by_col, 1)},
-              {"quantize both.", linear(itself, itself)},
-              {"the inner dimensions differ",
+             {{"first transpose both", linear(by_row)},
+              {"quantize both.", linear(itself)},
+              {"the inner dimensions 160 and 144 differ",
                [](auto& x, auto& w, auto&, auto& y, auto&, auto&) { y = product(x, w); }},
-              {"passed, ", linear(by_col, by_col)}});
+              {"passed, ", linear(by_col)}});
 
     using Bytes = const uint8_t*;
     using Vector = const float*;
