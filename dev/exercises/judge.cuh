@@ -11,7 +11,7 @@
 class OnGpu {
 public:
     template <class T> T* operator()(const T* host, size_t n) {
-        arrays_.push_back({const_cast<T*>(host), n * sizeof(T), nullptr});
+        arrays_.push_back({const_cast<T*>(host), nullptr, n * sizeof(T)});
         cudaMalloc(&arrays_.back().gpu, n * sizeof(T));
         cudaMemcpy(arrays_.back().gpu, host, n * sizeof(T), cudaMemcpyHostToDevice);
         return static_cast<T*>(arrays_.back().gpu);
@@ -32,9 +32,8 @@ public:
 
 private:
     struct Array {
-        void* host;
+        void *host, *gpu;
         size_t bytes;
-        void* gpu;
     };
     std::vector<Array> arrays_;
 };
@@ -48,8 +47,7 @@ inline auto on_gpu(judge::Transpose* kernel) {
     };
 }
 
-using AdamWKernel = void(Step, int, const float*, float*, Moment, Moment);
-inline auto on_gpu(AdamWKernel* kernel) {
+inline auto on_gpu(void (*kernel)(Step, int, const float*, float*, Moment, Moment)) {
     return [kernel](const Step& s, int n, const float* g, float* w, const Moment& m, const Moment& v) {
         OnGpu gpu;
         const size_t groups = (n + 127) / 128;

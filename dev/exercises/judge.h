@@ -1,8 +1,5 @@
-// judge.h - what an exercise is compared with. Nothing here needs to be read to solve one.
-//
-// Each function of `judge` calls the reader's function with random and with nasty inputs, compares the
-// results with reference.cpp, and prints "passed", or the first value that differs and a hint. It returns the
-// exit code.
+// judge.h - what an exercise is compared with; need not be read to solve one. A function of `judge` calls the
+// reader's, prints "passed", or the first value that differs and a hint, and returns the exit code.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -35,8 +32,7 @@ struct Step {  // what a step of AdamW has beside its tensors; bias1 = 1 - beta1
 
 namespace given {  // functions of earlier exercises, for E4M3, to use in later ones
 
-namespace reference = coat::reference;
-using coat::Format;
+using namespace coat;
 constexpr Format F8 = Format::E4M3;
 inline uint8_t encode(float x) { return uint8_t(reference::encode(F8, x)); }
 inline float decode(uint8_t code) { return reference::decode(F8, code); }

@@ -85,7 +85,7 @@ __global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment 
 void transposes(const char* sentence, judge::Transpose* kernel) {
     says(sentence, [=] { return judge::quantize_transpose(on_gpu(kernel)); });
 }
-void updates(const char* sentence, AdamWKernel* kernel) {
+void updates(const char* sentence, void (*kernel)(Step, int, const float*, float*, Moment, Moment)) {
     says(sentence, [=] { return judge::adamw(on_gpu(kernel), 12); });
 }
 
