@@ -10,8 +10,7 @@ only those before it. test/dev/arithmetic.cpp compares all of it with reference.
 import numpy as np
 
 F32 = np.float32
-# ------------------------------------------------------------------------------------------------------------
-# 1. Formats. FP8 has a sign, an exponent and a mantissa of M bits:
+# --- 1. Formats. FP8 has a sign, an exponent and a mantissa of M bits:
 #      value = 2^(exponent - bias) (1 + mantissa / 2^M)      if exponent > 0
 #      value = 2^(1 - bias) mantissa / 2^M                   if exponent = 0: a subnormal
 # E4M3 (M = 3) is for weights, activations and moments; E5M2 (M = 2) has more range, for gradients.
@@ -47,9 +46,8 @@ def bf16(x):
     rounded = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(F32)
     return np.where(np.isfinite(x), rounded.reshape(np.shape(x)), x).astype(F32)
 
-# ------------------------------------------------------------------------------------------------------------
-# 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. The block is
-# the whole tensor for GEMM operands: then the GEMM multiplies codes, and its result with s once. Norms and
+# --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
+# operands the block is the whole tensor: the GEMM multiplies codes, and its result with s once. Norms and
 # activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
 
 def scales_of(f, amax):
@@ -77,8 +75,7 @@ def gemm_operand(f, x):
     codes, s = quantize_tensor(f, x)
     return decode(f, codes) * s
 
-# ------------------------------------------------------------------------------------------------------------
-# 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a group of 128 moments spans far less and
+# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a group of 128 moments spans far less and
 # would use a part of the codes. Dynamic range expansion stretches the group before it is quantized:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
@@ -129,8 +126,7 @@ def adamw(w, g, m_stored, v_stored, step, lr, beta1=0.9, beta2=0.95, eps=1e-8, d
     w = w - F32(lr) * (update + F32(decay) * w)
     return w, store_moment(m, False), store_moment(v, True)
 
-# ------------------------------------------------------------------------------------------------------------
-# 4. Operators: values are FP32. x (tokens, C), weights (out, in).
+# --- 4. Operators: values are FP32. x (tokens, C), weights (out, in).
 
 def rms_norm(x, weight, eps=F32(1e-5)):
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
@@ -173,10 +169,9 @@ def attention(qkv, T, HS, out=None, dout=None):
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
-# ------------------------------------------------------------------------------------------------------------
-# 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms and
-# the activation function read what was saved in groups, in both passes, so that the gradient is that of the
-# loss. Everything else is BF16. Outputs of norms and of the activation function are not saved: backward
+# --- 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms
+# and the activation function read what was saved in groups, in both passes, so that the gradient is that of
+# the loss. Everything else is BF16. Outputs of norms and of the activation function are not saved: backward
 # computes them again.
 
 def linear(x, w):

@@ -4,8 +4,7 @@
 // apart. Below 2^(1 - bias) values are subnormal, and codes stay 2^(1 - bias - M) apart. So
 //   steps = |x| / 2^(e - M), rounded, with e at least 1 - bias,
 // has the implicit 1 of a normal value in bit M: its mantissa is steps - 2^M and its exponent field e + bias.
-// A subnormal value has the mantissa steps and the field 0 (steps = 2^M is then the smallest normal code).
-// The code is sign << 7 | (field << M) + mantissa.
+// A subnormal value has the mantissa steps and the field 0. The code is sign << 7 | (field << M) + mantissa.
 //
 // Watch for:
 //   A tie, halfway between two codes, goes to the even code. std::nearbyint rounds so; std::round does not.

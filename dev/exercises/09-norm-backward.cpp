@@ -6,9 +6,6 @@
 //   d = dy weight          dx = (d - x r mean(d x r)) r          dweight = sum over tokens of dy x r
 // The means run over the C values of a token. eps = 1e-5.
 //
-// Watch for:
-//   r is that of the decoded x. The C values of dweight are added over all tokens.
-//
 // codes, dy and dx are (N, C), scales (N, C / 16), weight and dweight (C). given::decode(code): its value.
 #include "judge.h"
 

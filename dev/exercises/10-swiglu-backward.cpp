@@ -5,10 +5,8 @@
 //   dup = dact silu(gate)
 //   dgate = dact up silu'(gate)        silu'(a) = s (1 + a (1 - s))
 //
-// Watch for:
-//   A row of scales has those of gate, then those of up. dgate_up has the order of gate_up.
-//
-// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16), dact (N, F). given::decode(code) is its value.
+// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16), dact (N, F). Rows of scales and of dgate_up, too,
+// have those of gate, then those of up. given::decode(code) is the value of a code.
 #include "judge.h"
 
 void swiglu_backward(int N, int F, const uint8_t* codes, const float* scales, const float* dact,

@@ -9,7 +9,6 @@
 // Watch for:
 //   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.
 //   All threads of a block must have written the tile before one reads it: __syncthreads(), by all of them.
-//   A column of a 32-wide tile lies in one bank of shared memory: make it wider (speed only).
 //
 // __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3) is the code of x.
 #include "judge.cuh"

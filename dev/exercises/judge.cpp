@@ -204,12 +204,11 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
     Comparison c(1);
     for (const Fp8& f : {E4M3, E5M2})
         for (int code = 0; code < 256; code++) {
-            const int exponent = (code & 0x7F) >> f.mantissa, top = 0x7F >> f.mantissa;
+            const int field = (code & 0x7F) >> f.mantissa, top = 0x7F >> f.mantissa;
             c.of = " code " + hex(code);
             c(info(format_of(f)).name, Floats{reference::decode(format_of(f), uint8_t(code))},
               Floats{decode(f, uint8_t(code))},
-              {about("codes with exponent 0", exponent == 0),
-               about("the largest exponent", exponent == top)});
+              {about("codes with exponent 0", field == 0), about("the largest exponent", field == top)});
         }
     return c.finish();
 }
@@ -467,13 +466,12 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
         quantize(rows, cols, inverse, x.data(), codes.data(), transposed.data());
         for (int i = 0; i < rows * cols; i++)
             expected[i] = turned[i % cols * rows + i / cols] = given::encode(x[i] * inverse);
-        const Hint cut = about("matrices with cut tiles", rows % 32 || cols % 32);
+        const Hint cut = about("matrices with cut tiles", rows % 32 || cols % 32),
+                   oblong = about("oblong matrices", rows != cols);
         c.of = text(" of ", rows, " x ", cols);
         c("code", expected, codes, {cut});
         c("transposed code", turned, transposed,
-          {cut,
-           about("oblong matrices", rows != cols),
-           {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
+          {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
     }
     return c.finish();
 }
