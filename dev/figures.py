@@ -1,9 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the figures of dev/figures from values of a real run and from what `./train --plan` prints.
-
-    make figures     draws all; if build/figures has no model yet, one is trained first, for two minutes
-
-coat.py, which has the reference's codes (test/dev/arithmetic.cpp), quantizes the values. Needs matplotlib.
+"""Draws the figures of dev/figures from values of a real run and from what `./train --plan` prints, with
+matplotlib: `make figures`. If build/figures has no model yet, one is trained first, for two minutes.
 """
 import pathlib
 import re
@@ -14,7 +11,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch
 
 import coat
 import moments
@@ -23,21 +20,20 @@ BLUE, RED, GREEN, GOLD, GREY = "#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#8a9
 DARK, GROUND = "#4a5568", "#fbfbfd"
 # A background of its own keeps a figure legible on dark pages. Text stays text, which keeps files small.
 plt.rcParams.update({"figure.facecolor": GROUND, "axes.facecolor": GROUND, "svg.fonttype": "none",
-                     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 9,
-                     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10,
-                     "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "coat",
-                     "legend.frameon": False, "figure.constrained_layout.use": True,
-                     "figure.constrained_layout.h_pad": 0.12, "figure.constrained_layout.w_pad": 0.12})
+                     "font.sans-serif": ["DejaVu Sans", "Arial"], "font.size": 9, "svg.hashsalt": "coat",
+                     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+                     "axes.titleweight": "bold", "axes.titlesize": 10, "legend.frameon": False,
+                     "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.12,
+                     "figure.constrained_layout.w_pad": 0.12})
 
 def box(ax, x, y, w, h, words, edge, face="#ffffff", angle=0, size=8.2):
     ax.add_patch(FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=0.12",
                                 facecolor=face, edgecolor=edge, linewidth=1.3))
-    ink = "white" if face == edge else "#1a202c"
-    ax.text(x, y, words, ha="center", va="center", color=ink, fontsize=size, rotation=angle)
+    ax.text(x, y, words, ha="center", va="center", color="white" if face == edge else "black", fontsize=size,
+            rotation=angle)
 
 def arrow(ax, start, end, words=""):
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=DARK, shrinkA=0,
-                                 shrinkB=0))
+    ax.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": DARK, "shrinkA": 0, "shrinkB": 0})
     ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, words, fontsize=7.8, va="center", color=DARK)
 
 def plan(train, recipe):
@@ -64,9 +60,8 @@ def formats():
         normal = values >= 2.0 ** (1 - f.bias)
         ax.vlines(values, 0, 1, colors=np.where(normal, BLUE, RED), linewidth=0.9)
         ax.set_xscale("log", base=2)
-        ax.set(ylim=(0, 1.6), yticks=[], xlim=(2.0**-19.5, 2.0**19.5),
+        ax.set(ylim=(0, 1.6), yticks=[], frame_on=False, xlim=(2.0**-19.5, 2.0**19.5),
                title=f"{name}: {2**f.M} values from each power of two to the next")
-        ax.spines["left"].set_visible(False)
         ax.text(f.max, 1.1, f"largest {float(f.max):,.0f}", ha="center", color=BLUE)
         ax.text(f.min, 1.1, f"smallest 2^{int(np.log2(f.min))}, subnormal", ha="center", color=RED)
 
@@ -86,7 +81,6 @@ def expansion(v):
                        label=f"{name}: {len(np.unique(code))} codes")
         axes[2].plot(100 * np.abs(error), ".", color=color, markersize=4,
                      label=f"{name}: {100 * coat.rms(error):.1f}% RMS")
-    axes[1].axhline(0, color="black", linewidth=0.6)
     axes[1].set(title="how many have which code", xlabel="E4M3 code", yticks=[], xlim=(0, 127))
     axes[2].set(title="relative error in %", xlabel="sorted")
     for ax in axes[1:]:
@@ -135,8 +129,6 @@ def flow(lines):
             box(ax, 6.8, y, 3.6, 0.62, saves.replace("; ", "\n"), tone, tone)
             arrow(ax, (4.2, y), (5.0, y))
             arrow(ax, (8.6, y), (9.0, y))
-    for y, words, color in ((0.2, "FP8 GEMMs", BLUE), (-0.1, "read groups", GREEN), (-0.4, "BF16", GREY)):
-        ax.text(6.8, y, words, color=color, ha="center", weight="bold", fontsize=8.5)
 
 def granularity(x):
     """x (tokens, columns): an activation; its error with one scale, a scale for each row, and 1x16 groups."""
@@ -158,18 +150,14 @@ def granularity(x):
     gemms = (("y = x w^T", "x: tokens x in", "w^T: in x out", "in"),
              ("dx = g w", "g: tokens x out", "w: out x in", "out"),
              ("dw = g^T x", "g^T: out x tokens", "x: tokens x in", "tokens"))
-    for ax in axes[1]:
-        ax.set(xlim=(0, 10), ylim=(0, 6))
-        ax.axis("off")
+    plt.setp(axes[1], xlim=(0, 10), ylim=(0, 6), xticks=[], yticks=[], frame_on=False)
     for ax, (title, left, right, reduced) in zip(axes[1], gemms):
         ax.set_title(title)
         box(ax, 2.4, 2.45, 4.6, 2.9, left, BLUE, "#dbe9fa", size=7)
         box(ax, 8.05, 2.5, 2.9, 4.6, right, BLUE, "#dbe9fa", angle=90, size=7)
         ax.plot([0.1, 4.7], [3.9, 3.9], [6.6, 6.6], [0.2, 4.8], color=RED, linewidth=4)
         ax.text(5, 5.3, f"sum over {reduced}", ha="center", color=RED, fontsize=8)
-    words = ("Along the red sides a scale may change\nin blocks of 128 only. 1x16 groups are for\n"
-             "norms and the activation: they decode\nevery value before they use it.")
-    axes[1, 3].text(0, 5.6, words, va="top", fontsize=7.6)
+    axes[1, 3].text(0, 3, "Along red sides: blocks of\n128 or more. 1x16 groups are\nfor norms and activation.")
 
 def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
@@ -221,10 +209,8 @@ def main(train, run):
     draw("k", factors, m, v)
     draw("flow", flow, plans["coat"])
     draw("granularity", granularity, coat.swiglu(coat.dequantize_groups(*saved[4])))
-    if any("CUDA context" in line for line in plans["coat"]):
+    if any("CUDA context" in line for line in plans["coat"]):  # a CPU build does not know temporary memory
         draw("memory", memory, plans)
-    else:  # which does not know temporary memory
-        print("memory.svg stays as it is: it needs a program that was built with nvcc.")
 
 if __name__ == "__main__":
     main(sys.argv[1], pathlib.Path(sys.argv[2]))
