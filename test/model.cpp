@@ -14,11 +14,6 @@ namespace {
 using Floats = std::vector<float>;
 const float INF = std::numeric_limits<float>::infinity();
 
-std::vector<std::string> recipe_names() {
-    std::vector<std::string> names;
-    for (const Recipe& r : recipes()) names.push_back(r.name);
-    return names;
-}
 bool bf16_value(float x) { return reference::round_to(Format::BF16, x) == x; }
 
 Floats masters(const Snapshot& state, const std::string& name) {
@@ -192,9 +187,8 @@ PROPERTY("stop and resume has the same bits; evaluating, sampling and reporting 
 PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the loss, for any prompt") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
-    for (const std::string& recipe :
-         recipe_names())  // fallback to the compute dtype, and rows that are padded
-        for (int64_t T : {5, 16}) list.push_back(setup_of(recipe, tiny_config(LLAMA, true), 16, T));
+    for (const Recipe& recipe : recipes())
+        for (int64_t T : {5, 16}) list.push_back(setup_of(recipe.name, tiny_config(LLAMA, true), 16, T));
     FOR_EACH_SETUP(s, list) {
         if (s.accumulate > 1) continue;
         Training t(make, s);
@@ -251,11 +245,10 @@ PROPERTY("if its tokens are no multiple of 16, a run's linear layers use BF16, a
 PROPERTY("the residual stream is rounded to BF16 after each branch; groups are made of the sum in FP32") {
     const char* const linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
                                    "layers.1.down"};
-    for (const std::string& name : recipe_names())
+    for (const Recipe& recipe : recipes())
         for (int reader : {-1, 1, 2}) {  // none; norm 2 of layer 0; norm 1 of layer 1
-            INFO(name, ", reader ", reader);
-            Training t(make, setup_of(name, tiny_config(GPT2, true)));
-            const Recipe& recipe = t.setup().recipe;
+            Training t(make, setup_of(recipe.name, tiny_config(GPT2, true)));
+            INFO(text(t.setup()), ", reader ", reader);
             t.next();
             Snapshot state = snapshot(*t.model);
             Random rng(1);  // values in [1, 2) have steps of 2^-7
@@ -283,9 +276,9 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
 // feature without an error: dw = g^T x has the ratios of the bias's gradient, which is g. With rotary
 // positions it is the second token, as the first is not rotated: of it alone are the gradients of q.
 PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; biases sum g itself") {
-    for (const std::string& recipe : recipe_names())
+    for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {GPT2, QWEN2}) {
-            Training t(make, setup_of(recipe, tiny_config(arch, false), 1, 16, 5));
+            Training t(make, setup_of(recipe.name, tiny_config(arch, false), 1, 16, 5));
             const Setup& s = t.setup();
             if (s.recipe.compute != Format::BF16) continue;
             INFO(text(s));
@@ -330,10 +323,10 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
 
 PROPERTY("targets that do not count have loss and gradient 0 and are not in the mean; none changes nothing") {
     constexpr int64_t B = 3, T = 16, COUNTED = 5;  // targets 0 to 4 of the first sequence count
-    for (const std::string& recipe : recipe_names())
+    for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            INFO(recipe, " ", std::string(arch.name));
-            Training t(make, setup_of(recipe, tiny_config(arch, false), B, T));
+            Training t(make, setup_of(recipe.name, tiny_config(arch, false), B, T));
+            INFO(text(t.setup()));
             t.losses(1);
             const ModelConfig& c = t.setup().config;
             const std::vector<int32_t> none(B * T, NO_TARGET);
@@ -423,21 +416,20 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
                 CHECK((bad == 0 && norm(got[p]) > 0));
             }
         }
-    for (const bool tied : {true, false})
-        for (int64_t accumulate : {1, 2, 3, 4, 5}) {
-            Training t(make, setup_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
-            t.step();
-            int64_t beyond_bf16 = 0;
-            for (const Floats& g : gradients_of(*t.model))
-                beyond_bf16 += std::count_if(g.begin(), g.end(), [](float x) { return !bf16_value(x); });
-            INFO(tied, " ", accumulate);
-            CHECK((beyond_bf16 > 0) == (accumulate * (tied ? 2 : 1) > 4));
-        }
+    for (const auto& [tied, accumulate] : {std::pair{false, 4}, {false, 5}, {true, 2}, {true, 3}}) {
+        Training t(make, setup_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
+        t.step();
+        int64_t beyond_bf16 = 0;
+        for (const Floats& g : gradients_of(*t.model))
+            beyond_bf16 += std::count_if(g.begin(), g.end(), [](float x) { return !bf16_value(x); });
+        INFO(tied, " ", accumulate);
+        CHECK((beyond_bf16 > 0) == (accumulate * (tied ? 2 : 1) > 4));
+    }
 }
 
 PROPERTY("a weight that is not finite: the step changes nothing, evaluation tells, and training continues") {
-    std::vector<std::string> runs = recipe_names();
-    for (const char* more : {"coat lean", "bf16 lean"}) runs.push_back(more);
+    std::vector<std::string> runs = {"coat lean", "bf16 lean"};
+    for (const Recipe& recipe : recipes()) runs.push_back(recipe.name);
     for (const std::string& run : runs)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Training t(make, setup_of(run, tiny_config(arch, true)));
@@ -474,7 +466,10 @@ PROPERTY("a weight that is not finite: the step changes nothing, evaluation tell
 //   hidden      ups 0, so that nothing goes further back; the norm's output is large, and so is wgrad's sum.
 //               Earlier layers have finite gradients
 enum class Large { Huge, Infinite, Hidden };
-static void make_large(Snapshot& state, const ModelConfig& c, Large kind) {
+static Snapshot make_large(Training& t, Large kind) {
+    t.losses(1);
+    Snapshot state = snapshot(*t.model);
+    const ModelConfig& c = t.setup().config;
     const int64_t half = c.F * c.C;
     if (kind == Large::Hidden) {
         auto scale = [&](const char* name, int64_t n, float factor) {
@@ -484,14 +479,16 @@ static void make_large(Snapshot& state, const ModelConfig& c, Large kind) {
         scale("layers.1.gate_up", half, 0x1p-90f);  // the gates stay as they are
         set_weights(state, "layers.1.gate_up", 0, half, half);
         scale("layers.1.down", half, 0x1p66f);
-        return;
+    } else {
+        const bool huge = kind == Large::Huge;
+        const float up = huge ? 0x1p50f : 0x1p100f, down = huge ? 0x1p40f : 0x1p120f;
+        set_weights(state, "layers.1.gate_up", 0, 0, half);
+        set_weights(state, "layers.1.gate_up", up, half, half);
+        set_weights(state, "layers.1.down", -down / 2, 0, half / 2);
+        set_weights(state, "layers.1.down", down, half / 2);
     }
-    const bool huge = kind == Large::Huge;
-    const float up = huge ? 0x1p50f : 0x1p100f, down = huge ? 0x1p40f : 0x1p120f;
-    set_weights(state, "layers.1.gate_up", 0, 0, half);
-    set_weights(state, "layers.1.gate_up", up, half, half);
-    set_weights(state, "layers.1.down", -down / 2, 0, half / 2);
-    set_weights(state, "layers.1.down", down, half / 2);
+    restore(*t.model, state);
+    return state;
 }
 
 PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped, with every optimizer") {
@@ -499,10 +496,7 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped, w
         for (const OptimizerFormat& o : optimizers()) {
             Training t(make, setup_of(concat(recipe, " moments ", o.name)));
             INFO(text(t.setup()));
-            t.losses(1);
-            Snapshot state = snapshot(*t.model);
-            make_large(state, t.setup().config, Large::Huge);
-            restore(*t.model, state);
+            const Snapshot state = make_large(t, Large::Huge);
             t.adamw.clip = 0;
             const StepResult r = t.step();
             CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INF));
@@ -522,10 +516,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
         for (Large kind : {Large::Infinite, Large::Hidden}) {
             Training t(make, setup_of(std::string(recipe) + " gradients"));
             INFO(text(t.setup()), kind == Large::Hidden ? ", hidden" : "");
-            t.losses(1);
-            Snapshot state = snapshot(*t.model);
-            make_large(state, t.setup().config, kind);
-            restore(*t.model, state);
+            const Snapshot state = make_large(t, kind);
             const StepResult r = t.step();
             CHECK((r.skipped && std::isfinite(r.loss)));
             // In E5M2 the infinite gradient saturates, but the check of amaxes detects it.
