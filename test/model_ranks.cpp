@@ -16,10 +16,6 @@ Setup small(const std::string& words, const Architecture& arch = LLAMA, int64_t 
             bool tied = false) {
     return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
-Setup with_accumulate(Setup s, int64_t accumulate) {
-    s.accumulate = accumulate;
-    return s;
-}
 void check_same_files(const fs::path& a, const fs::path& b) {
     for (const char* file : {"model.safetensors", "optimizer.state"}) {
         INFO(b.string(), " ", std::string(file));
@@ -62,7 +58,7 @@ RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R ti
         if (make == make_gpu && ranks > most) continue;
         const Setup s = small(recipe, arch, each);
         // Without kept gradients a rank has one micro-batch, and clips nothing.
-        Setup one = with_accumulate(s, each * ranks);
+        Setup one = small(recipe, arch, each * ranks);
         one.keep_gradients = true;
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
         REQUIRE(gradient_format(one) == Format::F32);
@@ -99,28 +95,27 @@ RANKS_PROPERTY("they write the checkpoints of one rank, and fewer of them contin
          {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN3}, {"coat moments companded", LLAMA}}) {
         INFO(words, ", ", std::string(arch.name), ", ", most, " ranks");
         Folder folder;
-        const int64_t all = std::max<int64_t>(5, most * fewer);  // more than four: FP32 sums
-        const Setup setup = small(words, arch);
+        const int64_t parts = round_up(5, most * fewer);  // micro-batches; more than four: FP32 sums
+        Setup setup = small(words, arch);
         // Two steps, after which the run is saved to `to`; or those that follow, after loading `from`.
         auto part = [&](int64_t ranks, const std::string& from, const std::string& to) {
             Snapshot state;
-            with_ranks(with_accumulate(setup, ceil_div(all, most * fewer) * most * fewer / ranks), ranks,
-                       [&](const Setup& own) {
-                           RankTraining t(make, own);
-                           if (!from.empty()) {
-                               load_checkpoint(from, *t.model);
-                               for (; t.adamw.step < 2; t.adamw.step++)
-                                   t.next();  // the data of the steps before
-                           }
-                           for (int i = 0; i < 2; i++) t.next(), t.again();
-                           LoopState loop;
-                           loop.step = loop.updates = t.adamw.step;
-                           if (!to.empty() &&
-                               save_checkpoint(folder / to, *t.model, loop) != folder / to + "/step-000002")
-                               throw Error("The checkpoint has another name.");
-                           const Snapshot whole = t.whole(state_tensors(own));
-                           if (own.rank == 0) state = whole;
-                       });
+            setup.accumulate = parts / ranks;
+            with_ranks(setup, ranks, [&](const Setup& own) {
+                RankTraining t(make, own);
+                if (!from.empty()) {
+                    load_checkpoint(from, *t.model);
+                    for (; t.adamw.step < 2; t.adamw.step++) t.next();  // the data of the steps before
+                }
+                for (int i = 0; i < 2; i++) t.next(), t.again();
+                LoopState loop;
+                loop.step = loop.updates = t.adamw.step;
+                if (!to.empty() &&
+                    save_checkpoint(folder / to, *t.model, loop) != folder / to + "/step-000002")
+                    throw Error("The checkpoint has another name.");
+                const Snapshot whole = t.whole(state_tensors(own));
+                if (own.rank == 0) state = whole;
+            });
             return state;
         };
         part(1, "", "one"), part(most, "", "several");
@@ -208,7 +203,7 @@ TEST_CASE("ranks: a sum in BF16, or of a tied embedding, is that of the ranks' g
     for (const std::string recipe : {"bf16", "coat", "fp32"}) {
         CAPTURE(recipe);
         const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");
-        const Format format = gradient_format(with_accumulate(s, 4));
+        const Format format = gradient_format(small(recipe, LLAMA, 4, recipe == "fp32"));
         REQUIRE(format == s.recipe.compute);
         const Run four = train_ranks(make_reference, s, 4, 1);
         std::map<std::string, std::vector<float>> sums;
@@ -234,7 +229,7 @@ TEST_CASE("ranks: a sum in BF16, or of a tied embedding, is that of the ranks' g
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const Setup s = small("te");
     const Run three = train_ranks(make_reference, s, 3, 1),
-              one = train_ranks(make_reference, with_accumulate(s, 3), 1, 1);
+              one = train_ranks(make_reference, small("te", LLAMA, 3), 1, 1);
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe))  // these depend on no scales
         if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, OPERAND_NAMES[2]))
             CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
