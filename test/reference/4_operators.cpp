@@ -149,9 +149,15 @@ TEST_CASE("rope_frequency: scaling of type llama3 gives the values of transforme
         INFO(model, " ", i);
         CHECK(rope_frequency(find_row(models(), model, ""), i) == doctest::Approx(frequency).epsilon(1e-11));
     }
-    const ModelConfig c = find_row(models(), "llama-2-7b", "");
-    for (int i = 0; i < 64; i++)
-        CHECK(rope_frequency(c, i) == doctest::Approx(std::pow(1e4, -i / 64.0)).epsilon(1e-12));
+    ModelConfig c = find_row(models(), "llama-2-7b", "");
+    for (bool scaled : {false, true}) {
+        if (scaled) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+        for (int i = 0; i < 64; i++) {
+            const double f = std::pow(1e4, -i / 64.0), rotations = 16 * f / (2 * M_PI);
+            const double kept = scaled ? std::clamp((rotations - 0.5) / (2 - 0.5), 0.0, 1.0) : 1;
+            CHECK(rope_frequency(c, i) == doctest::Approx(f * (kept + (1 - kept) / 8)).epsilon(1e-12));
+        }
+    }
 }
 
 TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inverse undoes it") {
