@@ -226,8 +226,8 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns, and none wher
         }
     }
     CHECK(loss == doctest::Approx(expected).epsilon(1e-12));
-    std::vector<float> large = {1e30f, -1e30f, 0, 0};
-    const int32_t second = 1;
-    CHECK(cross_entropy(1, 4, 4, large.data(), &second, 1.0f) == doctest::Approx(2e30));
-    CHECK((large[0] == 1 && large[1] == -1 && large[2] == 0));
+    std::vector<float> large = {-1e30f, 1e30f, 0, 0};
+    const int32_t first = 0;
+    CHECK(cross_entropy(1, 4, 4, large.data(), &first, 1.0f) == doctest::Approx(2e30));
+    CHECK((large[0] == -1 && large[1] == 1 && large[2] == 0));
 }
