@@ -157,7 +157,7 @@ def granularity(x):
         box(ax, 8.05, 2.5, 2.9, 4.6, right, BLUE, "#dbe9fa", angle=90, size=7)
         ax.plot([0.1, 4.7], [3.9, 3.9], [6.6, 6.6], [0.2, 4.8], color=RED, linewidth=4)
         ax.text(5, 5.3, f"sum over {reduced}", ha="center", color=RED, fontsize=8)
-    axes[1, 3].text(0, 3, "Along red sides: blocks of\n128 or more. 1x16 groups are\nfor norms and activation.")
+    axes[1, 3].text(0, 3, "Along red sides: blocks of\n128 or more. 1x16 groups are\nfor norms, activation.")
 
 def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
