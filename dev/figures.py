@@ -209,8 +209,8 @@ def main(train, run):
     draw("k", factors, m, v)
     draw("flow", flow, plans["coat"])
     draw("granularity", granularity, coat.swiglu(coat.dequantize_groups(*saved[4])))
-    if any("CUDA context" in line for line in plans["coat"]):  # a CPU build does not know temporary memory
-        draw("memory", memory, plans)
+    on_gpu = any("CUDA context" in line for line in plans["coat"])
+    draw("memory", memory, plans) if on_gpu else print("memory.svg stays: only a build with nvcc knows it.")
 
 if __name__ == "__main__":
     main(sys.argv[1], pathlib.Path(sys.argv[2]))
