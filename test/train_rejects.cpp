@@ -67,7 +67,7 @@ TEST_CASE("train: sizes, data, files and combinations that cannot work are rejec
     RunFolder folder;
     fs::create_directory(folder.path / "empty");
     fs::create_directory(folder.path / "llama-tiny");
-    check_rows(folder, "--device cpu --data text ",
+    check_rows(folder, "--device cpu --data text --steps 1 --batch 1 ",
                {{"--model empty", "config.json"},
                 {"--model \"$SMALL\" --seq 512", "--seq"},  // the model has 256 positions
                 {"--model llama-tiny", "write ./llama-tiny for the folder"},
