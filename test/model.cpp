@@ -97,7 +97,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
         t.adamw.weight_decay = 2;
         t.losses(2);
-        t.adamw.skipped = rng.below(3);
+        t.adamw.skipped = 1 + rng.below(3);
         Snapshot before = snapshot(*t.model);
         if (s.optimizer.group == 0) {  // new elements are far below the largest, and become 0
             const float large = 0x1p60f * values_of<float>(before, "embedding.v.max")[0];
