@@ -8,8 +8,8 @@
 //
 // Watch for:
 //   given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. wgrad needs them
-//   along the rows, so its operands have other codes than in fprop and dgrad: transpose the tensor (not its
-//   FP8 values), quantize it, and transpose it back where the product needs that.
+//   along the rows, so its operands have other codes than in fprop and dgrad: transpose x and g themselves
+//   (not their quantized values), quantize, and transpose back where the product needs that.
 //
 // Set y, dx and dw. given:: has transposed(x), product(a, b), which sums over a's columns and b's rows, and
 // quantized(x, rows, cols), which encodes in E4M3 and decodes: scales are in its values.

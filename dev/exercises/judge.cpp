@@ -80,7 +80,7 @@ public:
                 if (h.values.empty() ? !h.text.empty() : agree(h.values[i], got[i], tolerance))
                     found.push_back(h.text);
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
-                found.push_back("Every wrong code is one off: round to the nearest, do not cut off.");
+                found.push_back("Every wrong code is one off: round to the nearest, not up or down.");
             if (mine * y != 0 && std::isfinite(mine / y))
                 found.push_back(text("Every wrong value is off by the factor ", std::setprecision(3),
                                      mine / y, ": look at the scale, at a mean, or at the exponent's bias."));
@@ -122,7 +122,7 @@ private:
         if (!written_.count(result_)) return "This is not computed yet: " + result_ + ".";
         if (!common_.empty()) return common_[0];
         if (!about_.empty()) return "Not all wrong values are alike. Of this one: " + about_;
-        return "Compare " + result_ + " with its formula above the function: compute this value by hand.";
+        return "Compare " + result_ + " and its operands with what stands above the function.";
     }
 
     int number_;

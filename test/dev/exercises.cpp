@@ -139,7 +139,7 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     if (!exercises_are_solved())
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
     six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
-    six("Compare k with its formula", of_release, expand, contract);
+    six("Compare k and its operands", of_release, expand, contract);
     six("about equal magnitudes:", no_limits, expand, contract);
     six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
@@ -238,7 +238,7 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"The term with the mean is missing", norm(false)},
               {"times its group", no_scales},
               {"not of the last", last_token},
-              {"Compare dx with its formula", no_weight},  // no hint is better than a wrong one
+              {"Compare dx and its operands", no_weight},  // no hint is better than a wrong one
               {"passed, ", norm()}});
 
     enum Mistake { NONE, SIGMOID, SWAPPED, SCALES_OF_GATE, SIGN };
@@ -259,6 +259,6 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up has scales of its own", swiglu(SCALES_OF_GATE)},
-              {"Compare dgate_up with its formula", swiglu(SIGN)},
+              {"Compare dgate_up and its operands", swiglu(SIGN)},
               {"passed, ", swiglu(NONE)}});
 }
