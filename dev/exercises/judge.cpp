@@ -462,15 +462,18 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
     for (const auto& [rows, cols] : {std::pair{64, 64}, {32, 96}, {1, 1}, {100, 37}, {33, 160}}) {
         const Floats x = c.normal(rows * cols, 1);
         const float inverse = 448 / reference::amax(x.data(), rows * cols);
-        Codes codes(x.size(), UNWRITTEN), transposed = codes, expected = codes, turned = codes;
+        auto codes_of = [=](const Floats& values) {
+            Codes codes;
+            for (float v : values) codes.push_back(given::encode(v * inverse));
+            return codes;
+        };
+        Codes codes(x.size(), UNWRITTEN), transposed = codes;
         quantize(rows, cols, inverse, x.data(), codes.data(), transposed.data());
-        for (int i = 0; i < rows * cols; i++)
-            expected[i] = turned[i % cols * rows + i / cols] = given::encode(x[i] * inverse);
         const Hint cut = about("matrices with cut tiles", rows % 32 || cols % 32),
                    oblong = about("oblong matrices", rows != cols);
         c.of = text(" of ", rows, " x ", cols);
-        c("code", expected, codes, {cut});
-        c("transposed code", turned, transposed,
+        c("code", codes_of(x), codes, {cut});
+        c("transposed code", codes_of(given::transposed({rows, cols, x}).values), transposed,
           {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
     }
     return c.finish();
