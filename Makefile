@@ -107,13 +107,15 @@ $(O)/%.cu.o: %.cu $(O)/flags
 
 $(O)/reference.cpp.o: private OPT = -O3
 # These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
-$(call object,program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+$(call object,program/flags.cpp program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
-$(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu test/model_memory.cu): private NVCCFLAGS += -x c++
+KERNEL_FREE := model.cu $(addprefix gpu/,copies.cu gemm.cu nccl.cu this_gpu.cu) $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
+$(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
-$(O)/dev/exercises/% $(O)/test/%: OPT = -O1
+$(O)/dev/exercises/% $(O)/test/reference/%: OPT = -O1
+$(O)/test/%: OPT = -O0  # what takes time is in the files that they test
 
 $(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
 	@mkdir -p $(@D)

@@ -313,7 +313,7 @@ inline void validate(const ModelConfig& c) {
     require(c.C % side == 0 && c.F % side == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
             " must be multiples of ", side, ", as FP8 GEMMs and groups need");
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 256, "head size ", c.HS(), " must be a multiple of 8 up to 256");
+    require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
     require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
     require(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of ",
             side, ", as FP8 GEMMs and groups need");

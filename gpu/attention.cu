@@ -389,16 +389,13 @@ bool hopper_fits(const AttentionShape& s) { return s.format == Format::BF16 && (
 
 Kernels choose(const AttentionShape& s, AttentionKernel wanted) {
     const bool fp32 = s.format == Format::F32;
-    if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(fp32 || s.format == Format::BF16))
-        throw Error(
-            "Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
-            "and query heads that are a multiple of the key/value heads; change config.json.");
+    require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 && (fp32 || s.format == Format::BF16),
+            "a shape or format that coat.h's validate() refuses");
     const bool hopper = hopper_fits(s) && device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
     require(hopper || wanted != AttentionKernel::Hopper, "attention for another GPU or shape");
     if (hopper && wanted != AttentionKernel::AnyGpu) return hopper_kernels(s.HS);
-    const Kernels of_size[2][3] = {{ANY_GPU<bf16, 64>, ANY_GPU<bf16, 128>, ANY_GPU<bf16, 256>},
-                                   {ANY_GPU<float, 64>, ANY_GPU<float, 128>, ANY_GPU<float, 256>}};
-    return of_size[fp32][s.HS <= 64 ? 0 : s.HS <= 128 ? 1 : 2];
+    if (fp32) return s.HS <= 64 ? ANY_GPU<float, 64> : ANY_GPU<float, 128>;
+    return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
 }  // namespace
@@ -414,11 +411,11 @@ void attention_backward(const AttentionShape& s, const void* qkv, const void* ou
     if (stream != DRY_RUN) choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
 }
 
-// The bytes of Scratch::stats, or for the Hopper kernels of all of Scratch.
+// What lies behind the workspace, if that begins at address 0. Only Hopper's kernels have all of Scratch.
 size_t attention_workspace(const AttentionShape& s) {
-    if (!hopper_fits(s)) return static_cast<size_t>(s.B * s.NH * round_up(s.T, 64) * 2 * 4);
-    const int64_t queries = hopper_kernels(s.HS).queries, tiles = s.B * s.NH * ceil_div(s.T, queries);
-    return static_cast<size_t>(round_up((tiles * (queries * (s.HS + 2) + 1) + 1) * 4, 256));
+    const bool hopper = hopper_fits(s);
+    const Scratch scratch(s, hopper ? hopper_kernels(s.HS).queries : ANY_GPU<bf16, 64>.queries, nullptr);
+    return reinterpret_cast<size_t>(hopper ? static_cast<void*>(scratch.next + 1) : scratch.dq);
 }
 
 }  // namespace coat

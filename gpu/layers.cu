@@ -109,7 +109,7 @@ void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStre
 // Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
 
 // A warp has a head of a row. A lane has the columns lane, lane + 32, ... of the head.
-constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 256;
+constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 128;
 template <class T>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
     head_norm_forward_kernel(HeadNorm n, T* qkv, int64_t rows, int64_t cols) {
