@@ -11,12 +11,12 @@ namespace {
 // The magnitudes of a group of 128 moments span R_X = max / smallest non-zero. A power stretches them to the
 // range of E4M3, R = 448 / 2^-9:
 //   k = log(R) / log(R_X)
-//   expand:    code = sign(x) E4M3(448 (|x| / max)^k)
-//   contract:  x'   = sign(code) max (|code| / 448)^(1/k)
+//   expand:    y  = sign(x) E4M3(448 (|x| / max)^k), which a code stores
+//   contract:  x' = sign(y) max (|y| / 448)^(1/k)
 //
 // A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's copy bandwidth
 // an element may take 15 special functions (log2, exp2, roots, reciprocals) and 120 instructions: hence the
-// fast functions, and a table of log2(|code| / 448) in shared memory. Rare cases branch off once for all
+// fast functions, and a table of log2(|y| / 448) in shared memory. Rare cases branch off once for all
 // eight.
 
 constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // lanes that share one group of moments

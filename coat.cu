@@ -108,7 +108,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
 // scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
 // scaling no register. In BLOCKS (rowwise, deepseek), row-major and transposed codes have scales of their own
-// (gpu/other_scaling.cu). codes may be null; and transposed, too, unless TRANSPOSED.
+// (gpu/other_scaling.cu). codes may be null; transposed only where TRANSPOSED is false.
 template <class Producer, bool TRANSPOSED, bool BLOCKS>
 static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, ScaleGrid by_row, ScaleGrid by_column,

@@ -69,7 +69,7 @@ private:
     float2* const norm_statistics_;
     float* const losses_;
     float2* const rope_table_;
-    void* residual_ = nullptr;  // the residual stream of a forward pass whose norms read groups
+    void* residual_ = nullptr;  // the residual stream, where inputs of norms are saved in groups
 
     // --- The passes, as gpu_model.cuh calls them
     void pass(bool backward) override {
@@ -152,7 +152,7 @@ private:
     // The gradient of the residual stream, g, goes through the block in place. norm_backward() leaves behind
     // what the next lines need: the amax of the gradient that it writes; and the statistics with which the
     // norm's output, an operand of wgrad, is recomputed. All norms share one buffer of statistics, so wgrad
-    // follows.
+    // comes before the next norm.
     void block_backward(int64_t l) {
         Block& b = blocks_[l];
         const Norm norm1 = norm1_of(b), norm2 = norm2_of(b);
@@ -270,10 +270,11 @@ private:
     void measure_norm_input(const Norm& n) const {
         if (n.in.quant.fp8()) measure_groups(stored(stream_at(n)), stats_of(Kind::NormInput), cuda_);
     }
-    // g += the gradient of the norm's input; g is no tensor at the head, where the residual stream ends.
-    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g,
+    // residual_gradient() = g_in + the gradient of the norm's input. In a block g_in is the same memory; at
+    // the head, where the residual stream ends, it is no tensor.
+    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g_in,
                            AmaxAndScale* g_amax) {
-        norm_backward(n, dy, g, residual_gradient(), g_amax, state_.gradient(weight),
+        norm_backward(n, dy, g_in, residual_gradient(), g_amax, state_.gradient(weight),
                       n.rms ? View{} : state_.gradient(weight + 1), norm_partials_, cuda_);
     }
 

@@ -1012,8 +1012,7 @@ private:
         const Tensor norm1_input = load(s.norm1_input);
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
-        dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
-        return dresidual;
+        return rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
     }
 };
 

@@ -5,8 +5,8 @@
 //               sums are FP32 and a micro-batch adds to each once, they have the bits of one GPU that adds up
 //               as many micro-batches. (To a tied embedding, and to the head of many tokens, it adds more.)
 //   weights     before a stage computes (the embeddings, a linear layer, or the head), its matrices are
-//               gathered into one of two buffers, while the stage before still computes with the other. A
-//               stage has the number of its bucket of gradients.
+//               gathered into one of two buffers, while what this pass computes before it uses the
+//               other. A stage has the number of its bucket of gradients.
 #pragma once
 #include "state.cuh"
 

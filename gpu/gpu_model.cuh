@@ -219,7 +219,7 @@ private:
         embedding_backward(distinct);
     }
 
-    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
+    // *checked = the loss so far; NaN, so that the update skips the step, if a code hides infinity or NaN.
     void check_loss(double* checked) {
         checked_loss(state_.scale(0), state_.number_of_scales(), &device_.results->outcome.loss, checked,
                      cuda_);

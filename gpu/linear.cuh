@@ -36,7 +36,7 @@ public:
           w_scale_(c_.state.weight_scale(param)),
           g_scale_(c_.state.operand_scales(LinearOperand::G) + bucket - 1) {}
 
-    const int64_t bucket;  // of its gradients; also the stage in which its weight is gathered (plan.h)
+    const int64_t bucket;  // of its gradients (0: embeddings); the stage in which its weight is gathered
 
     // Where the producers of the input and of the output's gradient must put their amaxes; null if nobody
     // needs them.
@@ -70,8 +70,8 @@ public:
     }
     // g8, for dgrad (which reduces over its columns) and wgrad (over its rows), in memory that was taken for
     // it or is taken now; and the gradient of the bias. amax: the amax of g is taken into it here; null: the
-    // kernel that made g has taken it. A bias sums the unrounded gradient of an FP8 operand, in a pass that
-    // takes the amax too; it sums the stored values of any other.
+    // kernel that made g has taken it, or nobody needs it. A bias sums the unrounded gradient of an FP8
+    // operand, in a pass that takes the amax too; it sums the stored values of any other.
     Operand gradient_operand(const Lazy& g, AmaxAndScale* amax, const Operand* taken = nullptr) {
         const bool fp8 = c_.formats.g.fp8(), in_place = !fp8 && stored_dense(g);
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);

@@ -62,7 +62,7 @@ struct Setup {
     int64_t accumulate = 1;  // micro-batches a step, on each rank
     uint64_t seed = 1;
     bool master = true;          // FP32 master weights; else BF16 weights only, rounded stochastically
-    bool keep_gradients = true;  // update after backward; else a GPU updates each bucket in backward
+    bool keep_gradients = true;  // --gradients none: a GPU updates each bucket within backward
     int64_t rank = 0, ranks = 1;
     ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };

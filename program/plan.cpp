@@ -249,6 +249,9 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe colossal, or --device cpu.");
+    for (const Quant& q : {r.nonlinear, r.attention})
+        if (q.fp8() && !(q == Q_GROUP))
+            throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
 }
 
