@@ -218,9 +218,9 @@ TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused 
         CHECK(contains(error, refused));
         CHECK(error.empty() == (*refused == 0));
     }
-    c.NH = c.NKV = 1 << 12, c.head_size = 256;  // the product is bounded, not only each factor
+    c.NH = c.NKV = 1 << 13, c.head_size = 128;  // the product is bounded, not only each factor
     CHECK_NOTHROW(validate(c));
-    c.NH = c.NKV = 1 << 13;
+    c.NH = c.NKV = 1 << 14;
     CHECK_THROWS_AS(validate(c), Error);
 }
 
