@@ -1205,24 +1205,11 @@ private:
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        // A trial, on the CPU alone: ECO (arXiv 2601.22101). What a weight without a master loses by rounding
-        // goes into its first moment. A change d of m changes the weight by -lr d beta / (1 - beta) /
-        // (bias1 root) in all later steps together, with root = sqrt(v^) + eps: d is chosen so that this is
-        // the error. COAT_TRIAL has an e for that, and an n for rounding to nearest in place of stochastic.
-        const char* const set = std::getenv("COAT_TRIAL");
-        const std::string trial = set ? set : "";
-        const bool feeds_back = trial.find('e') != trial.npos, nearest = trial.find('n') != trial.npos;
-        for (int64_t e = 0, at = first; e < n; e++, at++)
-            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
-            else {
-                s.weight[at] = nearest ? to_bf16(master[e])
-                                       : round_stochastically(master[e], key, params[i].offset + at);
-                const float error = master[e] - from_bf16(s.weight[at]),
-                            root = std::sqrt(v[e]) / f.bias2_root + f.eps;
-                if (feeds_back && f.lr > 0) m[e] += (1 - 1 / f.beta1) * error / f.lr * root * f.bias1;
-            }
         s.m.store(m.data(), false, stats_of(Kind::Moment1));
         s.v.store(v.data(), true, stats_of(Kind::Moment2));
+        for (int64_t e = 0, at = first; e < n; e++, at++)
+            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
     }
 
     // Where this rank's part of a tensor begins, and its bytes. Gradients are not written.
