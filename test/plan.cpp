@@ -238,3 +238,25 @@ TEST_CASE("flops_per_token: GEMMs, the head and causal attention; peak_tflops by
            peak_tflops("NVIDIA GeForce RTX 4090", true) == 330));
     CHECK(peak_tflops("NVIDIA A100-SXM4-80GB", false) == 0);
 }
+
+TEST_CASE(
+    "recipe_on_gpu: FP8 GEMMs where the GPU has them; rows, blocks and other groups are refused elsewhere") {
+    const std::tuple<const char*, int, const char*> rows[] = {
+        {"coat", 80, "bf16"},        {"coat", 86, "bf16"},           {"coat", 89, "e4m3 tensor"},
+        {"te", 120, "e4m3 tensor"},  {"rowwise", 86, "bf16"},        {"rowwise", 89, ""},
+        {"rowwise", 90, "e4m3 row"}, {"deepseek", 90, "e4m3 1x128"}, {"deepseek", 100, ""}};
+    for (const auto& [name, capability, x] : rows) {
+        INFO(std::string(name), " ", capability);
+        std::string ours;
+        try {
+            ours = recipe_on_gpu(find_row(recipes(), name, "--recipe"), capability).x.text();
+        } catch (const Error&) {
+        }
+        CHECK(ours == x);
+    }
+    for (Quant Recipe::*saved : {&Recipe::nonlinear, &Recipe::attention}) {
+        Recipe r = find_row(recipes(), "coat", "--recipe");
+        (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
+        CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);
+    }
+}
