@@ -188,26 +188,22 @@ void check_on_any_gpu(void (*check_sizes)(Format, int64_t, AttentionKernel)) {
 
 GPU_TEST_CASE("attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
     check_on_any_gpu(check_short);
+    check({1, 257, 2, 1, 64, Format::F32}, AttentionKernel::AnyGpu);  // several tiles, also under racecheck
 }
 GPU_TEST_CASE("long attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
     check_on_any_gpu(check_long);
 }
 
 // The tests whose names begin with "long" do not run under racecheck, so these have several tiles too.
+void check_64_and_128(AttentionKernel kernel) {
+    for (auto check_sizes : {check_short, check_long})
+        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, kernel);
+}
 GPU_TEST_CASE("attention_forward and attention_backward on tensor cores: head sizes 64 and 128") {
-    for (auto check_sizes : {check_short, check_long})
-        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::AnyGpu);
+    check_64_and_128(AttentionKernel::AnyGpu);
 }
-GPU_TEST_CASE("attention_forward and attention_backward on CUDA cores: several tiles") {
-    check({1, 257, 2, 1, 64, Format::F32}, AttentionKernel::AnyGpu);
-}
-
-HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head size 64") {
-    for (auto check_sizes : {check_short, check_long}) check_sizes(Format::BF16, 64, AttentionKernel::Hopper);
-}
-HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head size 128") {
-    for (auto check_sizes : {check_short, check_long})
-        check_sizes(Format::BF16, 128, AttentionKernel::Hopper);
+HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head sizes 64 and 128") {
+    check_64_and_128(AttentionKernel::Hopper);
 }
 
 // The blocks of a head add to dq in turns. In long sequences some multiprocessors are faster than others by
