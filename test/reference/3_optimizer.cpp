@@ -23,7 +23,8 @@ double log2_range(Format f) { return std::log2(double(info(f).max) / double(info
 constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 
 // Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
-// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k).
+// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k): the error is divided by
+// about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
 double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).max * std::pow(ratio, k);
     const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
@@ -31,7 +32,8 @@ double expansion_bound(Format f, double ratio, double k) {
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }
 
-// Stores x in a moment and checks max, k, codes, values and statistics by their definition.
+// Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
+// whole tensor has one scale (fp8lm) may a positive second moment become 0.
 void check_moment(Format f, bool expand, int64_t group, bool second, const std::vector<float>& x) {
     const int64_t n = int64_t(x.size()), size = group ? group : n;
     const bool scaled = is_scaled(f), expands = expand && is_fp8(f), positive = second && group;
@@ -45,8 +47,6 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
     QuantStats stats;
     moment.store(x.data(), second, &stats);
     moment.load(values.data());
-    double signal = 0, noise = 0;
-    int64_t flushed = 0;
     float max = 0, k = 1, s = 1;  // of the element's group
     for (size_t i = 0; i < x.size(); i++) {
         const size_t g = i / size_t(size);
@@ -79,13 +79,9 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
         }
         if (!right)
             FAIL("element " << i << " = " << exact << " became " << got << "; max " << max << ", k " << k);
-        signal += exact * exact, noise += (got - exact) * (got - exact), flushed += exact != 0 && got == 0;
     }
-    CHECK(stats.elements == (scaled ? n : 0));
-    if (!scaled) return;
-    CHECK(stats.flushed == flushed);
-    CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
-    CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
+    if (scaled) check_stats(stats, x, values);
+    else CHECK(stats.elements == 0);
 }
 
 }  // namespace
@@ -93,7 +89,6 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
 TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group), rounded, clamped") {
     FRESH_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
-    const float widest = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::denorm_min();
     for (Format f : {Format::E4M3, Format::E5M2}) {
         for (int64_t i = 0; i < count(100000, 5000); i++) {
             const float min = float(std::exp2(-148 + 200 * rng.uniform()));
@@ -107,7 +102,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_factor(f, widest, least) == rounded(log2_range(f) / 277));
+        CHECK(expansion_factor(f, info(Format::F32).max, 0x1p-149f) == rounded(log2_range(f) / 277));
         CHECK(expansion_factor(f, info(f).max, info(f).min) == 1.0f);
         CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
@@ -133,24 +128,6 @@ TEST_CASE(
                     }
 }
 
-TEST_CASE("Moment: expansion lowers the error, most in groups of a small range (paper section 4.2)") {
-    FRESH_RANDOM(rng);
-    auto error = [](bool expand, const std::vector<float>& x) {
-        Moment moment;
-        moment.init(Format::E4M3, expand, int64_t(x.size()));
-        moment.store(x.data(), false);
-        std::vector<float> values(x.size());
-        moment.load(values.data());
-        return relative_error(values, x);
-    };
-    std::vector<float> narrow(128 * 100);  // a factor of 10 is typical of second moments
-    for (float& v : narrow) v = float(std::pow(10, rng.uniform()));
-    const std::vector<float> wide = rng.normals<float>(128 * 100);
-    CHECK(error(true, wide) < error(false, wide));
-    // A range of 10 gives k = log2(229376) / log2(10) = 5.3, and divides the relative step by as much.
-    CHECK(error(true, narrow) < error(false, narrow) / 4);
-}
-
 TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function, and saturate") {
     for (Format f : {Format::Companded, Format::Root}) {
         const bool root = f == Format::Root;
@@ -170,21 +147,6 @@ TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function
         CHECK((decode(f, 0) == 0 && decode(f, uint16_t(top)) == 1));
         for (float beyond : {2.0f, INFINITY}) CHECK(encode(f, beyond) == top);
         if (!root) CHECK(encode(f, -2.0f) == 255);
-    }
-}
-
-TEST_CASE("Moment: fp8lm loses second moments below 2^-41 of the largest, the other optimizers lose none") {
-    for (const OptimizerFormat& o : optimizers()) {
-        INFO(std::string(o.name));
-        const std::vector<float> v = {3, 3 * 0x1p-40f, 3 * 0x1p-42f};
-        std::vector<float> values(3);
-        Moment moment;
-        moment.init(o.v, o.expand, 3, o.group);
-        moment.store(v.data(), true);
-        moment.load(values.data());
-        CHECK(values[0] == doctest::Approx(3).epsilon(0x1p-9));
-        CHECK(values[1] > 0);
-        CHECK((values[2] > 0) == (std::string(o.name) != "fp8lm"));
     }
 }
 
