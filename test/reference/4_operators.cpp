@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 
 #include "../../reference.h"
 #include "../help/random.h"
@@ -25,37 +26,31 @@ ModelConfig heads(int64_t NH, int64_t NKV, int64_t HS) {
     if (NH > 1) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
     return c;
 }
-const std::tuple<int64_t, int64_t, ModelConfig> HEADS[] = {  // B, T
-    {1, 1, heads(1, 1, 8)},
-    {2, 5, heads(4, 2, 8)},
-    {1, 7, heads(4, 1, 8)},
-    {2, 3, heads(2, 2, 16)},
-    {1, 9, heads(6, 3, 8)}};
+const std::tuple<int64_t, int64_t, ModelConfig> HEADS[] = {{1, 1, heads(1, 1, 8)},
+                                                           {2, 5, heads(4, 2, 8)},
+                                                           {1, 7, heads(4, 1, 8)},
+                                                           {2, 3, heads(2, 2, 16)},
+                                                           {1, 9, heads(6, 3, 8)}};  // B, T, and such heads
 
 // Causal attention by its definition: softmax(q k / sqrt(HS)) v. NH / NKV query heads share a key head.
 void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const Vector& qkv, Vector& out,
                              Vector& lse) {
-    const int64_t HS = c.HS(), row = c.qkv_cols();
-    auto at = [&](int64_t b, int64_t t, int64_t column) { return qkv[size_t((b * T + t) * row + column)]; };
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t h = 0; h < c.NH; h++)
-            for (int64_t t = 0; t < T; t++) {
-                const int64_t q = h * HS, k = c.q_cols() + h / (c.NH / c.NKV) * HS, v = k + c.kv_cols();
-                Vector weight;
-                double sum = 0;
-                for (int64_t s = 0; s <= t; s++) {
-                    double score = 0;
-                    for (int64_t i = 0; i < HS; i++) score += at(b, t, q + i) * at(b, s, k + i);
-                    weight.push_back(std::exp(score / std::sqrt(double(HS))));
-                    sum += weight.back();
-                }
-                lse[size_t((b * c.NH + h) * T + t)] = std::log(sum);
-                for (int64_t i = 0; i < HS; i++) {
-                    double o = 0;
-                    for (int64_t s = 0; s <= t; s++) o += weight[size_t(s)] / sum * at(b, s, v + i);
-                    out[size_t((b * T + t) * c.q_cols() + h * HS + i)] = o;
-                }
+    const int64_t HS = c.HS();
+    for (int64_t n = 0; n < B * T; n++)
+        for (int64_t h = 0; h < c.NH; h++) {
+            const double* q = &qkv[size_t(n * c.qkv_cols() + h * HS)];
+            double sum = 0;
+            Vector weighted(size_t(HS), 0.0);
+            for (int64_t key = n - n % T; key <= n; key++) {  // from the first token of the sequence on
+                const double* k = &qkv[size_t(key * c.qkv_cols() + c.q_cols() + h / (c.NH / c.NKV) * HS)];
+                const double* v = k + c.kv_cols();
+                const double weight = std::exp(std::inner_product(q, q + HS, k, 0.0) / std::sqrt(double(HS)));
+                sum += weight;
+                for (int64_t i = 0; i < HS; i++) weighted[size_t(i)] += weight * v[i];
             }
+            lse[size_t((n / T * c.NH + h) * T + n % T)] = std::log(sum);
+            for (int64_t i = 0; i < HS; i++) out[size_t((n * c.NH + h) * HS + i)] = weighted[size_t(i)] / sum;
+        }
 }
 
 }  // namespace

@@ -58,13 +58,8 @@ GradientRun step_with(const Setup& setup, const std::vector<Vector>& weights,
                       const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets) {
     const std::unique_ptr<Model> model = make_reference(setup);
     const std::vector<Param> params = parameters(setup.config);
-    for (size_t p = 0; p < params.size(); p++) {
-        std::vector<uint16_t> upper(weights[p].size());
-        std::vector<int16_t> lower(weights[p].size());
-        for (size_t i = 0; i < upper.size(); i++) split_master(float(weights[p][i]), &upper[i], &lower[i]);
-        model->write(params[p].name, upper.data());
-        model->write(params[p].name + ".remainder", lower.data());
-    }
+    for (size_t p = 0; p < params.size(); p++)
+        write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});
     // Delayed scales need a step before. With a learning rate of 0 it changes nothing else.
     if (setup.recipe.scaling == Scaling::Delayed) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
     const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
