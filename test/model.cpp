@@ -203,23 +203,21 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
 }
 
 PROPERTY("if its tokens are no multiple of 16, a run's linear layers use BF16, also for a prompt of 16") {
-    for (const Recipe& recipe : recipes()) {
-        if (!recipe.x.fp8() || recipe.nonlinear.fp8()) continue;
-        INFO(std::string(recipe.name));
-        auto logits = [&](const std::string& words) {
-            Training t(make, setup_of(words, tiny_config(LLAMA, true), 1, 50));
-            t.losses(1);
-            return t.next_logits(16);
-        };
-        CHECK(logits(recipe.name) == logits("bf16 moments fp32"));
-    }
+    auto logits = [&](const char* words) {
+        Training t(make, setup_of(words, tiny_config(LLAMA, true), 1, 50));
+        t.losses(1);
+        return t.next_logits(16);
+    };
+    for (const Recipe& recipe : recipes())
+        if (recipe.x.fp8() && !recipe.nonlinear.fp8())
+            CHECK_MESSAGE(logits(recipe.name) == logits("bf16 moments fp32"), std::string(recipe.name));
 }
 
 // The outputs of attention and of the feed-forward half are their biases, because their weights are 0. Biases
 // below half a step of BF16 change no element of the stream, one by one; in FP32 they do. They also change
 // groups, which are made of the FP32 sum: that shows if the branch that reads these groups has its weights.
 PROPERTY("the residual stream is rounded to BF16 after each branch; groups are made of the sum in FP32") {
-    const char* const linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
+    const std::string linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
                                    "layers.1.down"};
     for (const Recipe& recipe : recipes())
         for (int reader : {-1, 1, 2}) {  // none; norm 2 of layer 0; norm 1 of layer 1
@@ -237,7 +235,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                     if (linear != reader) set_weights(state, linears[linear], 0);
                     // Only some columns: else a LayerNorm takes the biases out again.
                     if (reader < 0 || linear == reader - 1)
-                        set_weights(state, concat(linears[linear], ".bias"), biased ? 0.4f * 0x1p-7f : 0, 32);
+                        set_weights(state, linears[linear] + ".bias", biased ? 0.4f * 0x1p-7f : 0, 32);
                 }
                 restore(*t.model, state);
                 losses[biased] = t.evaluate();
@@ -417,11 +415,8 @@ PROPERTY("a weight that is not finite: the step changes nothing, evaluation tell
                 CHECK(t.again().skipped);
                 CHECK((snapshot(*t.model) == bad));
                 restore(*t.model, good);
-                CHECK(std::isfinite(t.evaluate()));
-                t.adamw.step = 1;
                 CHECK(!t.step().skipped);
                 CHECK((snapshot(*t.model) != good));
-                restore(*t.model, good);
             }
         }
 }
@@ -658,7 +653,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
 
 PROPERTY("training learns the text in every recipe, memory mode and optimizer, as bf16 does") {
     // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has a loss of log 50
-    // = 3.91.
+    // = 3.91
     for (const auto& [arch, steps] : {std::pair{LLAMA, count(70, 10)}, {GPT2, count(60, 10)}}) {
         std::vector<std::string> runs = {"bf16", "fp32", "coat", "coat lean"};
         for (const char* more : {"coat-saved", "te", "colossal", "rowwise", "deepseek", "coat moments fp8lm"})
