@@ -1,6 +1,5 @@
 // model.cpp - properties of a whole model: each is written once, and holds on the CPU reference and on the
 // GPU. Where the two are compared with each other: model_on_both.cpp.
-#include <algorithm>
 #include <omp.h>
 
 #include "../data/safetensors.h"

@@ -1,10 +1,5 @@
 // plan.cpp - plan.cpp: the precision plan, the memory plan, and the learning rate.
-#include <doctest/doctest.h>
-
-#include <algorithm>
-
 #include "../data/safetensors.h"
-#include "help/files.h"
 #include "help/model.h"
 
 using namespace coat;
@@ -13,8 +8,8 @@ using namespace coat::test;
 static const ModelConfig& LLAMA_7B = find_row(models(), "llama-2-7b", "");
 
 TEST_CASE("learning_rate: warms up, decays to a tenth along a cosine, and stays within its bounds") {
+    // Warm-up, steps, step, part of the peak
     const std::tuple<int64_t, int64_t, int64_t, double> rows[] = {
-        // warm-up, steps, step, part of the peak
         {20, 300, 0, 1.0 / 20}, {20, 300, 19, 1},
         {20, 300, 20, 1},       {20, 300, 300, 0.1},
         {20, 300, 399, 0.1},    {0, 1, 0, 1},

@@ -1,15 +1,12 @@
 // model.h - tiny models, text for them to learn, and PROPERTY: a test of whole models that runs on the CPU
 // reference and on the GPU.
 #pragma once
-#include <doctest/doctest.h>
-
 #include <cmath>
 #include <cstring>
-#include <map>
-#include <string>
 
 #include "../../program/plan.h"
 #include "../../reference.h"
+#include "files.h"
 #include "random.h"
 
 namespace coat::test {
@@ -59,12 +56,7 @@ inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny
     return with_modes(s, words.substr(0, moments));
 }
 inline bool supported(const Setup& s) {
-    try {
-        validate(s);
-    } catch (const Error&) {
-        return false;
-    }
-    return true;
+    return error_of([&] { validate(s); }).empty();
 }
 
 // Every recipe with two architectures, every choice of memory, every optimizer, and some random setups of

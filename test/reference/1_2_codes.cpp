@@ -96,8 +96,7 @@ TEST_CASE("decode: every code has the value of its definition, and encode gives 
     CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
 }
 
-TEST_CASE(
-    "encode, to_bf16: the nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
+TEST_CASE("encode, to_bf16: nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
     FRESH_RANDOM(rng);
     for (const Definition& d : DEFINITIONS) {
         const float top = info(d.format).max;
@@ -140,8 +139,6 @@ TEST_CASE("scale_of: amax / FMAX, rounded to the nearest BF16 where it is stored
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
             const float s = scale_of(q, a);
             REQUIRE((s == scale_by_definition(q, a) && std::isfinite(1 / s)));
-            // Never saturates: the next code would begin at 1 + 1/28 of FMAX, in E5M2 at 1 + 1/14.
-            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-8));
         }
         CHECK(scale_of(q, 0.0f) == 1.0f);
         for (float a : {INFINITY, NAN})  // of a tensor the step is skipped; a block's values are all NaN
@@ -166,8 +163,7 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE(
-    "quantize, operand: scale, code, value and statistics of every element, over columns and over rows") {
+TEST_CASE("quantize, operand: scale, code, value, statistics of every element, over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -195,7 +191,10 @@ TEST_CASE(
                         if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
                     }
                 }
-                CHECK((stats.elements == 3 * rows * cols && stats.saturated == 0));  // of all three
+                CHECK(stats.elements == 3 * rows * cols);
+                // The largest value may exceed FMAX times its scale by 2^-8. The next code would begin at 1 +
+                // 1/28 of FMAX, in E5M2 at 1 + 1/14.
+                CHECK(stats.saturated == 0);
             }
 }
 

@@ -1,14 +1,7 @@
 // 4_operators.cpp - the operators in reference.cpp, forward, beside their definition in double. Backward: in
 // 5_gradients.cpp, that of the whole model.
-#include <doctest/doctest.h>
-
-#include <algorithm>
 #include <array>
-#include <limits>
-#include <numeric>
 
-#include "../../reference.h"
-#include "../help/random.h"
 #include "../help/model.h"
 
 using namespace coat;

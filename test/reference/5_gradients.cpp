@@ -1,13 +1,7 @@
 // 5_gradients.cpp - gradients of the whole model in reference.cpp: in double beside finite differences, those
 // of fp32 beside double, those of the other recipes beside fp32.
-#include <doctest/doctest.h>
-
-#include <algorithm>
-
-#include "../../reference.h"
-#include "../help/oracle.h"
-#include "../help/random.h"
 #include "../help/model.h"
+#include "../help/oracle.h"
 
 using namespace coat;
 using namespace coat::test;
