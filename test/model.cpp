@@ -105,16 +105,15 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
             INFO(p.name);
             Update update(*t.model, before, p, t.adamw, r.grad_norm);
             const Floats& w = update.master;
-            const auto weights = values_of<uint16_t>(after, p.name);
             const Floats old = masters(before, p.name), got = masters(after, p.name);
             const uint64_t key = rounding_key(s.seed, t.adamw.step + t.adamw.skipped);
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
-                const float bound =
-                    1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * std::fabs(w[i]);
-                if (s.master) wrong += !(std::fabs(got[i] - w[i]) <= (exact ? 0 : bound));
-                else wrong += weights[i] != reference::round_stochastically(w[i], key, p.offset + int64_t(i));
-                padding += int64_t(i) >= used && weights[i] != 0;
+                const auto rounded = reference::round_stochastically(w[i], key, p.offset + int64_t(i));
+                const float wanted = s.master ? w[i] : reference::from_bf16(rounded), size = std::fabs(w[i]);
+                const float bound = 1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * size;
+                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.master ? 0 : bound));
+                padding += int64_t(i) >= used && got[i] != 0;
             }
             CHECK(wrong <= (exact || s.master ? 0 : p.size() / 100));
             CHECK(padding == 0);
