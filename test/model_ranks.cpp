@@ -20,21 +20,17 @@ Setup small(const std::string& words, const Architecture& arch = LLAMA, int64_t 
 }  // namespace
 
 RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
-    struct Row {
-        const char* recipe;
-        Architecture arch;
-        int64_t each, ranks;
-        bool masked;
-    };
-    std::vector<Row> rows = {{"fp32", LLAMA, 1, 2, false},      {"fp32", LLAMA, 1, most, false},
-                             {"fp32", GPT2, 2, 3, false},       {"bf16", GPT2, 5, 2, false},
-                             {"coat", QWEN3, 3, 2, false},      {"coat gradients", LLAMA, 1, 5, false},
-                             {"coat lean", QWEN2, 1, 5, false}, {"fp32", LLAMA, 2, 2, true},
-                             {"coat", LLAMA, 5, 2, true}};
+    // The micro-batches of each rank; the number of ranks; whether targets are masked
+    std::vector<std::tuple<const char*, Architecture, int64_t, int64_t, bool>> rows = {
+        {"fp32", LLAMA, 1, 2, false},      {"fp32", LLAMA, 1, most, false},
+        {"fp32", GPT2, 2, 3, false},       {"bf16", GPT2, 5, 2, false},
+        {"coat", QWEN3, 3, 2, false},      {"coat gradients", LLAMA, 1, 5, false},
+        {"coat lean", QWEN2, 1, 5, false}, {"fp32", LLAMA, 2, 2, true},
+        {"coat", LLAMA, 5, 2, true}};
     if (make == make_gpu)
         for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
             for (int64_t ranks : {2, 3, 4, 8})
-                rows.push_back({recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2});
+                rows.emplace_back(recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2);
     for (const auto& [recipe, arch, each, ranks, masked] : rows) {
         if (make == make_gpu && ranks > most) continue;
         const Setup s = small(recipe, arch, each);

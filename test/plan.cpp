@@ -52,16 +52,15 @@ TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layer
 }
 
 TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer, divided among the ranks") {
-    struct {
-        const char* run;
-        double weights, gradients, optimizer;  // weights with the rest of their masters
-    } const rows[] = {{"fp32", 4, 4, 8},
-                      {"bf16 moments fp32", 4, 2, 8},
-                      {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
-                      {"coat master", 2, 2, 2 + 16.0 / 128},
-                      {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
-                      {"bf16 moments fp8lm", 4, 2, 3},
-                      {"bf16 moments bf16", 4, 2, 4}};
+    // Bytes of weights, with the rest of their masters, of gradients, and of the optimizer
+    const std::tuple<const char*, double, double, double> rows[] = {
+        {"fp32", 4, 4, 8},
+        {"bf16 moments fp32", 4, 2, 8},
+        {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
+        {"coat master", 2, 2, 2 + 16.0 / 128},
+        {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
+        {"bf16 moments fp8lm", 4, 2, 3},
+        {"bf16 moments bf16", 4, 2, 4}};
     for (const auto& [run, weights, gradients, optimizer] : rows)
         for (const int64_t ranks : {1, 4}) {
             INFO(std::string(run), " ", ranks);
@@ -156,10 +155,7 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
 }
 
 TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four times") {
-    struct {
-        int64_t batch, accumulate, ranks;
-        bool tied, in_fp32;
-    } const cases[] = {
+    const std::tuple<int64_t, int64_t, int64_t, bool, bool> cases[] = {
         {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
         {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
         {4, 2, 1, false, false}, {4, 3, 1, false, true},  {4, 4, 1, false, true},  {4, 1, 2, false, false},
