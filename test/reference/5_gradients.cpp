@@ -37,12 +37,6 @@ std::vector<Vector> random_weights(const ModelConfig& c, Random& rng, Format f =
     return weights;
 }
 
-std::vector<int32_t> random_tokens(const ModelConfig& c, Random& rng, int64_t n) {
-    std::vector<int32_t> tokens;
-    for (int64_t i = 0; i < n; i++) tokens.push_back(int32_t(rng.below(c.V)));
-    return tokens;
-}
-
 // Loss and gradients of one step of a recipe's model with the given weights.
 struct GradientRun {
     std::vector<std::vector<float>> gradients;
@@ -69,8 +63,8 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
     for (const ModelConfig& c : configs()) {
         validate(c);
         std::vector<Vector> weights = random_weights(c, rng), gradients;
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
-                                   targets = random_tokens(c, rng, B * T);
+        std::vector<int32_t> tokens, targets;
+        Text(rng.bits(), c.V).next(B, T, &tokens, &targets);
         loss_in_double(c, B, T, weights, tokens.data(), targets.data(), &gradients);
         const std::vector<Param> params = parameters(c);
         REQUIRE(gradients.size() == params.size());
@@ -120,8 +114,8 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
     for (const Architecture& arch : {LLAMA, QWEN2, QWEN3, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
         const int64_t B = 5, T = 32;  // 160 tokens: groups of 128 with a tail
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
-                                   targets = random_tokens(c, rng, B * T);
+        std::vector<int32_t> tokens, targets;
+        Text(rng.bits(), c.V).next(B, T, &tokens, &targets);
         // fp32 computes with master weights, the others with these rounded to BF16: `start` is both.
         const std::vector<Vector> master = random_weights(c, rng, Format::F32, 0),
                                   start = random_weights(c, rng, Format::BF16, 0);
