@@ -1,6 +1,5 @@
 // model.cpp - properties of a whole model: each is written once, and holds on the CPU reference and on the
 // GPU. Where the two are compared with each other: model_on_both.cpp.
-#include <algorithm>
 #include <omp.h>
 
 #include "../data/safetensors.h"
@@ -12,7 +11,6 @@ using namespace coat::test;
 namespace {
 
 using Floats = std::vector<float>;
-const float INF = std::numeric_limits<float>::infinity();
 
 bool bf16_value(float x) { return reference::round_to(Format::BF16, x) == x; }
 
@@ -63,24 +61,23 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
             s.seed = 3;
             INFO(text(s));
             const Snapshot state = snapshot(*make(s));
-            const std::vector<Param> params = parameters(s.config);
-            int64_t wrong = 0;
-            for (size_t p = 0; p < params.size(); p++) {
-                const int64_t used = used_elements(s.config, params[p]);
-                const Floats got = masters(state, params[p].name);
-                for (size_t i = 0; i < got.size(); i++) {
-                    const float first =
-                        initial(params[p].init_std, params[p].role.weight, used, 3, p, int64_t(i));
-                    wrong += got[i] != (s.master ? first : reference::round_to(Format::BF16, first));
+            uint64_t index = 0;
+            for (const Param& p : parameters(s.config)) {
+                const int64_t used = used_elements(s.config, p);
+                Floats first;
+                for (int64_t i = 0; i < p.size(); i++) {
+                    first.push_back(initial(p.init_std, p.role.weight, used, s.seed, index, i));
+                    if (!s.master) first.back() = reference::round_to(Format::BF16, first.back());
                 }
+                CHECK_MESSAGE((masters(state, p.name) == first), p.name);
+                index++;
             }
-            CHECK(wrong == 0);
             for (const StateTensor& t : optimizer_tensors(s)) {
-                if (ends_with(t.name, ".remainder")) continue;
                 INFO(t.name);
                 if (ends_with(t.name, ".k"))
                     CHECK(values_of<float>(state, t.name) == Floats(size_t(t.size()), 1.0f));
-                else CHECK(state.at(t.name) == std::vector<uint8_t>(t.total_bytes()));
+                else if (!ends_with(t.name, ".remainder"))
+                    CHECK(state.at(t.name) == std::vector<uint8_t>(t.total_bytes()));
             }
         }
 }
@@ -98,13 +95,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
         t.adamw.weight_decay = 2;
         t.losses(2);
         t.adamw.skipped = 1 + rng.below(3);
-        Snapshot before = snapshot(*t.model);
-        if (s.optimizer.group == 0) {  // new elements are far below the largest, and become 0
-            const float large = 0x1p60f * values_of<float>(before, "embedding.v.max")[0];
-            std::memcpy(before["embedding.v.max"].data(), &large, 4);
-            std::fill_n(before["embedding.v"].begin(), before["embedding.v"].size() / 2, uint8_t(0));
-            restore(*t.model, before);
-        }
+        const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();
         const Snapshot after = snapshot(*t.model);
         double squares = 0;
@@ -114,17 +105,15 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
             INFO(p.name);
             Update update(*t.model, before, p, t.adamw, r.grad_norm);
             const Floats& w = update.master;
-            const auto weights = values_of<uint16_t>(after, p.name);
             const Floats old = masters(before, p.name), got = masters(after, p.name);
             const uint64_t key = rounding_key(s.seed, t.adamw.step + t.adamw.skipped);
-            int64_t wrong = 0, padding = 0;
-            for (int64_t i = 0; i < p.size(); i++) {
-                const size_t e = size_t(i);
-                const float bound =
-                    1e-3f * (t.adamw.lr + std::fabs(w[e] - old[e])) + 0x1p-22f * std::fabs(w[e]);
-                if (s.master) wrong += !(std::fabs(got[e] - w[e]) <= (exact ? 0 : bound));
-                else wrong += weights[e] != reference::round_stochastically(w[e], key, p.offset + i);
-                padding += i >= used_elements(s.config, p) && weights[e] != 0;
+            int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
+            for (size_t i = 0; i < w.size(); i++) {
+                const auto rounded = reference::round_stochastically(w[i], key, p.offset + int64_t(i));
+                const float wanted = s.master ? w[i] : reference::from_bf16(rounded), size = std::fabs(w[i]);
+                const float bound = 1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * size;
+                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.master ? 0 : bound));
+                padding += int64_t(i) >= used && got[i] != 0;
             }
             CHECK(wrong <= (exact || s.master ? 0 : p.size() / 100));
             CHECK(padding == 0);
@@ -141,46 +130,32 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
     }
 }
 
-PROPERTY("two runs have the same bits, with any number of threads; another seed has others") {
+// The first weights of a run that resumes must not matter. Without a master, rounding uses the seed.
+PROPERTY("the same bits every time, with any number of threads, and after stop and resume; seeds differ") {
     FRESH_RANDOM(rng);
     const int threads = omp_get_max_threads();
     std::vector<Setup> list = setups(rng);
     list.push_back(setup_of("coat", wide_heads(true), 2, 48));
     FOR_EACH_SETUP(s, list) {
-        std::vector<Snapshot> ends;
-        std::vector<std::vector<double>> losses;
-        for (int n : {threads, 1, 3}) {
-            omp_set_num_threads(n);
-            Training t(make, s);
-            losses.push_back(t.losses(2));
-            ends.push_back(snapshot(*t.model));
-        }
-        omp_set_num_threads(threads);
-        CHECK((ends[1] == ends[0] && ends[2] == ends[0] && losses[1] == losses[0] && losses[2] == losses[0]));
         Setup other = s;
-        other.seed = 2;
-        CHECK(Training(make, other).losses(1)[0] != losses[0][0]);
-    }
-}
-
-PROPERTY("stop and resume has the same bits; evaluating, sampling and reporting change nothing") {
-    FRESH_RANDOM(rng);
-    FOR_EACH_SETUP(s, setups(rng)) {
-        Training whole(make, s);
-        whole.losses(2);
-        Setup again = s;
-        // The first weights of the second run must not matter. Without a master, rounding uses the seed.
-        if (s.master) again.seed = 99;
-        Training resumed(make, again);
+        other.seed = 99;
+        Training whole(make, s), again(make, s), resumed(make, s.master ? other : s);
+        const std::vector<double> losses = whole.losses(2);
+        CHECK(Training(make, other).losses(1)[0] != losses[0]);
         const Snapshot state = snapshot(*whole.model);
         restore(*resumed.model, state);
         resumed.text = whole.text, resumed.adamw = whole.adamw;
         resumed.tokens = whole.tokens, resumed.targets = whole.targets;
         CHECK(resumed.evaluate() == resumed.evaluate());
         resumed.next_logits(s.T), resumed.report();
-        CHECK((snapshot(*resumed.model) == state));
-        CHECK(resumed.losses(2) == whole.losses(2));
-        CHECK((snapshot(*resumed.model) == snapshot(*whole.model)));
+        CHECK((snapshot(*resumed.model) == state));  // evaluating, sampling and reporting change nothing
+        const std::vector<double> rest = whole.losses(2);
+        omp_set_num_threads(1);
+        CHECK((again.losses(2) == losses && again.losses(2) == rest));
+        omp_set_num_threads(3);
+        CHECK(resumed.losses(2) == rest);
+        omp_set_num_threads(threads);
+        for (const Training* t : {&again, &resumed}) CHECK((snapshot(*t->model) == snapshot(*whole.model)));
     }
 }
 
@@ -226,24 +201,21 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
 }
 
 PROPERTY("if its tokens are no multiple of 16, a run's linear layers use BF16, also for a prompt of 16") {
-    for (const Recipe& recipe : recipes()) {
-        if (!recipe.x.fp8() || recipe.nonlinear.fp8()) continue;
-        INFO(std::string(recipe.name));
-        std::vector<Floats> logits;
-        for (const std::string& r : {std::string(recipe.name), std::string("bf16 moments fp32")}) {
-            Training t(make, setup_of(r, tiny_config(LLAMA, true), 1, 50));
-            t.losses(1);
-            logits.push_back(t.next_logits(16));
-        }
-        CHECK(logits[0] == logits[1]);
-    }
+    auto logits = [&](const char* words) {
+        Training t(make, setup_of(words, tiny_config(LLAMA, true), 1, 50));
+        t.losses(1);
+        return t.next_logits(16);
+    };
+    for (const Recipe& recipe : recipes())
+        if (recipe.x.fp8() && !recipe.nonlinear.fp8())
+            CHECK_MESSAGE(logits(recipe.name) == logits("bf16 moments fp32"), std::string(recipe.name));
 }
 
 // The outputs of attention and of the feed-forward half are their biases, because their weights are 0. Biases
 // below half a step of BF16 change no element of the stream, one by one; in FP32 they do. They also change
 // groups, which are made of the FP32 sum: that shows if the branch that reads these groups has its weights.
 PROPERTY("the residual stream is rounded to BF16 after each branch; groups are made of the sum in FP32") {
-    const char* const linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
+    const std::string linears[] = {"layers.0.attention_out", "layers.0.down", "layers.1.attention_out",
                                    "layers.1.down"};
     for (const Recipe& recipe : recipes())
         for (int reader : {-1, 1, 2}) {  // none; norm 2 of layer 0; norm 1 of layer 1
@@ -261,7 +233,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                     if (linear != reader) set_weights(state, linears[linear], 0);
                     // Only some columns: else a LayerNorm takes the biases out again.
                     if (reader < 0 || linear == reader - 1)
-                        set_weights(state, concat(linears[linear], ".bias"), biased ? 0.4f * 0x1p-7f : 0, 32);
+                        set_weights(state, linears[linear] + ".bias", biased ? 0.4f * 0x1p-7f : 0, 32);
                 }
                 restore(*t.model, state);
                 losses[biased] = t.evaluate();
@@ -340,20 +312,15 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             }
             t.targets = targets;
             CHECK(t.evaluate() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
-            const Snapshot before = snapshot(*t.model);
             t.adamw.lr = 0;
             const StepResult r = t.again();
-            CHECK(r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12));
-            CHECK(r.targets == COUNTED);
+            CHECK((r.targets == COUNTED && r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12)));
             const auto gradients = gradients_of(*t.model);
-            int64_t wrong = 0;  // in the gradient of the embedding (V, C)
-            for (int64_t token = 0; token < c.V; token++) {
-                const float* row = &gradients[0][size_t(token * c.C)];
-                wrong += std::all_of(row, row + c.C, [](float g) { return g == 0; }) != (token >= COUNTED);
+            for (int64_t token = 0; token < c.V; token++) {  // rows of the gradient of the embedding
+                const auto row = gradients[0].begin() + token * c.C;
+                REQUIRE((std::count(row, row + c.C, 0.0f) == c.C) == (token >= COUNTED));
             }
-            CHECK(wrong == 0);
             if (!t.setup().recipe.x.fp8()) {  // in FP8, scales depend on all tokens
-                restore(*t.model, before);
                 for (size_t i = T; i < B * T; i++) t.tokens[i] = int32_t(i % 7);
                 t.again();
                 CHECK((gradients_of(*t.model) == gradients));
@@ -384,34 +351,31 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
             t.next();
             for (auto* x : {&t.tokens, &t.targets})
                 for (size_t i = 0; equal && i < x->size(); i++) (*x)[i] = (*x)[i % T];
-            const StepResult all = t.again();
-            REQUIRE(!all.skipped);
-            double losses = 0;
+            const double loss = t.again().loss;
             const auto got = gradients_of(*t.model);
             const std::vector<int32_t> targets = t.targets;
-            std::vector<std::vector<double>> expected, sizes;
-            for (const Floats& g : got) expected.emplace_back(g.size()), sizes.emplace_back(g.size());
+            double losses = 0;
+            std::vector<std::vector<Floats>> terms;  // by micro-batch and parameter
             for (int64_t a = 0; a < MANY; a++) {
                 std::fill(t.targets.begin(), t.targets.end(), NO_TARGET);
                 std::copy_n(&targets[size_t(a * T)], T, &t.targets[size_t(a * T)]);
-                const StepResult one = t.again();
-                REQUIRE((!one.skipped && one.targets == T));
-                losses += one.loss;
-                const auto term = gradients_of(*t.model);
-                for (size_t p = 0; p < got.size(); p++)
-                    for (size_t i = 0; i < got[p].size(); i++) {
-                        expected[p][i] += double(term[p][i]) / MANY;
-                        sizes[p][i] += std::fabs(double(term[p][i])) / MANY;
-                    }
+                losses += t.again().loss;
+                terms.push_back(gradients_of(*t.model));
             }
-            CHECK(all.loss == doctest::Approx(losses / MANY).epsilon(1e-12));
+            CHECK(loss == doctest::Approx(losses / MANY).epsilon(1e-12));
             const double half_step = std::ldexp(1.0, -info(t.setup().recipe.compute).mantissa - 1);
             for (size_t p = 0; p < got.size(); p++) {
-                int64_t bad = 0;  // in FP32, each of up to 2 MANY additions and 16 sums rounds
-                for (size_t i = 0; i < got[p].size(); i++)
-                    bad += !(std::fabs(got[p][i] - expected[p][i]) <=
-                             half_step * std::fabs(expected[p][i]) + (2 * MANY + 16) * 0x1p-24 * sizes[p][i] +
-                                 1e-37);
+                int64_t bad = 0;
+                for (size_t i = 0; i < got[p].size(); i++) {
+                    double sum = 0, size = 0;
+                    for (const auto& term : terms) {
+                        sum += double(term[p][i]) / MANY;
+                        size += std::fabs(double(term[p][i])) / MANY;
+                    }
+                    // In FP32, each of up to 2 MANY additions and 16 sums rounds.
+                    const double in_fp32 = (2 * MANY + 16) * 0x1p-24 * size + 1e-37;
+                    bad += !(std::fabs(got[p][i] - sum) <= half_step * std::fabs(sum) + in_fp32);
+                }
                 INFO(text(t.setup()), " ", t.params()[p].name, equal ? ", equal terms" : "");
                 CHECK((bad == 0 && norm(got[p]) > 0));
             }
@@ -419,29 +383,26 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
     for (const auto& [tied, accumulate] : {std::pair{false, 4}, {false, 5}, {true, 2}, {true, 3}}) {
         Training t(make, setup_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
         t.step();
-        int64_t beyond_bf16 = 0;
-        for (const Floats& g : gradients_of(*t.model))
-            beyond_bf16 += std::count_if(g.begin(), g.end(), [](float x) { return !bf16_value(x); });
+        bool in_bf16 = true;
+        for (const Floats& g : gradients_of(*t.model)) in_bf16 &= std::all_of(g.begin(), g.end(), bf16_value);
         INFO(tied, " ", accumulate);
-        CHECK((beyond_bf16 > 0) == (accumulate * (tied ? 2 : 1) > 4));
+        CHECK(in_bf16 == (accumulate * (tied ? 2 : 1) <= 4));
     }
 }
 
 PROPERTY("a weight that is not finite: the step changes nothing, evaluation tells, and training continues") {
     std::vector<std::string> runs = {"coat lean", "bf16 lean"};
     for (const Recipe& recipe : recipes()) runs.push_back(recipe.name);
+    const std::pair<const char*, float> poisons[] = {
+        {"embedding", NAN},        {"layers.0.qkv", INFINITY},  {"layers.0.norm2.weight", INFINITY},
+        {"layers.1.gate_up", NAN}, {"layers.1.down", INFINITY}, {"final_norm.weight", NAN}};
     for (const std::string& run : runs)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Training t(make, setup_of(run, tiny_config(arch, true)));
             t.losses(1);
             const Snapshot good = snapshot(*t.model);
-            for (const auto& [name, poison] : {std::pair{"embedding", NAN},
-                                               {"layers.0.qkv", INF},
-                                               {"layers.1.down", INF},
-                                               {"layers.0.norm2.weight", INF},
-                                               {"layers.1.gate_up", NAN},
-                                               {"final_norm.weight", NAN}}) {
-                INFO(run, " ", std::string(arch.name), " ", std::string(name), " ", poison);
+            for (const auto& [name, poison] : poisons) {
+                INFO(text(t.setup()), " ", std::string(name), " ", poison);
                 Snapshot bad = good;
                 set_weights(bad, name, poison, 0, 50);  // of the embedding, those of the first tokens
                 restore(*t.model, bad);
@@ -450,11 +411,8 @@ PROPERTY("a weight that is not finite: the step changes nothing, evaluation tell
                 CHECK(t.again().skipped);
                 CHECK((snapshot(*t.model) == bad));
                 restore(*t.model, good);
-                CHECK(std::isfinite(t.evaluate()));
-                t.adamw.step = 1;
                 CHECK(!t.step().skipped);
                 CHECK((snapshot(*t.model) != good));
-                restore(*t.model, good);
             }
         }
 }
@@ -469,16 +427,15 @@ enum class Large { Huge, Infinite, Hidden };
 static Snapshot make_large(Training& t, Large kind) {
     t.losses(1);
     Snapshot state = snapshot(*t.model);
-    const ModelConfig& c = t.setup().config;
-    const int64_t half = c.F * c.C;
+    const int64_t half = t.setup().config.F * t.setup().config.C;  // of gate_up: the gates
     if (kind == Large::Hidden) {
-        auto scale = [&](const char* name, int64_t n, float factor) {
-            change_weights(state, name, 0, n, [=](float w) { return w * factor; });
+        auto scale = [&](const char* name, float factor) {
+            change_weights(state, name, 0, -1, [=](float w) { return w * factor; });
         };
-        scale("layers.1.norm2.weight", c.C, 0x1p90f);
-        scale("layers.1.gate_up", half, 0x1p-90f);  // the gates stay as they are
-        set_weights(state, "layers.1.gate_up", 0, half, half);
-        scale("layers.1.down", half, 0x1p66f);
+        scale("layers.1.norm2.weight", 0x1p90f);
+        scale("layers.1.gate_up", 0x1p-90f);  // the gates stay as they are
+        set_weights(state, "layers.1.gate_up", 0, half);
+        scale("layers.1.down", 0x1p66f);
     } else {
         const bool huge = kind == Large::Huge;
         const float up = huge ? 0x1p50f : 0x1p100f, down = huge ? 0x1p40f : 0x1p120f;
@@ -499,7 +456,7 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped, w
             const Snapshot state = make_large(t, Large::Huge);
             t.adamw.clip = 0;
             const StepResult r = t.step();
-            CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INF));
+            CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INFINITY));
             CHECK((snapshot(*t.model) == state));
             t.adamw.clip = 1, t.adamw.step--;
             CHECK(!t.again().skipped);
@@ -594,7 +551,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
     }
 }
 
-PROPERTY("delayed scaling: the amax of a step is the largest of its micro-batches, and the newest of four") {
+PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubles saturates for one step") {
     Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, 2);
     s.recipe.history = 4;
     Training t(make, s);
@@ -613,33 +570,25 @@ PROPERTY("delayed scaling: the amax of a step is the largest of its micro-batche
         t.again();
         after[run] = snapshot(*t.model);
     }
-    for (const StateTensor& tensor : scaling_tensors(s.config, s.recipe)) {
-        if (!ends_with(tensor.name, ".history")) continue;
-        INFO(tensor.name);
-        auto newest = [&](const Snapshot& state) { return values_of<float>(state, tensor.name)[0]; };
-        const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
-        CHECK(values_of<float>(after[2], tensor.name) == Floats{now, last, 0, 0});
-        const std::string operand = tensor.name.substr(0, tensor.name.size() - 8);
-        const Format format = ends_with(operand, OPERAND_NAMES[2]) ? Format::E5M2 : Format::E4M3;
-        CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / info(format).max);
-    }
-}
-
-PROPERTY("delayed scaling: a tensor that doubles saturates for one step") {
-    Training t(make, setup_of("te"));
-    t.adamw.lr = 0;
-    t.step();
-    auto scale = [&] { return read_as<float>(*t.model, "layers.0.down.w.scale", 1)[0]; };
+    for (const Param& p : t.params())
+        for (int o = 0; p.role.linear && o < OPERANDS; o++) {
+            const std::string operand = p.name + OPERAND_NAMES[o];
+            INFO(operand);
+            auto newest = [&](const Snapshot& state) {
+                return values_of<float>(state, operand + ".history")[0];
+            };
+            const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
+            CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
+            const float fmax = info(quant_of(s.recipe, LinearOperand(o)).format).max;
+            CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
+        }
     auto saturated = [&] { return t.report().kinds[int(Kind::Weight)].saturated; };
-    const float before = scale();
     CHECK(saturated() == 0);
-    Snapshot state = snapshot(*t.model);
-    change_weights(state, "layers.0.down", 0, -1, [](float w) { return 2 * w; });
-    restore(*t.model, state);
+    change_weights(after[2], "layers.0.down", 0, -1, [](float w) { return 2 * w; });
+    restore(*t.model, after[2]);
     CHECK(saturated() > 0);
-    CHECK(scale() == before);  // the report changes nothing
     CHECK(!t.step().skipped);  // saturated values are finite
-    CHECK((scale() == 2 * before && saturated() == 0));
+    CHECK(saturated() == 0);
 }
 
 // Of the moments, the report measures what a step with the report's gradients would store.
@@ -647,6 +596,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     list.push_back(setup_of("coat attention moments fp8lm"));
+    const bool exact = make == make_reference;  // a GPU's powers may change a code by one
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
         s.keep_gradients = true, s.accumulate = 1;
@@ -654,23 +604,21 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
         t.losses(3);
         const Snapshot state = snapshot(*t.model);
         const QuantReport report = t.report();
-        CHECK((snapshot(*t.model) == state));
         const LinearFormats q = linear_formats(s);
-        const OptimizerFormat& o = s.optimizer;
         const Format group = s.recipe.nonlinear.format, attention = s.recipe.attention.format;
-        const Format of[] = {group, attention, group, q.x.format, q.w.format, q.g.format, o.m, o.v};
+        const Format of[] = {group,      attention,  group,         q.x.format,
+                             q.w.format, q.g.format, s.optimizer.m, s.optimizer.v};
         for (int kind = 0; kind < int(Kind::Count); kind++) {
             const QuantStats& stats = report.kinds[kind];
             INFO(std::string(KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
-            const bool moment = kind >= int(Kind::Moment1), second = kind == int(Kind::Moment2);
-            CHECK((stats.elements > 0) == (moment ? is_scaled(of[kind]) : is_fp8(of[kind])));
+            CHECK((stats.elements > 0) == is_scaled(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scaling == Scaling::JustInTime) CHECK(stats.saturated == 0);
-            if (moment) {  // a GPU's powers round otherwise, which may change a code by one
+            if (kind >= int(Kind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.fp8_state) Update(*t.model, state, p, {1, 0.0f}, 0).store(second, &expected);
-                const bool exact = make == make_reference;
+                    if (p.role.fp8_state)
+                        Update(*t.model, state, p, {1, 0.0f}, 0).store(kind == int(Kind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);
                 if (exact) CHECK(stats.flushed == expected.flushed);
                 CHECK(stats.signal == doctest::Approx(expected.signal).epsilon(exact ? 1e-12 : 1e-4));
@@ -680,12 +628,11 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
                 CHECK((stats.snr_db() < 60 && stats.flushed <= stats.elements / 10));
             }
         }
-        for (const auto& [k, end, expands] :
-             {std::tuple{&report.k_m, ".m.k", o.expands(o.m)}, {&report.k_v, ".v.k", o.expands(o.v)}}) {
+        for (const auto& [k, end] : {std::pair{&report.k_m, ".m.k"}, {&report.k_v, ".v.k"}}) {
             Floats all;
-            for (const Param& p : t.params())
-                if (p.role.fp8_state && expands)
-                    for (float x : values_of<float>(state, p.name + end)) all.push_back(x);
+            for (const auto& [name, bytes] : state)
+                if (ends_with(name, end))
+                    for (float x : values_of<float>(state, name)) all.push_back(x);
             std::sort(all.begin(), all.end());
             CHECK(*k == all);
         }
@@ -694,7 +641,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
 
 PROPERTY("training learns the text in every recipe, memory mode and optimizer, as bf16 does") {
     // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has a loss of log 50
-    // = 3.91.
+    // = 3.91
     for (const auto& [arch, steps] : {std::pair{LLAMA, count(70, 10)}, {GPT2, count(60, 10)}}) {
         std::vector<std::string> runs = {"bf16", "fp32", "coat", "coat lean"};
         for (const char* more : {"coat-saved", "te", "colossal", "rowwise", "deepseek", "coat moments fp8lm"})
@@ -703,7 +650,7 @@ PROPERTY("training learns the text in every recipe, memory mode and optimizer, a
         for (const std::string& run : runs) {
             Training t(make, setup_of(run, tiny_config(arch, true), 4, 32));
             const std::vector<double> loss = t.losses(steps);
-            const double last = mean(loss, loss.size() * 3 / 4, loss.size());
+            const double last = mean_of_last_quarter(loss);
             if (run == "bf16") of_bf16 = last;
             INFO(std::string(arch.name), " ", run, ": from ", loss[0], " to ", last, ", bf16 to ", of_bf16);
             CHECK(std::fabs(loss[0] - std::log(50.0)) < 0.1);

@@ -1,80 +1,70 @@
 // plan.cpp - plan.cpp: the precision plan, the memory plan, and the learning rate.
-#include <doctest/doctest.h>
-
-#include <algorithm>
-
 #include "../data/safetensors.h"
-#include "help/files.h"
 #include "help/model.h"
 
 using namespace coat;
 using namespace coat::test;
 
+static const ModelConfig& LLAMA_7B = find_row(models(), "llama-2-7b", "");
+
 TEST_CASE("learning_rate: warms up, decays to a tenth along a cosine, and stays within its bounds") {
-    const double peak = 3e-3;
-    CHECK(learning_rate(peak, 20, 300, 0) == static_cast<float>(peak / 20));
-    CHECK(learning_rate(peak, 20, 300, 19) == static_cast<float>(peak));
-    CHECK(learning_rate(peak, 20, 300, 20) == static_cast<float>(peak));
-    CHECK(learning_rate(peak, 20, 300, 300) == doctest::Approx(peak / 10));
-    for (int64_t step = 21; step < 400; step++) {
-        CHECK(learning_rate(peak, 20, 300, step) <= learning_rate(peak, 20, 300, step - 1));
-        CHECK(learning_rate(peak, 20, 300, step) >= static_cast<float>(peak / 10 * (1 - 1e-6)));
-    }
-    CHECK(learning_rate(peak, 0, 1, 0) == static_cast<float>(peak));
-    CHECK(learning_rate(peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // ends in the warm-up
-    CHECK(learning_rate(peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+    // Warm-up, steps, step, part of the peak
+    const std::tuple<int64_t, int64_t, int64_t, double> rows[] = {
+        {20, 300, 0, 1.0 / 20}, {20, 300, 19, 1},
+        {20, 300, 20, 1},       {20, 300, 300, 0.1},
+        {20, 300, 399, 0.1},    {0, 1, 0, 1},
+        {0, 100, 50, 0.55},     {500, 300, 299, 300.0 / 500}};  // ends in the warm-up
+    for (const auto& [warmup, steps, step, part] : rows)
+        CHECK(learning_rate(3e-3, warmup, steps, step) == float(3e-3 * part));
+    for (int64_t step = 21; step < 400; step++)
+        CHECK(learning_rate(3e-3, 20, 300, step) <= learning_rate(3e-3, 20, 300, step - 1));
 }
 
 TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket may have two matrices") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (bool tied : {true, false}) {
-            const ModelConfig c = tiny_config(arch, tied);
-            const std::vector<Param> params = parameters(c);
-            const std::vector<BucketRange> buckets = bucket_ranges(params);
-            CHECK(int64_t(buckets.size()) == 4 * c.L + 2);
+            const std::vector<Param> params = parameters(tiny_config(arch, tied));
             size_t next = 0;
             int64_t offset = 0;
-            for (size_t b = 0; b < buckets.size(); b++) {
-                CHECK((buckets[b].first == next && buckets[b].offset == offset));
-                int matrices = 0;
-                for (; next < buckets[b].last; next++) matrices += params[next].rows > 1;
-                CHECK(params[next - 1].bucket == int64_t(b));
-                CHECK(matrices == (b == 0 && !arch.rope ? 2 : b + 1 == buckets.size() && tied ? 0 : 1));
-                offset += buckets[b].elements;
+            std::string matrices;  // how many each bucket has
+            for (const BucketRange& bucket : bucket_ranges(params)) {
+                CHECK((bucket.first == next && bucket.offset == offset));
+                CHECK(params[next].bucket == int64_t(matrices.size()));
+                char count = '0';
+                for (; next < bucket.last; next++) count += params[next].rows > 1;
+                matrices += count;
+                offset += bucket.elements;
             }
+            CHECK(matrices == concat(arch.rope ? "1" : "2", "11111111", tied ? "0" : "1"));
             CHECK((next == params.size() && offset == params.back().offset + params.back().padded_size()));
         }
 }
 
 TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layers saves no activations") {
-    Setup te = setup_of("te", find_row(models(), "llama-2-7b", ""), 8, 2048);
-    int64_t bytes = 0;
-    for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
-    CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
-    CHECK(total_bytes(memory_plan(te), Category::Weights) -
-              total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) ==
-          bytes);
     for (const char* recipe : {"te", "colossal", "tensorwise", "rowwise", "deepseek"}) {
-        te.recipe = find_row(recipes(), recipe, "");
-        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
+        const Setup s = setup_of(recipe, LLAMA_7B, 8, 2048), bf16 = bf16_baseline(s);
+        // Of three operands of four linear layers, 1024 amaxes and a scale.
+        const int64_t state = s.recipe.scaling == Scaling::Delayed ? 32 * 4 * 3 * (1024 + 1) * 4 : 0;
+        CHECK(total_bytes(memory_plan(s)) - total_bytes(memory_plan(bf16)) == state);
+        CHECK(total_bytes(memory_plan(s), Category::Activations) ==
+              8 * 2048 * (32 * saved_bytes_per_token_and_layer(s) + 2 * 4096));  // and the final norm's input
     }
 }
 
 TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer, divided among the ranks") {
-    struct {
-        const char* run;
-        double weights, gradients, optimizer;  // weights with the rest of their masters
-    } const rows[] = {{"fp32", 4, 4, 8},
-                      {"bf16 moments fp32", 4, 2, 8},
-                      {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
-                      {"coat master", 2, 2, 2 + 16.0 / 128},
-                      {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
-                      {"bf16 moments fp8lm", 4, 2, 3},
-                      {"bf16 moments bf16", 4, 2, 4}};
+    // Bytes of weights, with the rest of their masters, of gradients, and of the optimizer
+    const std::tuple<const char*, double, double, double> rows[] = {
+        {"fp32", 4, 4, 8},
+        {"bf16 moments fp32", 4, 2, 8},
+        {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
+        {"coat master", 2, 2, 2 + 16.0 / 128},
+        {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
+        {"bf16 moments fp8lm", 4, 2, 3},
+        {"bf16 moments bf16", 4, 2, 4}};
     for (const auto& [run, weights, gradients, optimizer] : rows)
         for (const int64_t ranks : {1, 4}) {
             INFO(std::string(run), " ", ranks);
-            Setup s = setup_of(run, find_row(models(), "llama-2-7b", ""), 1, 64);
+            Setup s = setup_of(run, LLAMA_7B, 1, 64);
             s.ranks = ranks, s.rank = ranks - 1;
             const std::vector<MemoryRow> plan = memory_plan(s);
             auto each = [&](Category c) {
@@ -89,36 +79,28 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer,
 TEST_CASE("memory plan: each memory mode changes only its own rows, by the stated size") {
     for (const ModelConfig& model : models())
         for (const char* recipe : {"bf16", "coat"}) {
-            CAPTURE(model.name);
-            CAPTURE(recipe);
             Setup s = setup_of(concat(recipe, " moments coat"), model, 3, 48);
             if (s.config.V == 0) s.config.V = 256;
             const ModelConfig& c = s.config;
-            const std::vector<MemoryRow> by_default = memory_plan(s);
-            const std::vector<BucketRange> buckets = bucket_ranges(parameters(c));
-            int64_t weights = 0, elements = 0, largest = 0;
+            const int64_t qkv_and_output = c.qkv_cols() + c.q_cols();
+            int64_t weights = 0, elements = 0, largest = 0, embedding = 0;
             for (const Param& p : parameters(c)) weights += p.size();
-            for (const BucketRange& b : buckets) {
+            for (const BucketRange& b : bucket_ranges(parameters(c))) {
                 elements += b.elements;
-                if (b.first > 0 || !c.tied) largest = std::max(largest, b.elements);
+                if (b.first == 0 && c.tied) embedding = b.elements;  // it lives from the head on
+                else largest = std::max(largest, b.elements);
             }
-            if (c.tied) largest += buckets[0].elements;  // that of a tied embedding lives from the head on
-            const Quant wide = s.recipe.attention;
-            const int64_t attention =
-                (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
-                3 * c.L;
             for (const auto& [mode, category, bytes] :
-                 {std::tuple{"attention", Category::Activations, attention},
+                 {std::tuple{"attention", Category::Activations,
+                             3 * c.L * (48 * 2 * qkv_and_output - Q_GROUP.bytes(48, qkv_and_output))},
                   {"master", Category::Weights, 2 * weights},
-                  {"gradients", Category::Gradients, 2 * (elements - largest)}}) {
-                CAPTURE(mode);
-                const Setup other = with_modes(s, mode);
-                const std::vector<MemoryRow> plan = memory_plan(other);
+                  {"gradients", Category::Gradients, 2 * (elements - largest - embedding)}}) {
+                const Setup other = with_modes(s, mode), baseline = bf16_baseline(other);
+                INFO(text(other));
+                const std::vector<MemoryRow> by_default = memory_plan(s), plan = memory_plan(other);
                 CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
                 CHECK(total_bytes(by_default) - total_bytes(plan) == bytes);
-                // The BF16 baseline does not change.
-                CHECK(total_bytes(memory_plan(bf16_baseline(other))) ==
-                      total_bytes(memory_plan(bf16_baseline(s))));
+                CHECK(total_bytes(memory_plan(baseline)) == total_bytes(memory_plan(bf16_baseline(s))));
             }
         }
 }
@@ -138,8 +120,7 @@ TEST_CASE("precision plan: says what each memory mode changes, and which linear 
           {"coat", 65, "falls back)|e", 0}}) {
         INFO(std::string(flags), " ", T, " ", std::string(part));
         int found = 0;
-        for (const auto& [of_step, operators] :
-             precision_plan(setup_of(flags, find_row(models(), "llama-2-7b", ""), 1, T)))
+        for (const auto& [of_step, operators] : precision_plan(setup_of(flags, LLAMA_7B, 1, T)))
             for (const Operator& o : operators)
                 found += contains(o.name + "|" + o.reads + "|" + o.writes + "|" + o.saves, part);
         CHECK(found == rows);
@@ -174,10 +155,7 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
 }
 
 TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four times") {
-    struct {
-        int64_t batch, accumulate, ranks;
-        bool tied, in_fp32;
-    } const cases[] = {
+    const std::tuple<int64_t, int64_t, int64_t, bool, bool> cases[] = {
         {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
         {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
         {4, 2, 1, false, false}, {4, 3, 1, false, true},  {4, 4, 1, false, true},  {4, 1, 2, false, false},
@@ -185,7 +163,7 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
     };
     for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
         INFO(batch, " ", accumulate, " ", ranks, " ", tied);
-        Setup s = setup_of("bf16", find_row(models(), "llama-2-7b", ""), batch, 2048, accumulate);
+        Setup s = setup_of("bf16", LLAMA_7B, batch, 2048, accumulate);
         s.config.tied = tied, s.ranks = ranks;
         CHECK(head_sum_apart(s) == in_fp32);
     }
@@ -226,17 +204,17 @@ TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused 
 
 TEST_CASE("flops_per_token: GEMMs, the head and causal attention; peak_tflops by the name of the GPU") {
     // Llama-2-7B: 4 C^2 + 3 C F weights in each of 32 layers, and the head; attention over 2048 tokens.
-    const ModelConfig& llama = find_row(models(), "llama-2-7b", "--model");
     const double weights = 32 * (4 * 4096.0 * 4096 + 3 * 4096.0 * 11008) + 32000 * 4096.0;
-    CHECK(flops_per_token(llama, 2048) == 6 * weights + 6 * 32 * 2048 * 4096.0);
+    CHECK(flops_per_token(LLAMA_7B, 2048) == 6 * weights + 6 * 32 * 2048 * 4096.0);
     // GPT-2: the head is the embedding, and positions are looked up.
-    const ModelConfig& gpt2 = find_row(models(), "gpt2", "--model");
-    CHECK(flops_per_token(gpt2, 1024) == 6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
-    CHECK((peak_tflops("NVIDIA H100 80GB HBM3", true) == 1979 &&
-           peak_tflops("NVIDIA GH200 480GB", false) == 989));
-    CHECK((peak_tflops("NVIDIA H100 PCIe", false) == 756 &&
-           peak_tflops("NVIDIA GeForce RTX 4090", true) == 330));
-    CHECK(peak_tflops("NVIDIA A100-SXM4-80GB", false) == 0);
+    CHECK(flops_per_token(find_row(models(), "gpt2", ""), 1024) ==
+          6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
+    for (const auto& [gpu, fp8, tflops] : {std::tuple{"NVIDIA H100 80GB HBM3", true, 1979},
+                                           {"NVIDIA GH200 480GB", false, 989},
+                                           {"NVIDIA H100 PCIe", false, 756},
+                                           {"NVIDIA GeForce RTX 4090", true, 330},
+                                           {"NVIDIA A100-SXM4-80GB", false, 0}})
+        CHECK(peak_tflops(gpu, fp8) == tflops);
 }
 
 TEST_CASE(

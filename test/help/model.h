@@ -1,15 +1,12 @@
 // model.h - tiny models, text for them to learn, and PROPERTY: a test of whole models that runs on the CPU
 // reference and on the GPU.
 #pragma once
-#include <doctest/doctest.h>
-
 #include <cmath>
 #include <cstring>
-#include <map>
-#include <string>
 
 #include "../../program/plan.h"
 #include "../../reference.h"
+#include "files.h"
 #include "random.h"
 
 namespace coat::test {
@@ -59,12 +56,7 @@ inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny
     return with_modes(s, words.substr(0, moments));
 }
 inline bool supported(const Setup& s) {
-    try {
-        validate(s);
-    } catch (const Error&) {
-        return false;
-    }
-    return true;
+    return error_of([&] { validate(s); }).empty();
 }
 
 // Every recipe with two architectures, every choice of memory, every optimizer, and some random setups of
@@ -142,6 +134,13 @@ template <class Value> std::vector<Value> read_as(Model& model, const std::strin
     model.read(name, x.data());
     return x;
 }
+inline void write_weights(Model& model, const std::string& name, const std::vector<float>& x) {
+    std::vector<uint16_t> upper(x.size());
+    std::vector<int16_t> lower(x.size());
+    for (size_t i = 0; i < x.size(); i++) reference::split_master(x[i], &upper[i], &lower[i]);
+    model.write(name, upper.data());
+    if (model.setup().master) model.write(name + ".remainder", lower.data());
+}
 inline std::vector<float> gradient(Model& model, const Param& p) {
     return read_as<float>(model, p.name + ".gradient", p.size());
 }
@@ -178,14 +177,11 @@ template <class Value> std::vector<Value> values_of(const Snapshot& state, const
 // remainders become 0.
 template <class Change>
 void change_weights(Snapshot& state, const std::string& name, int64_t first, int64_t n, Change change) {
-    std::vector<uint8_t>& bytes = state.at(name);
-    if (n < 0) n = int64_t(bytes.size()) / 2 - first;
-    for (int64_t i = first; i < first + n; i++) {
-        uint16_t bits;
-        std::memcpy(&bits, bytes.data() + 2 * i, 2);
-        bits = reference::to_bf16(change(reference::from_bf16(bits)));
-        std::memcpy(bytes.data() + 2 * i, &bits, 2);
-    }
+    auto weights = values_of<uint16_t>(state, name);
+    if (n < 0) n = int64_t(weights.size()) - first;
+    for (auto w = weights.begin() + first; w < weights.begin() + first + n; w++)
+        *w = reference::to_bf16(change(reference::from_bf16(*w)));
+    std::memcpy(state.at(name).data(), weights.data(), 2 * weights.size());
     if (state.count(name + ".remainder"))
         std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
 }
@@ -233,8 +229,11 @@ struct Training {
     QuantReport report() { return model->quantization(tokens.data(), targets.data()); }
 };
 
-inline double mean(const std::vector<double>& x, size_t first, size_t last) {
-    return std::accumulate(x.begin() + int64_t(first), x.begin() + int64_t(last), 0.0) / double(last - first);
+inline double mean(const std::vector<double>& x) {
+    return std::accumulate(x.begin(), x.end(), 0.0) / double(x.size());
+}
+inline double mean_of_last_quarter(const std::vector<double>& x) {
+    return mean({x.begin() + int64_t(x.size() * 3 / 4), x.end()});
 }
 
 // The relative error between two FP32 implementations that sum in different orders. The longest path through

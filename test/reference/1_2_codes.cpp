@@ -17,8 +17,6 @@ using namespace coat::reference;
 namespace {
 
 using Floats = std::vector<float>;
-const float INF = std::numeric_limits<float>::infinity(),
-            NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 int code_of(Format f, float x) { return f == Format::BF16 ? to_bf16(x) : encode(f, x); }
 float value_of(Format f, int code) {
@@ -88,29 +86,27 @@ TEST_CASE("decode: every code has the value of its definition, and encode gives 
                 wrong += double(got) != d.value(code) || std::signbit(got) != (code >= d.sign) ||
                          code_of(d.format, got) != code;
             else if (magnitude == d.top + 1 && d.format != Format::E4M3)  // which has no infinity
-                wrong += got != (code < d.sign ? INF : -INF);
+                wrong += got != (code < d.sign ? INFINITY : -INFINITY);
             else wrong += !std::isnan(got);
         }
         CHECK(wrong == 0);
         CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa == d.M));
     }
-    CHECK(info(Format::F32).max == std::numeric_limits<float>::max());
-    CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
+    CHECK((info(Format::F32).max == float_of(0x7F7FFFFF) && info(Format::F32).min == float_of(1)));
 }
 
-TEST_CASE(
-    "encode, to_bf16: the nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
+TEST_CASE("encode, to_bf16: nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
     FRESH_RANDOM(rng);
     for (const Definition& d : DEFINITIONS) {
         const float top = info(d.format).max;
         INFO(std::string(info(d.format).name));
         int wrong = 0;
         auto check = [&](float x) { wrong += !encodes(d, x) + !encodes(d, -x); };
-        for (float x : {INF, info(Format::F32).max, top, std::nextafter(top, INF)}) check(x);
+        for (float x : {INFINITY, info(Format::F32).max, top, std::nextafter(top, INFINITY)}) check(x);
         for (uint32_t nan : {0x7FC00000u, 0x7F800001u, 0x7F80FFFFu, 0x7FFFFFFFu}) check(float_of(nan));
         for (int code = 0; code < d.top; code++) {
             const float tie = float((d.value(code) + d.value(code + 1)) / 2);  // exact: one more bit
-            for (float x : {tie, std::nextafter(tie, 0.0f), std::nextafter(tie, INF)}) check(x);
+            for (float x : {tie, std::nextafter(tie, 0.0f), std::nextafter(tie, INFINITY)}) check(x);
         }
         CHECK(wrong == 0);
         over_all_floats(rng, count(20'000'000, 400'000),
@@ -139,14 +135,12 @@ TEST_CASE("scale_of: amax / FMAX, rounded to the nearest BF16 where it is stored
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
             if (i % 4 == 0) a = std::ldexp(info(q.format).max, int(rng.below(200)) - 100);
-            if (i % 8 == 0) a = std::nextafter(a, INF);
+            if (i % 8 == 0) a = std::nextafter(a, INFINITY);
             const float s = scale_of(q, a);
             REQUIRE((s == scale_by_definition(q, a) && std::isfinite(1 / s)));
-            // Never saturates: the next code would begin at 1 + 1/28 of FMAX, in E5M2 at 1 + 1/14.
-            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-8));
         }
         CHECK(scale_of(q, 0.0f) == 1.0f);
-        for (float a : {INF, NOT_A_NUMBER})  // of a tensor the step is skipped; a block's values are all NaN
+        for (float a : {INFINITY, NAN})  // of a tensor the step is skipped; a block's values are all NaN
             CHECK((q.granularity == PER_TENSOR ? scale_of(q, a) == 1.0f : std::isnan(scale_of(q, a))));
     }
 }
@@ -163,13 +157,12 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
             if (n == 0) continue;
             Floats bad = x;
             bad[size_t(rng.below(n))] = float_of(bits);
-            CHECK(amax(bad.data(), n) == INF);
+            CHECK(amax(bad.data(), n) == INFINITY);
         }
     }
 }
 
-TEST_CASE(
-    "quantize, operand: scale, code, value and statistics of every element, over columns and over rows") {
+TEST_CASE("quantize, operand: scale, code, value, statistics of every element, over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -179,38 +172,28 @@ TEST_CASE(
                 INFO(q.text(), " ", rows, "x", cols, ", ", d.name);
                 const Definition& format = definition(q.format);
                 const Floats x = sample(d, rng, rows * cols);
-                QuantStats stats, down;
-                stats.elements = 5;
+                QuantStats stats;
                 const Quantized z = quantize(x.data(), rows, cols, q, &stats);
+                check_stats(stats, x, dequantize(z));
                 CHECK(int64_t(z.codes.size()) == rows * cols);
                 CHECK(int64_t(z.scales.size()) == q.scales(rows, cols) * info(q.scale_format).bytes);
-                const Floats values = dequantize(z);
-                CHECK(operand(x, rows, cols, q, ReduceOver::Columns) == values);
-                double signal = 0, noise = 0;
-                int64_t flushed = 0;
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
-                                 got = over == ReduceOver::Columns ? values
-                                                                   : operand(x, rows, cols, q, over, &down);
+                                 got = operand(x, rows, cols, q, over, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
                         const float s = scale_by_definition(q, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
+                        const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
                         bool right = got[i] == float(format.value(code) * double(s));
-                        if (over == ReduceOver::Columns) {
-                            const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
+                        if (over == ReduceOver::Columns)
                             right &= z.scale(r, c) == s && z.codes[i] == code && z.value(r, c) == got[i];
-                            signal += double(x[i]) * double(x[i]);
-                            noise += std::pow(double(got[i]) - double(x[i]), 2);
-                            flushed += x[i] != 0 && got[i] == 0;
-                        }
                         if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
                     }
                 }
-                CHECK(
-                    (stats.elements == 5 + rows * cols && stats.flushed == flushed && stats.saturated == 0));
-                CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
-                CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
-                CHECK(down.elements == rows * cols);
+                CHECK(stats.elements == 3 * rows * cols);
+                // The largest value may exceed FMAX times its scale by 2^-8. The next code would begin at 1 +
+                // 1/28 of FMAX, in E5M2 at 1 + 1/14.
+                CHECK(stats.saturated == 0);
             }
 }
 
@@ -220,7 +203,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         INFO(q.text());
         Floats x = rng.normals<float>(4 * 32);
         const Quantized before = quantize(x.data(), 4, 32, q);
-        x[37] = NOT_A_NUMBER, x[38] = -INF;  // row 1, columns 5 and 6
+        x[37] = NAN, x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
         const Quantized after = quantize(x.data(), 4, 32, q, &stats);
         CHECK(std::isnan(after.value(1, 5)));
@@ -257,7 +240,7 @@ TEST_CASE("end_step: the scale is the largest amax of the history / FMAX, unless
             Floats seen(length);  // the newest first
             float expected = 0;
             for (int step = 0; step < 60; step++) {
-                const float draws[] = {INF, NOT_A_NUMBER, 0, 0, 0, float(std::exp(5 * rng.normal()))};
+                const float draws[] = {INFINITY, NAN, 0, 0, 0, float(std::exp(5 * rng.normal()))};
                 d.amax = draws[std::min<int64_t>(5, rng.below(12))];
                 seen.insert(seen.begin(), d.amax), seen.pop_back();
                 const float top = amax(seen.data(), int64_t(length));  // infinity if one is NaN

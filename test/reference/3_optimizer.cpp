@@ -1,13 +1,7 @@
 // 3_optimizer.cpp - part 3 of reference.cpp (paper, section 4): dynamic range expansion, moments in every
 // format, and AdamW, against their definition in double.
-#include <doctest/doctest.h>
-
-#include <algorithm>
-
-#include "../../reference.h"
-#include "../help/oracle.h"
-#include "../help/random.h"
 #include "../help/model.h"
+#include "../help/oracle.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -23,7 +17,8 @@ double log2_range(Format f) { return std::log2(double(info(f).max) / double(info
 constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 
 // Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
-// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k).
+// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k): the error is divided by
+// about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
 double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).max * std::pow(ratio, k);
     const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
@@ -31,7 +26,8 @@ double expansion_bound(Format f, double ratio, double k) {
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }
 
-// Stores x in a moment and checks max, k, codes, values and statistics by their definition.
+// Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
+// whole tensor has one scale (fp8lm) may a positive second moment become 0.
 void check_moment(Format f, bool expand, int64_t group, bool second, const std::vector<float>& x) {
     const int64_t n = int64_t(x.size()), size = group ? group : n;
     const bool scaled = is_scaled(f), expands = expand && is_fp8(f), positive = second && group;
@@ -45,8 +41,6 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
     QuantStats stats;
     moment.store(x.data(), second, &stats);
     moment.load(values.data());
-    double signal = 0, noise = 0;
-    int64_t flushed = 0;
     float max = 0, k = 1, s = 1;  // of the element's group
     for (size_t i = 0; i < x.size(); i++) {
         const size_t g = i / size_t(size);
@@ -79,13 +73,9 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
         }
         if (!right)
             FAIL("element " << i << " = " << exact << " became " << got << "; max " << max << ", k " << k);
-        signal += exact * exact, noise += (got - exact) * (got - exact), flushed += exact != 0 && got == 0;
     }
-    CHECK(stats.elements == (scaled ? n : 0));
-    if (!scaled) return;
-    CHECK(stats.flushed == flushed);
-    CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
-    CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
+    if (scaled) check_stats(stats, x, values);
+    else CHECK(stats.elements == 0);
 }
 
 }  // namespace
@@ -93,7 +83,6 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
 TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group), rounded, clamped") {
     FRESH_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
-    const float widest = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::denorm_min();
     for (Format f : {Format::E4M3, Format::E5M2}) {
         for (int64_t i = 0; i < count(100000, 5000); i++) {
             const float min = float(std::exp2(-148 + 200 * rng.uniform()));
@@ -107,7 +96,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_factor(f, widest, least) == rounded(log2_range(f) / 277));
+        CHECK(expansion_factor(f, info(Format::F32).max, 0x1p-149f) == rounded(log2_range(f) / 277));
         CHECK(expansion_factor(f, info(f).max, info(f).min) == 1.0f);
         CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
@@ -115,8 +104,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
     }
 }
 
-TEST_CASE(
-    "Moment: max, k, codes and values of every format, with and without expansion, by group and by tensor") {
+TEST_CASE("Moment: max, k, codes, values of every format, with and without expansion, by group or tensor") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2, Format::Companded,
                      Format::Root})
@@ -124,31 +112,12 @@ TEST_CASE(
             for (int64_t group : {MOMENT_GROUP, 32, 0})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
-                        INFO(std::string(info(f).name), expand ? " expanded " : " ", group, ": ", n, ", ",
-                             d.name);
+                        INFO(std::string(info(f).name), " ", expand, " ", group, " ", n, " ", d.name);
                         std::vector<float> x = sample(d, rng, n);
                         if (f != Format::Root) check_moment(f, expand, group, false, x);
                         for (float& v : x) v = std::fabs(v);
                         check_moment(f, expand, group, true, x);
                     }
-}
-
-TEST_CASE("Moment: expansion lowers the error, most in groups of a small range (paper section 4.2)") {
-    FRESH_RANDOM(rng);
-    auto error = [](bool expand, const std::vector<float>& x) {
-        Moment moment;
-        moment.init(Format::E4M3, expand, int64_t(x.size()));
-        moment.store(x.data(), false);
-        std::vector<float> values(x.size());
-        moment.load(values.data());
-        return relative_error(values, x);
-    };
-    std::vector<float> narrow(128 * 100);  // a factor of 10 is typical of second moments
-    for (float& v : narrow) v = float(std::pow(10, rng.uniform()));
-    const std::vector<float> wide = rng.normals<float>(128 * 100);
-    CHECK(error(true, wide) < error(false, wide));
-    // A range of 10 gives k = log2(229376) / log2(10) = 5.3, and divides the relative step by as much.
-    CHECK(error(true, narrow) < error(false, narrow) / 4);
 }
 
 TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function, and saturate") {
@@ -161,7 +130,7 @@ TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function
                   doctest::Approx(code).epsilon(1e-6));
             CHECK(encode(f, float(x)) == code);
             if (!root) CHECK((encode(f, float(-x)) == 128 + code && decode(f, uint16_t(128 + code)) == -x));
-            if (code == top) continue;
+            if (code == top) break;
             // Values up to the middle of two codes, after the function, become the lower of them.
             const double y = code + 0.5, middle = root ? y * y / 65025 : y / (254 - y);
             CHECK(encode(f, float(middle * (1 - 1e-5))) == code);
@@ -170,21 +139,6 @@ TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function
         CHECK((decode(f, 0) == 0 && decode(f, uint16_t(top)) == 1));
         for (float beyond : {2.0f, INFINITY}) CHECK(encode(f, beyond) == top);
         if (!root) CHECK(encode(f, -2.0f) == 255);
-    }
-}
-
-TEST_CASE("Moment: fp8lm loses second moments below 2^-41 of the largest, the other optimizers lose none") {
-    for (const OptimizerFormat& o : optimizers()) {
-        INFO(std::string(o.name));
-        const std::vector<float> v = {3, 3 * 0x1p-40f, 3 * 0x1p-42f};
-        std::vector<float> values(3);
-        Moment moment;
-        moment.init(o.v, o.expand, 3, o.group);
-        moment.store(v.data(), true);
-        moment.load(values.data());
-        CHECK(values[0] == doctest::Approx(3).epsilon(0x1p-9));
-        CHECK(values[1] > 0);
-        CHECK((values[2] > 0) == (std::string(o.name) != "fp8lm"));
     }
 }
 
@@ -212,8 +166,7 @@ TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity
     }
 }
 
-TEST_CASE(
-    "adamw: random steps follow torch.optim.AdamW in double: clipping, bias correction, decoupled decay") {
+TEST_CASE("adamw: steps follow torch.optim.AdamW in double: clipping, bias correction, decoupled decay") {
     FRESH_RANDOM(rng);
     for (int round = 0; round < 200; round++) {
         AdamW a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
@@ -222,27 +175,26 @@ TEST_CASE(
         const double gradient_norm = std::exp(rng.normal());
         const AdamWFactors f = adamw_factors(a, decays, gradient_norm);
         const double clip = a.clip > 0 && gradient_norm > double(a.clip) ? double(a.clip) / gradient_norm : 1,
-                     b1 = a.beta1, b2 = a.beta2;
-        std::vector<float> g = rng.normals<float>(100, std::exp(3 * rng.normal())),
-                           w = rng.normals<float>(100), m = rng.normals<float>(100),
-                           v = rng.normals<float>(100);
+                     b1 = a.beta1, b2 = a.beta2, bias1 = 1 - std::pow(b1, double(a.step)),
+                     bias2 = 1 - std::pow(b2, double(a.step));
+        auto g = rng.normals<float>(100, std::exp(3 * rng.normal())), w = rng.normals<float>(100),
+             m = rng.normals<float>(100), v = rng.normals<float>(100);
         if (round % 7 == 0) g[0] = m[0] = v[0] = 0, g[1] = 1e-8f, m[1] = v[1] = 0;  // eps outside of the root
         for (float& x : v) x = x * x;
         const std::vector<float> w0 = w, m0 = m, v0 = v;
         adamw(f, 100, g.data(), w.data(), m.data(), v.data());
         for (size_t i = 0; i < g.size(); i++) {
             const double x = clip * g[i], mi = b1 * m0[i] + (1 - b1) * x, vi = b2 * v0[i] + (1 - b2) * x * x;
-            const double update = mi / (1 - std::pow(b1, double(a.step))) /
-                                  (std::sqrt(vi / (1 - std::pow(b2, double(a.step)))) + double(a.eps));
-            const double decay = decays ? double(a.weight_decay) * double(w0[i]) : 0,
-                         size =
-                             std::fabs(update) + std::fabs(m0[i]) / (std::sqrt(vi) + 1e-8) + std::fabs(decay);
+            const double update = mi / bias1 / (std::sqrt(vi / bias2) + double(a.eps));
+            const double decay = decays ? double(a.weight_decay) * double(w0[i]) : 0;
+            const double size =
+                std::fabs(update) + std::fabs(m0[i]) / (std::sqrt(vi) + 1e-8) + std::fabs(decay);
+            const double wi = w0[i] - double(a.lr) * (update + decay);
             INFO("round ", round, " element ", i, " step ", a.step);
             REQUIRE(std::fabs(m[i] - mi) <= 0x1p-21 * (std::fabs(m0[i]) + std::fabs(x)));
             REQUIRE(std::fabs(v[i] - vi) <= 0x1p-21 * vi);
-            REQUIRE(std::fabs(w[i] - (w0[i] - double(a.lr) * (update + decay))) <=
-                    0x1p-18 * double(a.lr) * size / (1 - std::pow(b1, double(a.step))) +
-                        0x1p-23 * std::fabs(w0[i]));
+            REQUIRE(std::fabs(w[i] - wi) <=
+                    0x1p-18 * double(a.lr) * size / bias1 + 0x1p-23 * std::fabs(w0[i]));
         }
     }
 }
@@ -265,16 +217,15 @@ TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the 
     const float step = 0x1p-7f;
     for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
         const float x = -(1 + part * step);
-        double by_element = 0, by_step = 0, by_seed = 0;
+        double by_element = 0, by_step = 0, by_seed = 0;  // sums of the differences from x
         for (int64_t i = 0; i < n; i++) {
-            by_element += double(from_bf16(round_stochastically(x, rounding_key(1, 7), i)));
-            by_step += double(from_bf16(round_stochastically(x, rounding_key(1, i), 12345)));
-            by_seed += double(from_bf16(round_stochastically(x, rounding_key(uint64_t(i), 7), 12345)));
+            by_element += double(from_bf16(round_stochastically(x, rounding_key(1, 7), i)) - x);
+            by_step += double(from_bf16(round_stochastically(x, rounding_key(1, i), 12345)) - x);
+            by_seed += double(from_bf16(round_stochastically(x, rounding_key(uint64_t(i), 7), 12345)) - x);
         }
         INFO("part of a step ", part);
-        const double bound = part == 0 ? 0 : 5 * double(step) / 2 / std::sqrt(double(n));
-        for (double sum : {by_element, by_step, by_seed})
-            CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
+        const double bound = part == 0 ? 0 : 5 * double(step) / 2 * std::sqrt(double(n));
+        for (double sum : {by_element, by_step, by_seed}) CHECK(std::fabs(sum) <= bound);
     }
 }
 
