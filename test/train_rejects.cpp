@@ -1,7 +1,5 @@
 // train_rejects.cpp - everything that ./train refuses: flags, sizes, data, checkpoints, files. Each gives one
 // sentence that names what is at fault, exit code 1, and no file is lost, changed or left half-written.
-#include "../program/flags.h"
-#include "../program/plan.h"
 #include "help/program.h"
 
 using namespace coat;
@@ -19,18 +17,6 @@ void check_rows(const Folder& folder, const std::string& before, const std::stri
 }
 
 }  // namespace
-
-TEST_CASE("train: --help has at most 26 flags, and every row of the tables") {
-    RunFolder folder;
-    const Ended help = train(folder, "--help");
-    require_success(help);
-    int flags = 0;
-    for (const std::string& line : lines_of(help.out)) flags += line.compare(0, 4, "  --") == 0;
-    CHECK((flags > 20 && flags <= 26));
-    for (const ModelConfig& c : models()) CHECK(contains(help.out, "\n  " + c.name));
-    for (const Recipe& r : recipes()) CHECK(contains(help.out, concat("\n  ", r.name)));
-    for (const OptimizerFormat& o : optimizers()) CHECK(contains(help.out, concat("\n  ", o.name)));
-}
 
 TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
     check_rows(RunFolder(), "--device cpu --data text ", R"(

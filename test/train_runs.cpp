@@ -76,7 +76,7 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
         CHECK(logged(folder, kind).size() == size_t(n));
 }
 
-TEST_CASE("train: --plan and --steps 0 write nothing; a plan allocates nothing") {
+TEST_CASE("train: --plan, --help and --steps 0 write nothing; a plan allocates nothing") {
     RunFolder folder;
     // The weights of 7B alone are 13 GB: with an address space of 1 GB none of them can be allocated.
     // Sanitizers need a larger address space.
@@ -86,6 +86,7 @@ TEST_CASE("train: --plan and --steps 0 write nothing; a plan allocates nothing")
     require_success(plan);
     CHECK(number_after(plan.out, "saved activations: ") == doctest::Approx(16.33).epsilon(0.0006));
     CHECK((contains(plan.out, "on 8 ranks") && contains(plan.out, "random weights")));
+    require_success(train(folder, "--help"));
     const Ended evaluation = tiny(folder, "--steps 0");
     require_success(evaluation);
     CHECK(number_after(evaluation.out, "validation | step 0 | loss ") ==
