@@ -297,8 +297,7 @@ TEST_CASE("ranks: who says nothing, something else, or another token is not wait
     for (int other : open) close(other);
 }
 
-TEST_CASE(
-    "ranks: a rank that is missing, is there twice, or has another token is an error after the time limit") {
+TEST_CASE("ranks: one that is missing, is there twice, or has another token is an error after some time") {
     Played(ONE_BY_ONE, GATHERS, {0, 1})
         .check({1, 1}, "Rank 2 has not connected with rank 0 at 127.0.0.1, port");
     Played(ONE_BY_ONE, GATHERS, {1}).check({1}, "Rank 1 has not connected with rank 0 at 127.0.0.1, port");

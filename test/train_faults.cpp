@@ -36,8 +36,7 @@ kill -HUP $pid; wait $pid)");
     CHECK((hangup.code == 0 && contains(read_file(folder / "printed"), "Done: 60 steps")));
 }
 
-TEST_CASE(
-    "train: a run that diverges ends or is interrupted; its last good checkpoint stays, or there is one") {
+TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays, if any") {
     for (const bool interrupted : {false, true})
         for (const bool saves : {true, false}) {
             INFO(interrupted, saves);
@@ -120,8 +119,7 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     check_rejected(folder, "--device cpu --resume taken --data nowhere", "Cannot read nowhere (No such file");
 }
 
-TEST_CASE(
-    "train: when its data are cut or overwritten, all ranks save and end, and go on once they are restored") {
+TEST_CASE("train: when its data are cut or overwritten, all ranks save the last step, and end") {
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
           {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd",

@@ -9,8 +9,7 @@ namespace {
 
 // Rows of flags and, after a bar, what the error says; without a bar it says the first word.
 void check_rows(const Folder& folder, const std::string& before, const std::string& rows) {
-    std::istringstream in(rows);
-    for (std::string row; std::getline(in >> std::ws, row, ';');) {
+    for (const std::string& row : rows_of(rows)) {
         const std::string flags = row.substr(0, row.find(" | ")), first = flags.substr(0, flags.find(' '));
         check_rejected(folder, before + flags, flags == row ? first : row.substr(flags.size() + 3));
     }

@@ -1,7 +1,6 @@
 // train_runs.cpp - runs of ./train: what they print, log and save, and that a run which was stopped goes on
 // with the bits of one that was not.
 #include <cmath>
-#include <regex>
 #include <set>
 
 #include "../program/plan.h"
@@ -52,9 +51,6 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
                              "--sample-every 6 --log log");
     require_success(ended);
     CHECK(ended.error.empty());
-    const std::regex line(
-        R"(\nstep +\d+/12 \| loss [\d.]+ \| norm [\d.]+ \| lr \S+ \| \d+ ms \| \d+ tok/s \| )");
-    CHECK(std::distance(std::sregex_iterator(ended.out.begin(), ended.out.end(), line), {}) == 12);
     for (const char* part : {"weights of ", "128 a step", "sample | step 6\n", "factor k of second moments",
                              "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
@@ -170,8 +166,7 @@ TEST_CASE("train: what --resume changes of the steps to come is said, done, and 
     check_same(folder, "two/step-000006", "three/step-000006");
 }
 
-TEST_CASE(
-    "train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
+TEST_CASE("train: several ranks print, validate and log the numbers of one, once; also if started by hand") {
     RunFolder folder;
     const std::string flags = TINY + "--recipe fp32 --steps 3 --eval-every 0 --out '' ";
     const Ended one = train(folder, flags + "--accumulate 6");
@@ -202,8 +197,7 @@ TEST_CASE(
     CHECK(report("--accumulate 6") == report("--ranks 2 --accumulate 3"));
 }
 
-TEST_CASE(
-    "train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
+TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed and step, to 256 tokens") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text");
     const std::string prompt = text.substr(text.size() * 9 / 10, 16);  // the last tenth is held out

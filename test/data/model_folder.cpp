@@ -264,25 +264,22 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
     };
     // A field, its value, and, where it is not the field, what the error says.
     for (const auto& [good, rows] : {std::pair{hugging_face_llama(), R"(
-head_dim 0; vocab_size 0 | vocab_size; vocab_size 1e30; model_type "qwen3_moe" | qwen3; model_type 3
-hidden_act "gelu"
-hidden_size -32; hidden_size "32"; hidden_size 1.5; hidden_size null; hidden_size 40 | multiples of 16
-num_hidden_layers 5000 | from 1 to 4096; num_key_value_heads 3 | heads; partial_rotary_factor 0.5
-rms_norm_eps "small"; rms_norm_eps -1; rope_theta 0; tie_word_embeddings "yes"; use_sliding_window true
-rope_parameters 5; rope_parameters "llama3"; rope_scaling "llama3"; rope_scaling {"type": 3} | type
-rope_scaling {"rope_type": "yarn", "factor": 8.0} | rope_type; rope_parameters {"rope_type": 3} | rope_type
-rope_scaling {"type": "dynamic", "factor": 8.0} | type; rope_scaling {"type": "linear", "factor": 2} | type
+head_dim 0; vocab_size 0 | vocab_size; vocab_size 1e30; model_type "qwen3_moe" | qwen3; model_type 3;
+hidden_act "gelu";
+hidden_size -32; hidden_size "32"; hidden_size 1.5; hidden_size null; hidden_size 40 | multiples of 16;
+num_hidden_layers 5000 | from 1 to 4096; num_key_value_heads 3 | heads; partial_rotary_factor 0.5;
+rms_norm_eps "small"; rms_norm_eps -1; rope_theta 0; tie_word_embeddings "yes"; use_sliding_window true;
+rope_parameters 5; rope_parameters "llama3"; rope_scaling "llama3"; rope_scaling {"type": 3} | type;
+rope_scaling {"rope_type": "yarn", "factor": 8.0} | rope_type; rope_parameters {"rope_type": 3} | rope_type;
+rope_scaling {"type": "dynamic", "factor": 8.0} | type; rope_scaling {"type": "linear", "factor": 2} | type;
 rope_parameters {"rope_type": "default", "partial_rotary_factor": 0.5} | partial_rotary_factor)"},
                                      {hugging_face_gpt2(), R"(
-activation_function "gelu"; activation_function "relu"; scale_attn_weights false; n_layer null; n_head 0
+activation_function "gelu"; activation_function "relu"; scale_attn_weights false; n_layer null; n_head 0;
 scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
-        for (const std::string& line : lines_of(rows)) {
-            std::istringstream parts(line);
-            for (std::string row; std::getline(parts >> std::ws, row, ';');) {
-                const size_t space = row.find(' '), bar = row.find(" | ");
-                rejected(good, row.substr(0, space), Json::parse(row.substr(space, bar - space)),
-                         bar == row.npos ? row.substr(0, space) : row.substr(bar + 3));
-            }
+        for (const std::string& row : rows_of(rows)) {
+            const size_t space = row.find(' '), bar = row.find(" | ");
+            rejected(good, row.substr(0, space), Json::parse(row.substr(space, bar - space)),
+                     bar == row.npos ? row.substr(0, space) : row.substr(bar + 3));
         }
     for (const auto& [field, value] : LLAMA3.items()) {
         Json rope = LLAMA3;
@@ -378,36 +375,27 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
 }
 
 TEST_CASE("load_weights: tensors that are missing, unknown or of another shape change nothing in the model") {
-    using F = HuggingFace;
-    auto add = [](F& f, const char* name) { f.pieces.push_back({"", name, 32, 1}); };
-    struct Row {
-        std::string type, says;
-        std::function<void(F&)> change;
-    };
-    // clang-format off
-    for (const Row& row : std::vector<Row>{
-             {"llama", "up_proj", [](F& f) { f.erase("up_proj.weight"); }},
-             {"llama", "lm_head.weight", [](F& f) { f.erase("lm_head.weight"); }},
-             {"llama", "q_proj", [](F& f) { f.at("q_proj.weight").shape = {16, 32}; }},
-             {"llama", "down_proj", [](F& f) { f.at("down_proj.weight").shape = {48, 32}; }},
-             {"llama", "model.norm", [](F& f) { f.at("model.norm.weight").shape = {1, 32}; }},
-             {"llama", "q_proj.bias", [&](F& f) { add(f, "model.layers.0.self_attn.q_proj.bias"); }},
-             {"llama", "layers.1", [&](F& f) { add(f, "model.layers.1.input_layernorm.weight"); }},
-             {"llama", "in BF16 F16 F32", [](F& f) { f.at("k_proj.weight").dtype = "I16"; }},
-             {"llama", "lm_head", [](F& f) { f.config["tie_word_embeddings"] = true; }},
-             {"gpt2", "lm_head", [](F& f) { f.pieces.push_back({"", "lm_head.weight", 50, 32}); }},
-             {"qwen2", "v_proj.bias", [](F& f) { f.erase("v_proj.bias"); }},
-             {"qwen3", "k_norm.weight", [](F& f) { f.erase("k_norm.weight"); }},
-             {"qwen2", "v_proj.bias", [](F& f) { f.at("v_proj.bias").shape = {32}; }}})
-        // clang-format on
+    // The architecture, what happens to which tensor, and a shape or dtype.
+    for (const std::string& row : rows_of(R"(
+llama erase up_proj.weight; llama erase lm_head.weight; qwen2 erase v_proj.bias; qwen3 erase k_norm.weight;
+llama shape q_proj.weight 16 32; llama shape down_proj.weight 48 32; llama shape model.norm.weight 1 32;
+qwen2 shape v_proj.bias 32; llama add model.layers.0.self_attn.q_proj.bias; gpt2 add lm_head.weight;
+llama add model.layers.1.input_layernorm.weight; llama dtype k_proj.weight I16; llama tie lm_head.weight)"))
         for (size_t shards : {1, 2}) {
-            CAPTURE(row.says);
-            F f = row.type == "gpt2" ? hugging_face_gpt2() : hugging_face_llama(row.type.c_str());
-            row.change(f);
+            CAPTURE(row);
+            std::istringstream words(row);
+            std::string type, action, name;
+            words >> type >> action >> name;
+            HuggingFace f = type == "gpt2" ? hugging_face_gpt2() : hugging_face_llama(type);
+            if (action == "erase") f.erase(name);
+            if (action == "add") f.pieces.push_back({"", name, 32, 1});
+            if (action == "dtype") words >> f.at(name).dtype;
+            if (action == "tie") f.config["tie_word_embeddings"] = true;
+            for (int64_t n; words >> n;) f.at(name).shape.push_back(n);
             Folder folder;
             f.write(folder, shards);
             MemoryModel model = model_of(folder);
-            check_error([&] { load(folder, model); }, folder, row.says);
+            check_error([&] { load(folder, model); }, folder, name);
             CHECK(model.writes == 0);
         }
 }

@@ -13,6 +13,7 @@ using namespace coat::test;
 namespace {
 
 const bool NO_PYTHON = std::system("python3 --version >/dev/null 2>&1") != 0;
+#define PYTHON_TEST_CASE(name) TEST_CASE("tokenize.py: " name* doctest::skip(NO_PYTHON))
 const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev/null 2>&1") != 0;
 
 // Token t below 256 is a byte, spelled as in SentencePiece or, with BYTE_LEVEL, as in GPT-2. model/special
@@ -116,8 +117,7 @@ const std::string HELD = chat({"held", "out"});
 
 }  // namespace
 
-TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("what the assistant says counts, with the end of its turn") {
     const ChatFolder folder;
     const Ended ended = folder.check(chat({"hi", "A\\u00e9 ", "b", "C"}) + HELD, "--seq 32",
                                      "<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
@@ -133,8 +133,7 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
     folder.check(chat({"x", "er|>b<|end|>"}) + HELD, "--seq 9", "a[<|user|>b<|end|>]");
 }
 
-TEST_CASE("tokenize.py: an answer is found where a template treats it in a way of its own" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its own") {
     const ChatFolder folder;
     const std::string two = chat({"q", "A", "r", "B"}) + HELD;
     auto check = [&](const std::string& as, const std::string& records, const std::string& expected) {
@@ -170,7 +169,7 @@ TEST_CASE("tokenize.py: an answer is found where a template treats it in a way o
     check_failed(folder.tokenize(two), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
 }
 
-TEST_CASE("tokenize.py: records of every known form, and texts among them" * doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("records of every known form, and texts among them") {
     const ChatFolder folder;
     const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
     const std::string openai = chat({"a\\n\\nb", "c"}),
@@ -204,8 +203,7 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
     CHECK(load_corpus(folder / "tokens").train.size() == 1 + 9 + 1 + 2);
 }
 
-TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("a conversation lies within one window, and windows are filled up") {
     const ChatFolder folder;
     folder.write("model/template",
                  "''.join(m['content'] for m in messages) + '<|end|>' * (len(messages) > 1)");
@@ -227,8 +225,7 @@ TEST_CASE("tokenize.py: a conversation lies within one window, and windows are f
     CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
-TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with the end of the one before" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("plain text keeps its bytes, and each text begins with the end of the one before") {
     const ChatFolder folder;
     const std::string line = "eight b\n", small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
@@ -257,8 +254,7 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
     CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
 }
 
-TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and earlier data stay" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier data stay") {
     const ChatFolder folder;
     const std::string good = chat({"abc", "x"}) + chat({"def", "y"}), seq = "--seq 32";
     require_success(folder.tokenize(good));

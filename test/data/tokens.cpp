@@ -107,8 +107,7 @@ TEST_CASE("TokenStream: the hash knows every token, what counts and the order, b
     check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
 
-TEST_CASE(
-    "load_corpus: of files the last tenth is held out; of a folder every 20th, and none is read twice") {
+TEST_CASE("load_corpus: of files the last tenth is held out, of a folder every 20th; none is read twice") {
     Folder folder;
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n", file = folder.write("a.txt", a);
     for (const auto& [data, all] : {std::pair{file, a}, {file + "," + folder.write("b", b), a + b}}) {
@@ -123,12 +122,9 @@ TEST_CASE(
         const std::string name = concat(i % 3 ? "sub/" : "", i % 2 ? "Z" : "a", i);
         folder.write("in/" + name, files[name] = concat("This is text number ", i, ".\n"));
     }
-    for (const auto& [name, text] : {std::pair{"z/copy", std::string("This is text number 7.\n")},
-                                     {"binary", std::string("text\0", 5)},
-                                     {".git/config", "hidden"},
-                                     {".hidden", "hidden"},
-                                     {"empty", ""}})
-        folder.write(concat("in/", name), text);
+    folder.write("in/z/copy", "This is text number 7.\n"), folder.write("in/empty", "");
+    folder.write("in/.git/config", "hidden"), folder.write("in/.hidden", "hidden");
+    folder.write("in/binary", std::string("text\0", 5));
     for (const auto& [to, name] : {std::pair{"a0", "in/link"}, {"none", "in/none"}, {"itself", "in/itself"}})
         fs::create_symlink(to, folder / name);
     fs::create_directory_symlink("..", folder / "in/loop");
@@ -168,9 +164,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back, and na
     }
 }
 
-TEST_CASE(
-    "load_corpus: windows of packed files stay windows, in several files and when the last tenth is held "
-    "out") {
+TEST_CASE("load_corpus: windows of packed files stay windows, also in several files and where one is cut") {
     Folder folder;
     constexpr int32_t T = 7;
     const std::string a = folder.write("a.bin", token_file(counting(8 * T + 1, 1000), T)),
@@ -195,9 +189,7 @@ TEST_CASE(
         check_error([&] { load_corpus(data); }, "windows");
 }
 
-TEST_CASE(
-    "load_corpus: tokenizer.bin beside token files turns tokens into text, and must be the same in all "
-    "folders") {
+TEST_CASE("load_corpus: tokenizer.bin beside token files turns tokens into text; all folders have one") {
     Folder folder;
     const std::string longest(255, 'x'), tokens = token_file(Shorts{0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1});
     const std::vector<std::string> pieces = {"a", std::string("\0\xFF", 2), "", longest};

@@ -91,6 +91,14 @@ inline std::vector<std::string> lines_of(const std::string& text) {
     return lines;
 }
 
+// The parts of a text between semicolons.
+inline std::vector<std::string> rows_of(const std::string& text) {
+    std::vector<std::string> rows;
+    std::istringstream in(text);
+    for (std::string row; std::getline(in >> std::ws, row, ';');) rows.push_back(row);
+    return rows;
+}
+
 // An error message is one line of plain ASCII of a reasonable length, contains `who` and `what`, and ends
 // with a full stop. Plain means no control characters and no bidirectional overrides.
 inline void check_error(const std::string& message, const std::string& who, const std::string& what = "") {
