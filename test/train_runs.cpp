@@ -125,11 +125,11 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
           {"--recipe te --accumulate 2", "", "KILL", "", 137},
           {"--attention groups --master none --gradients none --clip 0", "", "INT", "", 130},
           {"--recipe fp32 --accumulate 4", "--ranks 4 --accumulate 1", "INT", "--ranks 2", 130},
-          {"--recipe coat --accumulate 12", "--ranks 2 --accumulate 6", "KILL", "", 137}}) {
+          {"--recipe coat --accumulate 10", "--ranks 2 --accumulate 5", "KILL", "", 137}}) {
         INFO(std::string(row.flags), ", ", std::string(row.stop));
         RunFolder folder;
         const std::string flags =
-            std::string("--warmup 4 --eval-every 9 --save-every 5 --steps 20 ") + row.flags;
+            std::string("--batch 1 --warmup 4 --eval-every 9 --save-every 5 --steps 20 ") + row.flags;
         require_success(tiny(folder, flags + " --out whole"));
         const Ended stopped =
             run_with_action(folder, TINY + flags + " " + row.first + " --out parts --log log", "step  7/",
