@@ -73,29 +73,26 @@ TEST_CASE("train: a full disk in between is reported, and training goes on; the 
     RunFolder folder;
     require_success(tiny(folder, "--steps 2 --out out"));
     const auto before = folder.files();
-    struct Row {
-        std::string flags, action;
-        int code;
-        std::string first, last;  // the saves that fail
-    };
-    for (const Row& row :
-         {Row{"--device cpu --resume out --save-every 2 --steps 6", "kill -INT $pid", 130, "4", "6"},
-          {TINY + "--ranks 3 --save-every 2 --steps 4 --out several", "kill -INT $pid", 130, "2", "4"},
-          {"--device cpu --resume out --steps 6", "prlimit --fsize=unlimited: --pid $pid", 0, "6", "6"}}) {
-        INFO(row.flags);
+    // Flags, the action, the exit code, and the steps that are not saved: the first and the last.
+    const std::tuple<std::string, std::string, int, std::string, std::string> rows[] = {
+        {"--device cpu --resume out --save-every 2 --steps 6", "kill -INT $pid", 130, "4", "6"},
+        {TINY + "--ranks 3 --save-every 2 --steps 4 --out several", "kill -INT $pid", 130, "2", "4"},
+        {"--device cpu --resume out --steps 6", "prlimit --fsize=unlimited: --pid $pid", 0, "6", "6"}};
+    for (const auto& [flags, action, code, first, last] : rows) {
+        CAPTURE(flags);
         const Ended ended =
-            shell(folder, "ulimit -S -f 30; COAT_MINUTE=0.1 train " + row.flags +
+            shell(folder, "ulimit -S -f 30; COAT_MINUTE=0.1 train " + flags +
                               " 2> errors & pid=$!\n"
                               "until [ $(grep -c 'tries again' errors) -ge 2 ]; do sleep 0.02; done\n" +
-                              row.action + "; wait $pid");
+                              action + "; wait $pid");
         const std::string errors = read_file(folder.path / "errors");
         fs::remove(folder.path / "errors");
-        CHECK(ended.code == row.code);
-        CHECK(contains(errors, "train: Step " + row.first + " was not saved: Cannot write "));
+        CHECK(ended.code == code);
+        CHECK(contains(errors, "train: Step " + first + " was not saved: Cannot write "));
         CHECK(contains(errors, "train: The run tries again every minute; Ctrl-C ends it."));
-        CHECK(contains(ended.out, "step " + row.last + "/" + row.last));
-        CHECK(contains(ended.out, "saved | step 6 | ") == (row.code == 0));
-        if (row.code && contains(row.flags, "--resume")) CHECK(folder.files() == before);
+        CHECK(contains(ended.out, "step " + last + "/" + last));
+        CHECK(contains(ended.out, "saved | step 6 | ") == (code == 0));
+        if (code && contains(flags, "--resume")) CHECK(folder.files() == before);
     }
     CHECK(find_checkpoint(folder / "several").empty());
     // So it is after Ctrl-C; a second one ends the program.
