@@ -70,11 +70,9 @@ parts --accumulate 2 | --accumulate 2; parts --out out | --out out already holds
     require_success(train(folder,
                           "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat "
                           "--data ./text --out equal"));
-    // A wrong --log is found before the damage in a file, which loading finds: that can take minutes.
     std::string flipped = read_file(folder / state);
     flipped.back() ^= 1;
     write_file(folder / state, flipped);
-    check_rejected(folder, "--device cpu --resume out --steps 4 --log nowhere/log", "--log");
     check_rejected(folder, "--device cpu --resume out --steps 4", state);
 }
 

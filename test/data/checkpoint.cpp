@@ -223,8 +223,6 @@ TEST_CASE("checkpoint: every file is on the disk before it gets its name, and th
 TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the checkpoints before stay") {
     Damage d;
     const std::string out = d.folder / "out";
-    write_file(d.folder / "file", "x");
-    CHECK(contains(error_of([&] { save(d.folder / "file", d.saved, 1); }), d.folder / "file"));
     const auto bytes = rlim_t(fs::file_size(d.path + "/optimizer.state"));
     // A limit on the size of a file stands for a full disk. Each limit stops the save at another place.
     for (rlim_t limit : {rlim_t{0}, rlim_t{100}, rlim_t{5000}, bytes - 1}) {

@@ -31,9 +31,7 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
                                          {"scalar", "BF16", {}},
                                          {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
-    std::ofstream out(path, std::ios::binary);
-    out << safetensors_header(tensors) << bytes[0] << bytes[1] << bytes[2] << bytes[3];
-    finish(out, path);
+    save_file(path, safetensors_header(tensors) + bytes[0] + bytes[1] + bytes[2] + bytes[3]);
     const std::string whole = read_file(path);
     CHECK(whole.find(R"({"__metadata__":{"format":"pt"},)") == 8);  // transformers requires it
     uint64_t length;

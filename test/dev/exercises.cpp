@@ -27,10 +27,6 @@ using Floats = std::vector<float>;
 TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") {
     auto format = [](const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; };
     auto right = [=](const Fp8& f, uint8_t code) { return reference::decode(format(f), code); };
-    auto with_infinity = [=](const Fp8& f, uint8_t code) {
-        const float x = right(f, code);
-        return f.mantissa == 3 && std::abs(x) >= 256 ? (code & 7 ? NAN : x * INFINITY) : x;
-    };
     exercise(
         judge::decode, empty::decode,
         {{"Every wrong value is off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
@@ -39,7 +35,6 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
               const int one = 1 << f.mantissa;
               return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
           }},
-         {"about the largest exponent:", with_infinity},
          {"passed, ", right}});
 
     auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
@@ -96,19 +91,15 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
               {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
               {"passed, ", groups(given::to_bf16)}});
 
-    auto maxima = [](float (*magnitude)(float), int shortest = 1) {
+    auto maxima = [](float (*magnitude)(float)) {
         return [=](int n, const float* x, float* maxima) {
-            const int groups = (n + 16 - shortest) / 16;
-            for (int i = 0; i < std::min(n, groups * 16); i++)
+            for (int i = 0; i < n; i++)
                 maxima[i / 16] = std::max(i % 16 ? maxima[i / 16] : 0, magnitude(x[i]));
-            return *std::max_element(maxima, maxima + groups);
+            return *std::max_element(maxima, maxima + (n + 15) / 16);
         };
     };
     auto magnitude = [](float x) { return std::isnan(x) ? INFINITY : std::abs(x); };
-    exercise(judge::amax, empty::amax,
-             {{"about NaN:", maxima(std::abs)},
-              {"about a last, shorter group:", maxima(magnitude, 16)},
-              {"passed, ", maxima(magnitude)}});
+    exercise(judge::amax, empty::amax, {{"about NaN:", maxima(std::abs)}, {"passed, ", maxima(magnitude)}});
 }
 
 TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
@@ -126,16 +117,12 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     auto no_limits = [](float max, float min) {
         return std::rint(256 * std::log2(448 * 512.0f) / std::log2(max / min)) / 256;
     };
-    auto divides = [](float x, float max, float k) {
-        return std::copysign(448 * std::pow(std::abs(x) / max, k), x);
-    };
     auto forgets_sign = [](float y, float max, float k) { return contract(std::abs(y), max, k); };
     if (!exercises_are_solved())
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
     six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
     six("Compare k and its operands", of_release, expand, contract);  // no hint is better than a wrong one
     six("about equal magnitudes:", no_limits, expand, contract);
-    six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
     six("This is not computed yet: contract.", k, expand, [](float, float, float) { return 0.0f; });
     six("passed, ", k, expand, contract);
