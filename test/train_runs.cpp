@@ -200,8 +200,7 @@ TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed
                               "--model model --recipe fp32 --seq 256 --batch 1 --lr 0 --eval-every 0 "
                               "--sample-every 1 --out '' --log log ";
     // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the
-    // logit of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for
-    // others.
+    // logit of a token is known, whatever comes before: 0 for 'a', -1.6 for 'b', below -30 for others.
     const std::unique_ptr<Model> model = small_reference(1, 16);
     for (const Param& p : parameters(small_config())) {
         const bool ones = p.rows == 1 || p.name == "embedding";

@@ -1,6 +1,5 @@
 // checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit; one that is damaged or of
-// another run is an error before the model changes; and a complete one exists at every moment, also if a save
-// is killed.
+// another run is an error before the model changes; a complete one exists at every moment, also after a kill.
 #include <doctest/doctest.h>
 
 #include <cmath>

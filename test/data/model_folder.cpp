@@ -18,8 +18,7 @@ using namespace coat::test;
 namespace {
 
 // One table says which tensors of a file are which rows of which parameter: the folders are written from it,
-// and what load_weights read is compared with it. Every value encodes its place: number of the tensor, row
-// and column.
+// and what load_weights read is compared with it. Every value encodes its place: tensor, row and column.
 struct HuggingFace {
     struct Piece {
         std::string ours, theirs;

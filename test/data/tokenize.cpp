@@ -74,8 +74,7 @@ struct ChatFolder : Folder {
         write(file, records);
         return run("--tokenizer model --out tokens " + file + " " + flags);
     }
-    // The text of a token file, with what counts in square brackets; each line is a window without its
-    // padding.
+    // The text of a token file, with what counts in square brackets; a line is a window without padding.
     std::string windows(const std::string& name = "train") const {
         const Corpus corpus = load_corpus(*this / "tokens");
         const TokenStream& stream = name == "train" ? corpus.train : corpus.validation;

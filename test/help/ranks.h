@@ -1,6 +1,5 @@
 // ranks.h - ranks as threads of one process, each with a model of its own: they train it, and the test sees
-// the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on as many GPUs as there
-// are.
+// the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on all GPUs.
 #pragma once
 #include <functional>
 #include <omp.h>
