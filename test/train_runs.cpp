@@ -1,7 +1,6 @@
 // train_runs.cpp - runs of ./train: what they print, log and save, and that a run which was stopped goes on
 // with the bits of one that was not.
 #include <cmath>
-#include <regex>
 #include <set>
 
 #include "../program/plan.h"
@@ -45,27 +44,16 @@ std::string numbers_in(const std::string& output) {
 
 }  // namespace
 
-TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lines that can be parsed") {
+TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
     RunFolder folder;
     const Ended ended = tiny(folder,
                              "--batch 4 --seq 32 --steps 12 --warmup 2 --lr 1e-2 --eval-every 5 "
                              "--sample-every 6 --log log");
     require_success(ended);
     CHECK(ended.error.empty());
-    const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
-    CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
-    for (const char* part :
-         {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
-        CHECK(contains(before, part));
-    const std::regex line(
-        R"(\nstep +\d+/12 \| loss [\d.]+ \| norm [\d.]+ \| lr \S+ \| \d+ ms \| \d+ tok/s \| )");
-    CHECK(std::distance(std::sregex_iterator(ended.out.begin(), ended.out.end(), line), {}) == 12);
-    for (const char* part : {"sample | step 6\n", "expansion factor k of second moments",
+    for (const char* part : {"weights of ", "128 a step", "sample | step 6\n", "factor k of second moments",
                              "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
-    for (const auto& [kind, n] :
-         {std::pair{"settings", 1}, {"step", 12}, {"validation", 4}, {"sample", 2}, {"end", 1}})
-        CHECK(logged(folder, kind).size() == size_t(n));
     const auto log = logged(folder, "step"), end = logged(folder, "end");
     double seconds = 0;
     for (size_t i = 0; i < log.size(); i++) {
@@ -79,20 +67,17 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
     CHECK(end[0].at("validation").get<double>() < end[0].at("first_validation").get<double>() - 0.5);
     CHECK(end[0].at("validation") == logged(folder, "validation").back().at("loss"));
     require_success(tiny(folder, "--steps 0 --out '' --log log"));  // appends
-    CHECK((logged(folder, "step").size() == 12 && logged(folder, "settings").size() == 2));
+    for (const auto& [kind, n] :
+         {std::pair{"settings", 2}, {"step", 12}, {"validation", 5}, {"sample", 2}, {"end", 1}})
+        CHECK(logged(folder, kind).size() == size_t(n));
 }
 
-TEST_CASE("train: --plan and --steps 0 write nothing; a plan allocates nothing") {
+TEST_CASE("train: --plan, --help and --steps 0 write nothing") {
     RunFolder folder;
-    // The weights of 7B alone are 13 GB: with an address space of 1 GB none of them can be allocated.
-    // Sanitizers need a larger address space.
-    const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
-    const Ended plan =
-        shell(folder, limit + "train --plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
+    const Ended plan = train(folder, "--plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
     require_success(plan);
-    CHECK(std::fabs(number_after(plan.out, "saved activations: ") - 16.33) < 0.01);
-    CHECK(contains(plan.out, "on 8 ranks"));
-    CHECK(contains(plan.out, "random weights"));
+    CHECK(number_after(plan.out, "saved activations: ") == doctest::Approx(16.33).epsilon(0.0006));
+    require_success(train(folder, "--help"));
     const Ended evaluation = tiny(folder, "--steps 0");
     require_success(evaluation);
     CHECK(number_after(evaluation.out, "validation | step 0 | loss ") ==
@@ -105,16 +90,12 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     auto weights = [&](const std::string& flags, const std::string& environment = "") {
         fs::remove_all(folder.path / "out");
         require_success(
-            shell(folder, environment + "train" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
+            shell(folder, environment + "train" + TINY + "--seq 24 --warmup 1 --lr 1e-2 --steps 3 " + flags));
         return read_file(folder.path / "out/step-000003/model.safetensors");
     };
     const std::string standard = weights("");
-    for (const char* flags :
-         {"--seed 1", "--eval-every 1", "--save-every 1", "--sample-every 1 --seq 16", "--log log"}) {
-        CAPTURE(flags);
-        CHECK((weights(flags) == standard));
-    }
-    CHECK((weights("", "OMP_NUM_THREADS=3 ") == standard));
+    CHECK((weights("--seed 1 --eval-every 1 --save-every 1 --sample-every 1 --log log",
+                   "OMP_NUM_THREADS=3 ") == standard));
     for (const char* flags : {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups",
                               "--master none", "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2",
                               "--warmup 3", "--weight-decay 10", "--clip 0.1", "--seed 2"}) {
@@ -139,23 +120,23 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
           {"--recipe te --accumulate 2", "", "KILL", "", 137},
           {"--attention groups --master none --gradients none --clip 0", "", "INT", "", 130},
           {"--recipe fp32 --accumulate 4", "--ranks 4 --accumulate 1", "INT", "--ranks 2", 130},
-          {"--recipe coat --accumulate 12", "--ranks 2 --accumulate 6", "KILL", "", 137}}) {
+          {"--recipe coat --accumulate 10", "--ranks 2 --accumulate 5", "KILL", "", 137}}) {
         INFO(std::string(row.flags), ", ", std::string(row.stop));
         RunFolder folder;
         const std::string flags =
-            std::string("--warmup 4 --eval-every 9 --save-every 5 --steps 24 ") + row.flags;
+            std::string("--batch 1 --warmup 4 --eval-every 9 --save-every 5 --steps 20 ") + row.flags;
         require_success(tiny(folder, flags + " --out whole"));
         const Ended stopped =
-            run_with_action(folder, TINY + flags + " " + row.first + " --out parts --log log", "step 11/",
+            run_with_action(folder, TINY + flags + " " + row.first + " --out parts --log log", "step  7/",
                             std::string("kill -") + row.stop + " $pid");
         CHECK(stopped.code == row.code);
-        REQUIRE(!fs::exists(folder.path / "parts/step-000024"));
+        REQUIRE(!fs::exists(folder.path / "parts/step-000020"));
         CHECK(contains(stopped.out, "continue with --resume parts") == (row.code != 137));
         const Ended resumed = train(folder, std::string("--device cpu --resume parts --log log ") + row.then);
         require_success(resumed);
         CHECK(contains(resumed.out, "continuing step "));
-        check_same(folder, "whole/step-000024", "parts/step-000024");
-        if (row.code != 137) CHECK(logged(folder, "step").size() == 24);  // every step once
+        check_same(folder, "whole/step-000020", "parts/step-000020");
+        if (row.code != 137) CHECK(logged(folder, "step").size() == 20);  // every step once
     }
 }
 
@@ -165,25 +146,22 @@ TEST_CASE("train: what --resume changes of the steps to come is said, done, and 
     const std::string resume = "--device cpu --resume out --eval-every 0 --log log ";
     const Ended same = train(folder, resume + "--steps 4 --plan --lr 0.003 --clip 1.0");
     CHECK(!contains(same.out, "without changes"));
-    const Ended changed =
-        train(folder,
-              resume + "--steps 6 --lr 1e-4 --warmup 0 --weight-decay 0 --clip 0.1 --save-every 5 --out two");
-    require_success(changed);
+    const std::string flags = "--steps 6 --lr 1e-4 --warmup 0 --weight-decay 0 --clip 0.1 --save-every 5 ";
     const std::string sentence =
-        "not the bits of a run without changes, after step 4: --steps 6 in place of 4 --lr 0.0001 in place "
-        "of "
-        "0.003 --warmup 0 in place of 1 --weight-decay 0.0 in place of 0.1 --clip 0.1 in place of 1.0";
-    CHECK(contains(changed.out, sentence + "\n"));
+        "after step 4: --steps 6 in place of 4 --lr 0.0001 in place of 0.003 --warmup 0 in place of 1 "
+        "--weight-decay 0.0 in place of 0.1 --clip 0.1 in place of 1.0\n";
+    const Ended changed = train(folder, resume + flags + "--out two");
+    require_success(changed);
+    CHECK(contains(changed.out, sentence));
     CHECK(logged(folder, "step").back().at("lr").get<double>() ==
           doctest::Approx(learning_rate(1e-4, 0, 6, 5)));
     const Ended again = train(folder, "--device cpu --resume two/step-000005 --out three");
     require_success(again);
-    CHECK(contains(again.out, sentence + "\n"));
+    CHECK(contains(again.out, sentence));
     check_same(folder, "two/step-000006", "three/step-000006");
 }
 
-TEST_CASE(
-    "train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
+TEST_CASE("train: several ranks print, validate and log the numbers of one, once; also if started by hand") {
     RunFolder folder;
     const std::string flags = TINY + "--recipe fp32 --steps 3 --eval-every 0 --out '' ";
     const Ended one = train(folder, flags + "--accumulate 6");
@@ -214,21 +192,20 @@ TEST_CASE(
     CHECK(report("--accumulate 6") == report("--ranks 2 --accumulate 3"));
 }
 
-TEST_CASE(
-    "train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
+TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed and step, to 256 tokens") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text");
+    const std::string prompt = text.substr(text.size() * 9 / 10, 16);  // the last tenth is held out
     const std::string flags = TINY +
                               "--model model --recipe fp32 --seq 256 --batch 1 --lr 0 --eval-every 0 "
                               "--sample-every 1 --out '' --log log ";
     // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the
-    // logit of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for
-    // others.
+    // logit of a token is known, whatever comes before: 0 for 'a', -1.6 for 'b', below -30 for others.
     const std::unique_ptr<Model> model = small_reference(1, 16);
     for (const Param& p : parameters(small_config())) {
-        std::vector<uint16_t> w(size_t(p.size()),
-                                reference::to_bf16(p.rows == 1 || p.name == "embedding" ? 1.0f : 0.0f));
-        for (size_t i = 0; i < w.size() && p.name == "head"; i++) {
+        const bool ones = p.rows == 1 || p.name == "embedding";
+        std::vector<uint16_t> w(size_t(p.size()), reference::to_bf16(ones ? 1.0f : 0.0f));
+        for (size_t i = 0; p.name == "head" && i < w.size(); i++) {
             const size_t token = i / size_t(p.cols);
             w[i] = reference::to_bf16((token == 'a' ? 0.0f : token == 'b' ? -1.6f : -32.0f) / float(p.cols));
         }
@@ -240,23 +217,19 @@ TEST_CASE(
     require_success(known);
     require_success(train(folder, flags + "--steps 1 --seed 2"));
     std::set<std::vector<int32_t>> different;
-    double b = 0, drawn = 0;
+    double a = 0, b = 0;
     for (const auto& line : logged(folder, "sample")) {
         const std::vector<int32_t> tokens = line.at("tokens");
         REQUIRE(tokens.size() == 256);
+        CHECK(std::string(tokens.begin(), tokens.begin() + 16) == prompt);
+        a += double(std::count(tokens.begin() + 16, tokens.end(), 'a'));
+        b += double(std::count(tokens.begin() + 16, tokens.end(), 'b'));
         different.insert(tokens);
-        const std::string begin(tokens.begin(), tokens.begin() + 16);
-        CHECK(begin == text.substr(text.size() * 9 / 10, 16));  // the last tenth is held out
-        for (size_t i = 16; i < tokens.size(); i++) {
-            CHECK((tokens[i] == 'a' || tokens[i] == 'b'));
-            b += tokens[i] == 'b', drawn++;
-        }
     }
-    CHECK(different.size() == 7);  // another step or seed draws another sample
-    const double expected = 1 / (1 + std::exp(1.6 / 0.8)),
-                 deviation = std::sqrt(expected * (1 - expected) / drawn);
-    CHECK(std::fabs(b / drawn - expected) < 4 * deviation);
-    CHECK(contains(known.out, "\n" + text.substr(text.size() * 9 / 10, 16)));
+    CHECK((different.size() == 7 && a + b == 7 * 240));  // another step or seed draws another sample
+    const double p = 1 / (1 + std::exp(1.6 / 0.8));
+    CHECK(std::fabs(b / (a + b) - p) < 4 * std::sqrt(p * (1 - p) / (a + b)));
+    CHECK(contains(known.out, "\n" + prompt));
     // With token files a sample ends at the token that ends a text.
     std::vector<std::string> bytes;
     for (int byte = 0; byte < 256; byte++) bytes.push_back(std::string(1, char(byte)));

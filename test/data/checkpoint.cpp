@@ -1,6 +1,5 @@
 // checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit; one that is damaged or of
-// another run is an error before the model changes; and a complete one exists at every moment, also if a save
-// is killed.
+// another run is an error before the model changes; a complete one exists at every moment, also after a kill.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -74,52 +73,45 @@ struct Damage {
 }  // namespace
 
 TEST_CASE("checkpoint: what is read back and saved again has the same bytes, with every optimizer and mode") {
-    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2})
-        for (bool tied : {true, false})
-            for (const OptimizerFormat& optimizer : optimizers())
-                for (bool master : {true, false}) {
-                    INFO(std::string(arch.name), tied, " ", std::string(optimizer.name), " ", master);
-                    Folder folder;
-                    Setup s = small_setup(arch, tied, optimizer.name);
-                    s.master = master;
-                    if (!master) s.recipe = find_row(recipes(), "te", "");  // with delayed scales
-                    if (arch.rope && tied)
-                        s.config.head_size = 16,
-                        s.config.rope_scaling = {RopeScaling::Llama3, 8.1f, 1.1f, 4.1f, 77};
-                    MemoryModel saved(s, 1);
-                    const std::string out = folder / "out", path = save(out, saved, 300);
-                    CHECK((path == out + "/step-000300" && find_checkpoint(out) == path));
-                    CHECK(find_checkpoint(path) == path);
-                    s.config = read_model_config(path);
-                    MemoryModel loaded(s, 2);
-                    load_checkpoint(path, loaded);
-                    CHECK(saved.tensors == loaded.tensors);
-                    const auto again = save_checkpoint(folder / "again", loaded, read_loop_state(path));
-                    for (const std::string& file : names_in(path))
-                        CHECK((read_file(path + "/" + file) == read_file(again + "/" + file)));
-                    CHECK(names_in(path).size() == 4);
-                    // PyTorch reads tensors whose elements are aligned.
-                    const Safetensors file(path + "/optimizer.state");
-                    for (const StateTensor& t : optimizer_tensors(s))
-                        CHECK(uintptr_t(file.tensors().at(t.name).data) % size_t(t.bytes) == 0);
-                }
+    std::vector<std::pair<Architecture, const char*>> rows;
+    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}) rows.push_back({arch, "coat"});
+    for (const OptimizerFormat& optimizer : optimizers()) rows.push_back({LLAMA, optimizer.name});
+    for (const auto& [arch, optimizer] : rows)
+        for (const bool master : {true, false}) {
+            INFO(std::string(arch.name), " ", std::string(optimizer), " ", master);
+            Folder folder;
+            Setup s = small_setup(arch, master, optimizer);
+            s.master = master;
+            if (!master) s.recipe = find_row(recipes(), "te", "");  // with delayed scales
+            if (arch.rope && master)
+                s.config.head_size = 16, s.config.rope_scaling = {RopeScaling::Llama3, 8.1f, 1.1f, 4.1f, 77};
+            MemoryModel saved(s, 1);
+            const std::string out = folder / "out", path = save(out, saved, 300);
+            CHECK((path == out + "/step-000300" && find_checkpoint(out) == path));
+            CHECK(find_checkpoint(path) == path);
+            s.config = read_model_config(path);
+            MemoryModel loaded(s, 2);
+            load_checkpoint(path, loaded);
+            CHECK(saved.tensors == loaded.tensors);
+            const auto again = save_checkpoint(folder / "again", loaded, read_loop_state(path));
+            for (const std::string& file : names_in(path))
+                CHECK((read_file(path + "/" + file) == read_file(again + "/" + file)));
+            CHECK(names_in(path).size() == 4);
+            // PyTorch reads tensors whose elements are aligned.
+            const Safetensors file(path + "/optimizer.state");
+            for (const StateTensor& t : optimizer_tensors(s))
+                CHECK(uintptr_t(file.tensors().at(t.name).data) % size_t(t.bytes) == 0);
+        }
 }
 
 TEST_CASE("checkpoint: of another recipe, optimizer or shape it is rejected before the model changes") {
     Damage d;
-    const std::vector<std::function<void(Setup&)>> others = {
-        [](Setup& s) { s.recipe = find_row(recipes(), "te", ""); },  // has delayed scales
-        [](Setup& s) { s.optimizer = find_row(optimizers(), "coat-e5m2", ""); },
-        [](Setup& s) { s.optimizer = find_row(optimizers(), "fp32", ""); },
-        [](Setup& s) { s = small_setup(GPT2); },
-        [](Setup& s) { s.config.tied = false; },
-        [](Setup& s) { s.config.L = 3; },
-        [](Setup& s) { s.config.V = 51; },
-    };
-    for (const auto& change : others) {
-        Setup s = small_setup(LLAMA);
-        change(s);
-        MemoryModel model(s, 3);
+    Setup te = small_setup(LLAMA), deeper = te, larger = te;
+    te.recipe = find_row(recipes(), "te", "");  // has delayed scales
+    deeper.config.L = 3, larger.config.V = 51;
+    for (const Setup& other : {te, deeper, larger, small_setup(GPT2), small_setup(LLAMA, false),
+                               small_setup(LLAMA, true, "coat-e5m2"), small_setup(LLAMA, true, "fp32")}) {
+        MemoryModel model(other, 3);
         check_error([&] { load_checkpoint(d.path, model); }, d.path);
         CHECK(model.writes == 0);
     }
@@ -156,20 +148,17 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
     Json earlier = good;
     earlier["version"] = 2;
     d.rejected("trainer.json", earlier.dump(), "--model");
-    for (const char* other : {"{}", "{\"version\": 3}", "[]"})
-        d.rejected("trainer.json", other, "trainer.json");
     // With a hash that fits, as a program of another version may write it: read or rejected; any exception
     // but Error fails the test.
-    for (const char* other : {R"({"step": "x"})", R"({"step": null})", R"({"updates": []})",
-                              R"({"hashes": 5})", R"({"settings": 5})"}) {
-        nlohmann::json bad = good;
-        bad.update(nlohmann::json::parse(other));
-        bad.erase("hash");
-        const std::string text = bad.dump();
-        bad["hash"] = std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
-        write_file(d.path + "/trainer.json", bad.dump());
-        error_of([&] { d.load(); });
-    }
+    for (const char* field : {"step", "updates", "hashes", "settings"})
+        for (const nlohmann::json& value : {nlohmann::json("x"), nlohmann::json(), nlohmann::json(5)}) {
+            nlohmann::json bad = good;
+            bad[field] = value, bad.erase("hash");
+            const std::string text = bad.dump();
+            bad["hash"] = std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
+            write_file(d.path + "/trainer.json", bad.dump());
+            error_of([&] { d.load(); });
+        }
 }
 
 TEST_CASE("checkpoint: the newest by number counts, --keep newest stay, nothing of another name is touched") {
@@ -233,8 +222,6 @@ TEST_CASE("checkpoint: every file is on the disk before it gets its name, and th
 TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the checkpoints before stay") {
     Damage d;
     const std::string out = d.folder / "out";
-    write_file(d.folder / "file", "x");
-    CHECK(contains(error_of([&] { save(d.folder / "file", d.saved, 1); }), d.folder / "file"));
     const auto bytes = rlim_t(fs::file_size(d.path + "/optimizer.state"));
     // A limit on the size of a file stands for a full disk. Each limit stops the save at another place.
     for (rlim_t limit : {rlim_t{0}, rlim_t{100}, rlim_t{5000}, bytes - 1}) {

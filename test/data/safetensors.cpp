@@ -2,7 +2,6 @@
 // file that cannot be read is an error that names the file and the field.
 #include <doctest/doctest.h>
 
-#include <chrono>
 #include <cstring>
 #include <sys/stat.h>
 
@@ -32,9 +31,7 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
                                          {"scalar", "BF16", {}},
                                          {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
-    std::ofstream out(path, std::ios::binary);
-    out << safetensors_header(tensors) << bytes[0] << bytes[1] << bytes[2] << bytes[3];
-    finish(out, path);
+    save_file(path, safetensors_header(tensors) + bytes[0] + bytes[1] + bytes[2] + bytes[3]);
     const std::string whole = read_file(path);
     CHECK(whole.find(R"({"__metadata__":{"format":"pt"},)") == 8);  // transformers requires it
     uint64_t length;
@@ -46,7 +43,7 @@ TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor 
         const Tensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
         CHECK(std::string(reinterpret_cast<const char*>(t.data), size_t(t.bytes)) == bytes[i]);
     }
-    CHECK_NOTHROW(file.require("x", {2, 3}, "BF16 F32"));
+    file.require("x", {2, 3}, "BF16 F32");
     check_error([&] { file.require("y", {2, 3}, "F32"); }, path, "y");
     check_error([&] { file.require("x", {3, 2}, "F32"); }, path, "[3,2]");
     check_error([&] { file.require("x", {2, 3}, "BF16"); }, path, "BF16");
@@ -60,15 +57,9 @@ TEST_CASE("Safetensors: a wrong header is an error that names the file") {
                       good = a + ",\"b\":" + b + "}";
     std::string huge = raw_file(good, 12), endless = huge;
     huge[4] = '\1', endless.replace(0, 8, 8, '\xFF');  // headers of 4 GB and of 2^64 - 1 bytes
-    std::vector<std::string> wrong = {"",
-                                      "1234567",
-                                      huge,
-                                      endless,
-                                      raw_file("", 12),
-                                      raw_file(good, 11),
-                                      raw_file(good, 13),
-                                      raw_file(good).substr(0, 40),
-                                      raw_file(good + "  ").substr(0, good.size() + 9)};
+    std::vector<std::string> wrong = {huge, endless, raw_file(good + "  ").substr(0, good.size() + 9)};
+    for (const size_t size : {0, 7, 40}) wrong.push_back(raw_file(good, 12).substr(0, size));
+    for (const size_t bytes : {0, 11, 13}) wrong.push_back(raw_file(good, bytes));
     for (const char* text :
          {"", "{", "{\"\xFF\":1}", "{}{}", "[]", "7", "{\"a\":3}", R"({"a":{"a":{"a":{}}}})"})
         wrong.push_back(raw_file(text));
@@ -90,11 +81,10 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,21475
           {entry("\"F32\"", "[1]", "[0,4]"), entry("\"U8\"", "[8]", "[8,16]")}})
         wrong.push_back(raw_file("{\"a\":" + first + ",\"b\":" + second + "}", 12));
     Folder folder;
-    for (const char* shard : {"shards/model-1.safetensors", "shards/model-2.safetensors"})
-        folder.write(shard, raw_file(good, 12));
+    folder.write("shards/model-1.safetensors", raw_file(good, 12));
+    folder.write("shards/model-2.safetensors", raw_file(good, 12));
     check_error([&] { Safetensors file(folder / "shards"); }, folder / "shards/model-", "also has");
-    const std::string path = folder.write("wrong.safetensors", raw_file(good, 12));
-    CHECK(error_of([&] { Safetensors file(path); }) == "");
+    const std::string path = folder / "wrong.safetensors";
     for (const std::string& bytes : wrong) {
         CAPTURE(bytes);
         write_file(path, bytes);
@@ -110,36 +100,21 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,21475
     });
 }
 
-TEST_CASE("Safetensors: 40,000 tensors are written and read in seconds; a header without end is rejected") {
-    Folder folder;
-    std::vector<Tensor> table;
-    for (int64_t i = 0; i < 40'000; i++) table.push_back({concat("tensor.", i), "U8", {0}});
-    const auto begin = std::chrono::steady_clock::now();
-    save_file(folder / "many", safetensors_header(table));
-    CHECK(Safetensors(folder / "many").tensors().size() == 40'000);
-    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));  // quadratic time took 11 s
-    std::string list(40 << 20, '0');
-    for (size_t i = 1; i < list.size(); i += 2) list[i] = ',';
-    const std::string header = "{\"a\":{\"dtype\":\"U8\",\"shape\":[" + list + "0],\"data_offsets\":[0,0]}}";
-    const std::string file = folder.write("endless", raw_file(header));
-    check_error([&] { Safetensors s(file); }, file, "32 MiB");
-}
-
 TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in strings do not count") {
     Folder folder;
     auto read = [&](const std::string& text) { return read_json(folder.write("a.json", text)).object; };
     CHECK(read(nested(32)).contains("a"));
     for (const std::string& bad : {nested(33), nested(1'000'000), "{\"b\": []," + nested(33).substr(1)})
         check_error([&] { read(bad); }, "a.json", "32 levels");
+    check_error([&] { read("{\"a\":\"" + std::string(32 << 20, 'x') + "\"}"); }, "a.json", "32 MiB");
     std::string many = "{\"b\": [";  // brackets that are closed do not count either
     for (int i = 0; i < 1000; i++) many += "[],";
     CHECK(read(many + "1]}").size() == 1);
     const std::string brackets(1000, '[');
     CHECK(read("{\"a\": \"" + brackets + "\\\"" + brackets + "\\\\\"}").at("a") ==
           brackets + "\"" + brackets + "\\");
-    for (const std::string& bad :
-         {std::string(), std::string("[1]"), std::string("{\"a\":1"), std::string("{}\0x", 4)})
-        check_error([&] { read(bad); }, "a.json");
+    for (const char* bad : {"", "[1]", "{\"a\":1"}) check_error([&] { read(bad); }, "a.json");
+    check_error([&] { read(std::string("{}\0x", 4)); }, "a.json");
     check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");
     check_error([&] { read_json(folder); }, folder, "not a regular file");
     REQUIRE(::mkfifo((folder / "pipe").c_str(), 0600) == 0);
@@ -148,22 +123,18 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
 
 TEST_CASE("Fields: a value of another kind is rejected by file, field and what was expected") {
     const auto object =
-        nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1, "x": 0.5,
-        "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1], "in": {"a": 1},
-        "null": null})");
+        nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1,
+        "x": 0.5, "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1],
+        "in": {"a": 1}, "null": null})");
     const Fields f{"some/file.json", object};
     CHECK((f.get<int64_t>("n") == 1'000'000'000'000'000 && f.get<int64_t>("zero") == 0));
     CHECK((f.get<float>("x") == 0.5f && f.get<bool>("yes") && f.get<std::string>("text") == "t"));
-    CHECK(
-        (f.get<std::vector<int64_t>>("list") == std::vector<int64_t>{0, 7} && f.get<Fields>("in").has("a")));
-    CHECK((f.get<int64_t>("null", 5) == 5 && f.get<bool>("none", true) && !f.has("null")));
-    auto rejected = [&](auto kind, const char* expected, std::initializer_list<const char*> fields) {
-        for (const char* field : fields) {
-            const std::string error = error_of([&] { f.get<decltype(kind)>(field); });
-            CAPTURE(error);
-            CHECK(contains(
-                error, concat("some/file.json: the field ", field, " must be ", expected, ", but it is ")));
-        }
+    CHECK(f.get<std::vector<int64_t>>("list") == std::vector<int64_t>{0, 7});
+    CHECK((f.get<int64_t>("null", 5) == 5 && !f.has("null") && f.get<Fields>("in").has("a")));
+    auto rejected = [&](auto kind, const std::string& expected, std::initializer_list<const char*> fields) {
+        for (const char* field : fields)
+            check_error([&] { f.get<decltype(kind)>(field); }, concat("some/file.json: the field ", field),
+                        "must be " + expected + ", but it is ");
     };
     rejected(int64_t(), "a whole number up to 10^15",
              {"more", "minus", "x", "text", "yes", "list", "null", "none"});
@@ -172,8 +143,6 @@ TEST_CASE("Fields: a value of another kind is rejected by file, field and what w
     rejected(std::string(), "text", {"n", "list"});
     rejected(std::vector<int64_t>(), "a list of whole numbers up to 10^15", {"n", "bad", "in"});
     rejected(Fields(), "an object", {"n", "list", "null"});
-    const Fields large{"f", {{"a", std::string(100'000, 'x')}}};
-    check_error([&] { large.get<bool>("a"); }, "f", "true or false");
 }
 
 TEST_CASE("hash_file: every byte counts, in every MiB, and so do the order of parts and the length") {

@@ -13,6 +13,7 @@ using namespace coat::test;
 namespace {
 
 const bool NO_PYTHON = std::system("python3 --version >/dev/null 2>&1") != 0;
+#define PYTHON_TEST_CASE(name) TEST_CASE("tokenize.py: " name* doctest::skip(NO_PYTHON))
 const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev/null 2>&1") != 0;
 
 // Token t below 256 is a byte, spelled as in SentencePiece or, with BYTE_LEVEL, as in GPT-2. model/special
@@ -47,9 +48,9 @@ class AutoTokenizer:
             if part in self.special and not split_special_tokens:
                 ids.append(256 + self.special.index(part)), offsets.append((at, at + len(part)))
             else:
-                for i, c in enumerate(part):
-                    ids += c.encode()
-                    offsets += [(at + i, at + i + 1)] * len(c.encode())
+                ids += part.encode()
+                if return_offsets_mapping:
+                    offsets += [(at + i, at + i + 1) for i, c in enumerate(part) for byte in c.encode()]
             at += len(part)
         return {"input_ids": ids, "offset_mapping": offsets}
 )py";
@@ -73,8 +74,7 @@ struct ChatFolder : Folder {
         write(file, records);
         return run("--tokenizer model --out tokens " + file + " " + flags);
     }
-    // The text of a token file, with what counts in square brackets; each line is a window without its
-    // padding.
+    // The text of a token file, with what counts in square brackets; a line is a window without padding.
     std::string windows(const std::string& name = "train") const {
         const Corpus corpus = load_corpus(*this / "tokens");
         const TokenStream& stream = name == "train" ? corpus.train : corpus.validation;
@@ -104,22 +104,21 @@ struct ChatFolder : Folder {
     }
 };
 
-std::string chat(const std::string& question, const std::string& answer) {
-    return R"({"messages": [{"role": "user", "content": ")" + question +
-           R"("}, {"role": "assistant", "content": ")" + answer + "\"}]}\n";
+// A conversation in which user and assistant take turns. `more`: fields of the first answer.
+std::string chat(const std::vector<std::string>& said, const std::string& more = "") {
+    std::string all;
+    for (size_t i = 0; i < said.size(); i++)
+        all += concat(i ? "," : "", R"({"role": ")", i % 2 ? "assistant" : "user", R"(", "content": ")",
+                      said[i], "\"", i == 1 ? more : "", "}");
+    return "{\"messages\": [" + all + "]}\n";
 }
+const std::string HELD = chat({"held", "out"});
 
 }  // namespace
 
-TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("what the assistant says counts, with the end of its turn") {
     const ChatFolder folder;
-    const std::string twice =
-        R"({"messages": [{"role": "user", "content": "hi"},)"
-        R"({"role": "assistant", "content": "A\u00e9 "}, {"role": "user", "content": "b"},)"
-        R"({"role": "assistant", "content": "C"}]})"
-        "\n";
-    const Ended ended = folder.check(twice + chat("held", "out"), "--seq 32",
+    const Ended ended = folder.check(chat({"hi", "A\\u00e9 ", "b", "C"}) + HELD, "--seq 32",
                                      "<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
                                      "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n");
     CHECK(folder.windows("val") == "<|user|>held<|end|>\n<|assistant|>[out<|end|>]\n\n");
@@ -128,20 +127,17 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
     folder.write("model/template",
                  "'' if not messages else messages[0]['content'] + messages[1]['content']"
                  " if messages[1:] else '' if add_generation_prompt else messages[0]['content']");
-    folder.check(chat("", "abc") + chat("held", "out"), "--seq 4", "a[bc]");
+    folder.check(chat({"", "abc"}) + HELD, "--seq 4", "a[bc]");
     folder.write("model/template", "'a<|us' + (messages[1]['content'] if messages[1:] else '')");
-    folder.check(chat("x", "er|>b<|end|>") + chat("held", "out"), "--seq 9", "a[<|user|>b<|end|>]");
+    folder.check(chat({"x", "er|>b<|end|>"}) + HELD, "--seq 9", "a[<|user|>b<|end|>]");
 }
 
-TEST_CASE("tokenize.py: an answer is found where a template treats it in a way of its own" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its own") {
     const ChatFolder folder;
-    auto turn = [](const char* role, const std::string& content, const char* more = "") {
-        return concat(R"({"role": ")", role, R"(", "content": ")", content, "\"", more, "}");
-    };
-    auto two = [&](const std::string& first, const char* more = "") {
-        return R"({"messages": [)" + turn("user", "q") + "," + turn("assistant", first, more) + "," +
-               turn("user", "r") + "," + turn("assistant", "B") + "]}\n" + chat("held", "out");
+    const std::string two = chat({"q", "A", "r", "B"}) + HELD;
+    auto check = [&](const std::string& as, const std::string& records, const std::string& expected) {
+        folder.write("model/template", as);
+        folder.check(records, "--seq 24", expected);
     };
     // As Qwen3 and DeepSeek-R1 do: thoughts are left out but in the last answer, which always has some; and
     // the generation prompt may begin them.
@@ -150,49 +146,41 @@ TEST_CASE("tokenize.py: an answer is found where a template treats it in a way o
         " ('(' + m['content'].split(')')[0].strip('(') * (')' in m['content']) + ')'"
         "  if m is messages[-1] else '') + m['content'].split(')')[-1]) + '<|end|>' for m in messages)"
         " + ('<|assistant|>' if add_generation_prompt else '')";
-    folder.write("model/template", think);
-    folder.check(two("(why)A"), "--seq 16",
-                 "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
-                 "<|assistant|>[()B<|end|>]");
-    folder.write("model/template", think + " + ('(' if add_generation_prompt else '')");
-    folder.check(two("A"), "--seq 16",
-                 "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
-                 "<|assistant|>([)B<|end|>]");
+    const std::string before = "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|><|assistant|>";
+    check(think, chat({"q", "(why)A", "r", "B"}) + HELD, before + "[()B<|end|>]");
+    check(think + " + ('(' if add_generation_prompt else '')", two, before + "([)B<|end|>]");
     // A system message that moves into the last question.
-    folder.write(
-        "model/template",
+    check(
         "''.join(('sys ' if m['role'] == 'user' and m is [n for n in messages if n['role'] == 'user'][-1]"
-        " else '') + m['content'] + '<|end|>' * (m['role'] == 'assistant') for m in messages)");
-    folder.check(two("A"), "--seq 16", "q[A<|end|>]sys r[B<|end|>]");
+        " else '') + m['content'] + '<|end|>' * (m['role'] == 'assistant') for m in messages)",
+        two, "q[A<|end|>]sys r[B<|end|>]");
+    // A weight of 0; arguments that are text.
+    check(CHAT, chat({"q", "A", "r", "B"}, R"(, "weight": 0)") + HELD,
+          "<|user|>q<|end|>\n<|assistant|>A<|end|>\n<|user|>r<|end|>\n<|assistant|>[B<|end|>]\n");
+    const char* const call = R"(, "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 6}"}}])";
+    check(
+        "''.join(m['content'] + ''.join(str(c['function']['arguments']['x'] + 1)"
+        " for c in m.get('tool_calls', [])) + '<|end|>' for m in messages)",
+        chat({"q", "A", "r", "B"}, call) + HELD, "q<|end|>[A7<|end|>]r<|end|>[B<|end|>]");
     // What follows an answer differs between the middle and the end.
     folder.write("model/template",
                  "''.join(m['content'] + ('<|end|>' if m is messages[-1] else '/') for m in messages)");
-    check_failed(folder.tokenize(two("A")), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
-    // A weight of 0; arguments that are text.
-    folder.write("model/template", CHAT);
-    folder.check(two("A", R"(, "weight": 0)"), "--seq 24",
-                 "<|user|>q<|end|>\n<|assistant|>A<|end|>\n<|user|>r<|end|>\n"
-                 "<|assistant|>[B<|end|>]\n");
-    folder.write("model/template",
-                 "''.join(m['content'] + ''.join(str(c['function']['arguments']['x'] + 1)"
-                 " for c in m.get('tool_calls', [])) + '<|end|>' for m in messages)");
-    folder.check(two("A", R"(, "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 6}"}}])"),
-                 "--seq 16", "q<|end|>[A7<|end|>]r<|end|>[B<|end|>]");
+    check_failed(folder.tokenize(two), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
 }
 
-TEST_CASE("tokenize.py: records of every known form, and texts among them" * doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("records of every known form, and texts among them") {
     const ChatFolder folder;
     const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
-    folder.check(chat("a\\n\\nb", "c") + chat("held", "out"), "--seq 32", expected);
-    const std::string share = R"({"conversations": [{"from": "human", "value": "a\n\nb"}, )"
+    const std::string openai = chat({"a\\n\\nb", "c"}),
+                      share = R"({"conversations": [{"from": "human", "value": "a\n\nb"}, )"
                               R"({"from": "gpt", "value": "c"}], "id": 7})",
                       alpaca = R"({"instruction": "a", "input": "b", "output": "c"})",
                       held = R"({"instruction": "held", "input": "", "output": "out"})";
-    for (const auto& [file, content] : {std::pair{"s.jsonl", share + "\n" + held},
+    for (const auto& [file, content] : {std::pair{"o.jsonl", openai + HELD},
+                                        {"s.jsonl", share + "\n" + HELD},
                                         {"a.json", "[" + alpaca + ",\n " + held + "]"},
-                                        {"lines.json", "\xEF\xBB\xBF" + alpaca + "\n\n" + held}}) {
+                                        {"lines.json", "\xEF\xBB\xBF" + alpaca + "\n\n" + held}})
         folder.check(content, "--seq 32", expected, file);
-    }
     if (std::system("python3 -c 'import pyarrow' > /dev/null 2>&1") == 0) {
         folder.write("p.py", R"py(
 import pyarrow, pyarrow.parquet
@@ -204,54 +192,40 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
         require_success(shell(folder, "python3 p.py"));
         require_success(folder.run("--tokenizer model --out tokens --seq 32 p.parquet"));
         CHECK(folder.windows() == expected + "\n");
-    } else {
-        folder.write("p.parquet", "PAR1");
-        check_failed(folder.run("--tokenizer model --seq 32 p.parquet"), "p.parquet", "pip install pyarrow");
     }
     // Texts; special tokens stay text there.
-    require_success(
-        folder.tokenize("\xEF\xBB\xBF"
-                        R"({"text": "<|user|>one"})"
-                        "\n"
-                        R"({"text": "two"})"
-                        "\n",
-                        "", "t.jsonl"));
-    const Corpus corpus = load_corpus(folder / "tokens");
-    CHECK(tokens_of(corpus.train).size() == 1 + 9 + 1 + 2);
+    const std::string texts = "\xEF\xBB\xBF{\"text\": \"<|user|>one\"}\n{\"text\": \"two\"}\n";
+    require_success(folder.tokenize(texts, "", "t.jsonl"));
+    CHECK(load_corpus(folder / "tokens").train.size() == 1 + 9 + 1 + 2);
 }
 
-TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("a conversation lies within one window, and windows are filled up") {
     const ChatFolder folder;
     folder.write("model/template",
                  "''.join(m['content'] for m in messages) + '<|end|>' * (len(messages) > 1)");
     // 6, 8, 4 and 8 tokens; one that fills a window to the last token; one of --seq tokens, which is not cut.
     std::string lines;
     for (const char* letters : {"aaaa", "bbbbbb", "cc", "dddddd", "gg", "hhhhhhhhhh"})
-        lines += chat(letters, "x");
-    const Ended ended =
-        folder.check(lines + chat("e", "whole") + chat("held", "out"), "--seq 12 --hold-out 0.05",
-                     "aaaa[x<|end|>]cc[x<|end|>]\nbbbbbb[x<|end|>]gg[x<|end|>]\n"
-                     "dddddd[x<|end|>]\nhhhhhhhhhh[x<|end|>]\ne[whole<|end|>]");
+        lines += chat({letters, "x"});
+    const Ended ended = folder.check(lines + chat({"e", "whole"}) + HELD, "--seq 12 --hold-out 0.05",
+                                     "aaaa[x<|end|>]cc[x<|end|>]\nbbbbbb[x<|end|>]gg[x<|end|>]\n"
+                                     "dddddd[x<|end|>]\nhhhhhhhhhh[x<|end|>]\ne[whole<|end|>]");
     CHECK(contains(ended.out, "; 0 are cut"));
     CHECK(load_corpus(folder / "tokens").seq == 12);
-    // Longer ones, those without an answer, and lines that stand there before.
-    const Ended counted =
-        folder.check(chat("abc", "x") + chat("abc", "x") + chat("123456789012", "x") +
-                         chat("123", std::string(9, 'y')) + chat("z", " ") + "\n" +
-                         R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" + chat("b", "x"),
-                     "--seq 12", "abc[x<|end|>]\n123[yyyyyyyyy]");
-    CHECK(contains(counted.out, "3 conversations have no answer"));
-    CHECK(contains(counted.out, "; 1 are cut"));
+    // One that stands there before, longer ones, and those without an answer.
+    const Ended counted = folder.check(chat({"abc", "x"}) + chat({"abc", "x"}) + chat({"123456789012", "x"}) +
+                                           chat({"123", "yyyyyyyyy"}) + chat({"z", " "}) + "\n" +
+                                           chat({"q"}) + chat({"b", "x"}),
+                                       "--seq 12", "abc[x<|end|>]\n123[yyyyyyyyy]");
+    CHECK((contains(counted.out, "3 conversations have no answer") && contains(counted.out, "; 1 are cut")));
     CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
-TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with the end of the one before" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("plain text keeps its bytes, and each text begins with the end of the one before") {
     const ChatFolder folder;
     const std::string line = "eight b\n", small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
-    while (large.size() < 3 << 20) large += line;
+    while (large.size() < 3 << 19) large += line;
     folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
     folder.write("in/a", large), folder.write("in/b", "\xEF\xBB\xBF" + small), folder.write("in/copy", small);
     folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
@@ -276,44 +250,40 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
     CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
 }
 
-TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and earlier data stay" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier data stay") {
     const ChatFolder folder;
-    const std::string good = chat("abc", "x") + chat("def", "y");
+    const std::string good = chat({"abc", "x"}) + chat({"def", "y"}), seq = "--seq 32";
     require_success(folder.tokenize(good));
     const auto before = folder.files();
     struct Row {
         std::string lines, flags, who, what;
     };
-    const std::string answered = R"("messages": [{"role": "assistant", "content": "x"}])";
-    for (const Row& row : std::initializer_list<Row>{
-             {good, "", "c.jsonl", "--seq"},
-             {chat("abc", "x"), "--seq 32", "two conversations", ""},
-             {chat("abc", "") + chat("def", ""), "--seq 32", "two conversations", ""},
-             {good + "{\"messages\"\n", "--seq 32", "c.jsonl:3", "JSON"},
-             {good + std::string(100000, '[') + "\n", "--seq 32", "c.jsonl:3", "JSON"},
-             {good + "[1]\n", "--seq 32", "c.jsonl:3", "no object"},
-             {good + "{\"text\": \"abc\"}\n", "--seq 32", "c.jsonl:3", "a text among conversations"},
-             {"{\"text\": \"abc\"}\n" + good, "", "c.jsonl:2", "a conversation among texts"},
-             {good + "{\"question\": \"abc\", \"id\": 1}\n", "--seq 32", "c.jsonl:3", "question, id"},
-             {good + "{\"messages\": [1]}\n", "--seq 32", "c.jsonl:3", "role"},
-             {good + R"({"conversations": [{"from": [], "value": 1}]})", "--seq 32", "c.jsonl:3", "from"},
-             {good + "{\"messages\": [{\"role\": \"user\"}]}\n", "--seq 32", "c.jsonl:3",
-              "template fails"}}) {
-        CAPTURE(row.lines);
-        const Ended ended = folder.tokenize(row.lines, row.flags);
-        check_failed(ended, row.who, row.what);
+    const std::string rows[][4] = {
+        // records, flags, and what the error names
+        {good, "", "c.jsonl", "--seq"},
+        {chat({"abc", "x"}), seq, "two conversations", ""},
+        {chat({"abc", ""}) + chat({"def", ""}), seq, "two conversations", ""},
+        {good + "{\"messages\"\n", seq, "c.jsonl:3", "JSON"},
+        {good + std::string(100000, '[') + "\n", seq, "c.jsonl:3", "JSON"},
+        {good + "[1]\n", seq, "c.jsonl:3", "no object"},
+        {good + "{\"text\": \"abc\"}\n", seq, "c.jsonl:3", "a text among conversations"},
+        {"{\"text\": \"abc\"}\n" + good, "", "c.jsonl:2", "a conversation among texts"},
+        {good + "{\"question\": \"abc\", \"id\": 1}\n", seq, "c.jsonl:3", "question, id"},
+        {good + "{\"messages\": [1]}\n", seq, "c.jsonl:3", "role"},
+        {good + R"({"conversations": [{"from": [], "value": 1}]})", seq, "c.jsonl:3", "from"},
+        {good + "{\"messages\": [{\"role\": \"user\"}]}\n", seq, "c.jsonl:3", "template fails"}};
+    for (const auto& [records, flags, who, what] : rows) {
+        CAPTURE(records);
+        const Ended ended = folder.tokenize(records, flags);
+        check_failed(ended, who, what);
         CHECK(!contains(ended.error, "Traceback"));
     }
     folder.write("text", "ab\n");
     check_failed(folder.run("--tokenizer model --seq 32 c.jsonl text"), "c.jsonl", "alone");
-    for (const char* flags : {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1",
-                              "text --tokenizer model --hold-out 0"})
+    for (const char* flags :
+         {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1"})
         check_failed(folder.run(flags), "--tokenizer", "--hold-out");
-    check_failed(folder.run("--train-bpe 300 c.jsonl --seq 32"), "c.jsonl");
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
-    folder.write("empty", "");
-    check_failed(folder.run("--tokenizer model empty"), "no text");
     folder.write("transformers.py", "raise ImportError()");
     check_failed(folder.tokenize(good), "pip install transformers");
     for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})
@@ -355,8 +325,8 @@ tokenizer.save_pretrained("chat")
         shell(folder, script + "--tokenizer chat --out again text"));  // what looks special is text
     const std::vector<int32_t> again = tokens_of(load_corpus(folder / "again").train);
     CHECK(std::count(again.begin(), again.end(), again[0]) == 1);
-    const std::string conversation = chat("h\\u00e9", " \\u00fc b");
-    folder.write("c.jsonl", conversation + chat("held", "out"));
+    const std::string conversation = chat({"h\\u00e9", " \\u00fc b"});
+    folder.write("c.jsonl", conversation + HELD);
     require_success(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"));
     const Corpus corpus = load_corpus(folder / "tokens");
     std::vector<int32_t> tokens(corpus.train.size()), targets(tokens.size()), counted;

@@ -27,10 +27,6 @@ using Floats = std::vector<float>;
 TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") {
     auto format = [](const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; };
     auto right = [=](const Fp8& f, uint8_t code) { return reference::decode(format(f), code); };
-    auto with_infinity = [=](const Fp8& f, uint8_t code) {
-        const float x = right(f, code);
-        return f.mantissa == 3 && std::abs(x) >= 256 ? (code & 7 ? NAN : x * INFINITY) : x;
-    };
     exercise(
         judge::decode, empty::decode,
         {{"Every wrong value is off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
@@ -39,7 +35,6 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
               const int one = 1 << f.mantissa;
               return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
           }},
-         {"about the largest exponent:", with_infinity},
          {"passed, ", right}});
 
     auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
@@ -50,8 +45,6 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
               {"Every wrong code is one off", [=](auto& f, float x) { return even(f, x) - is_up(f, x); }},
               {"about NaN:",
                [=](auto& f, float x) { return even(f, std::isnan(x) ? std::copysign(INFINITY, x) : x); }},
-              {"about NaN:", [=](auto& f, float x) { return std::isnan(x) ? 0x7F : even(f, x); }},
-              {"about NaN:", [=](auto& f, float x) { return even(f, x) - 2 * std::isnan(x); }},
               {"Not all wrong values are alike. Of this one: This is about zero:",  // several mistakes
                [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : even(f, x); }},
               {"passed, ", even}});
@@ -79,42 +72,32 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
               {"passed, ", tensor()}});
 
     // The codes are made with the rounded scale, or with that before rounding.
-    auto groups = [=](float (*rounded)(float), bool rounded_first = true,
-                      Largest* largest = reference::amax) {
+    auto groups = [=](float (*rounded)(float), bool rounded_first = true) {
         return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < cols; c += 16, scales++) {
                     const int n = std::min(16, cols - c), first = r * cols + c;
-                    const float s = scale(largest(x + first, n), 448);
+                    const float s = scale(reference::amax(x + first, n), 448);
                     *scales = rounded(s);
                     encode(n, x + first, codes + first, rounded_first ? *scales : s);
                 }
         };
     };
-    auto next_row = [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
-        groups(given::to_bf16)(1, rows * cols, x, codes, scales);
-    };
     exercise(judge::quantize_groups, empty::quantize_groups,
              {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
               {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
-              {"about negative values:", groups(given::to_bf16, true, of_signed)},
               {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })},
-              {"about a last, shorter group:", next_row},
               {"passed, ", groups(given::to_bf16)}});
 
-    auto maxima = [](float (*magnitude)(float), int shortest = 1) {
+    auto maxima = [](float (*magnitude)(float)) {
         return [=](int n, const float* x, float* maxima) {
-            for (int i = 0; i < n / 16 * 16 || (i < n && shortest == 1); i++)
+            for (int i = 0; i < n; i++)
                 maxima[i / 16] = std::max(i % 16 ? maxima[i / 16] : 0, magnitude(x[i]));
-            return *std::max_element(maxima, maxima + (n + 16 - shortest) / 16);
+            return *std::max_element(maxima, maxima + (n + 15) / 16);
         };
     };
     auto magnitude = [](float x) { return std::isnan(x) ? INFINITY : std::abs(x); };
-    exercise(judge::amax, empty::amax,
-             {{"about NaN:", maxima(std::abs)},
-              {"about a last, shorter group:", maxima(magnitude, 16)},
-              {"about negative values:", maxima([](float x) { return std::isnan(x) ? INFINITY : x; })},
-              {"passed, ", maxima(magnitude)}});
+    exercise(judge::amax, empty::amax, {{"about NaN:", maxima(std::abs)}, {"passed, ", maxima(magnitude)}});
 }
 
 TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
@@ -132,16 +115,12 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     auto no_limits = [](float max, float min) {
         return std::rint(256 * std::log2(448 * 512.0f) / std::log2(max / min)) / 256;
     };
-    auto divides = [](float x, float max, float k) {
-        return std::copysign(448 * std::pow(std::abs(x) / max, k), x);
-    };
     auto forgets_sign = [](float y, float max, float k) { return contract(std::abs(y), max, k); };
     if (!exercises_are_solved())
         six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
     six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
-    six("Compare k and its operands", of_release, expand, contract);
+    six("Compare k and its operands", of_release, expand, contract);  // no hint is better than a wrong one
     six("about equal magnitudes:", no_limits, expand, contract);
-    six("about extreme magnitudes:", k, divides, contract);
     six("about negative values:", k, expand, forgets_sign);
     six("This is not computed yet: contract.", k, expand, [](float, float, float) { return 0.0f; });
     six("passed, ", k, expand, contract);
@@ -227,9 +206,6 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     auto no_scales = [=](int N, int C, Bytes codes, Vector, Vector w, Vector dy, float* dx, float* dw) {
         norm()(N, C, codes, Floats(N * C / 16, 1.0f).data(), w, dy, dx, dw);
     };
-    auto no_weight = [=](int N, int C, Bytes codes, Vector scales, Vector, Vector dy, float* dx, float* dw) {
-        norm()(N, C, codes, scales, Floats(C, 1.0f).data(), dy, dx, dw);
-    };
     auto last_token = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx,
                           float* dw) {
         for (int i = 0; i < N * C; i += C) norm()(1, C, codes + i, scales + i / 16, w, dy + i, dx + i, dw);
@@ -238,17 +214,16 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"The term with the mean is missing", norm(false)},
               {"times its group", no_scales},
               {"not of the last", last_token},
-              {"Compare dx and its operands", no_weight},  // no hint is better than a wrong one
               {"passed, ", norm()}});
 
-    enum Mistake { NONE, SIGMOID, SWAPPED, SCALES_OF_GATE, SIGN };
+    enum Mistake { NONE, SIGMOID, SWAPPED, SCALES_OF_GATE };
     auto swiglu = [](Mistake mistake) {
         return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
             for (int i = 0; i < N * F; i++) {
                 const int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
                 const float gate = given::decode(codes[g]) * scales[g / 16];
                 const float up = given::decode(codes[u]) * scales[(mistake == SCALES_OF_GATE ? g : u) / 16];
-                const float s = 1 / (1 + std::exp(mistake == SIGN ? gate : -gate)), derivative = s * (1 - s);
+                const float s = 1 / (1 + std::exp(-gate)), derivative = s * (1 - s);
                 dx[g] = dact[i] * up * (mistake == SIGMOID ? derivative : s + gate * derivative);
                 dx[u] = dact[i] * gate * s;
                 if (mistake == SWAPPED) std::swap(dx[g], dx[u]);
@@ -259,6 +234,5 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
              {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
               {"a row has dgate, then dup", swiglu(SWAPPED)},
               {"up has scales of its own", swiglu(SCALES_OF_GATE)},
-              {"Compare dgate_up and its operands", swiglu(SIGN)},
               {"passed, ", swiglu(NONE)}});
 }

@@ -1,5 +1,4 @@
-// checkpoints.h - a Model that only stores its tensors, small setups, and damage to files, for the tests of
-// data/.
+// checkpoints.h - for the tests of data/: a Model that only stores tensors, small setups, damage to files.
 #pragma once
 #include <nlohmann/json.hpp>
 
@@ -93,8 +92,7 @@ inline std::string damaged(std::string bytes, size_t end, Random& random) {
     }
     return bytes;
 }
-// Damages a file many times. Each time `read` accepts it or throws an Error that names the file or its
-// folder.
+// Damages a file many times. Each time `read` accepts it, or throws an Error that names its folder.
 inline void check_random_damage(const std::string& path, size_t end, int64_t times,
                                 const std::function<void()>& read) {
     FRESH_RANDOM(rng);

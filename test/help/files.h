@@ -32,6 +32,14 @@ inline void write_file(const fs::path& path, const std::string& bytes) {
     std::ofstream(path, std::ios::binary) << bytes;
 }
 
+inline std::map<std::string, std::string> files_below(const fs::path& folder) {  // path in it -> bytes
+    std::map<std::string, std::string> all;
+    for (const auto& entry : fs::recursive_directory_iterator(folder))
+        if (entry.is_regular_file())
+            all[fs::relative(entry.path(), folder).string()] = read_file(entry.path());
+    return all;
+}
+
 inline bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
@@ -63,13 +71,7 @@ struct Folder {
         write_file(path / name, bytes);
         return *this / name;
     }
-    std::map<std::string, std::string> files() const {  // path below this folder -> bytes
-        std::map<std::string, std::string> all;
-        for (const auto& entry : fs::recursive_directory_iterator(path))
-            if (entry.is_regular_file())
-                all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
-        return all;
-    }
+    std::map<std::string, std::string> files() const { return files_below(path); }
 };
 
 // The text of the Error that the action throws; "" if it throws none. Any other exception fails the test.
@@ -87,6 +89,14 @@ inline std::vector<std::string> lines_of(const std::string& text) {
     std::istringstream in(text);
     for (std::string line; std::getline(in, line);) lines.push_back(line);
     return lines;
+}
+
+// The parts of a text between semicolons.
+inline std::vector<std::string> rows_of(const std::string& text) {
+    std::vector<std::string> rows;
+    std::istringstream in(text);
+    for (std::string row; std::getline(in >> std::ws, row, ';');) rows.push_back(row);
+    return rows;
 }
 
 // An error message is one line of plain ASCII of a reasonable length, contains `who` and `what`, and ends

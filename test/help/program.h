@@ -84,8 +84,7 @@ inline void check_failed(const Ended& ended, const std::string& who, const std::
     check_error(ended.error.substr(0, ended.error.size() - 1), who, what);
 }
 
-// As above, of ./train, in one sentence. With a checkpoint, a second line says which is the last complete
-// one.
+// As above, of ./train, in one sentence. With a checkpoint, a second line says that it is the last one.
 inline void check_one_sentence(Ended ended, const std::string& who, const std::string& checkpoint = "") {
     const std::string advice = "train: The last complete checkpoint is " + checkpoint + "; continue";
     const size_t at = ended.error.find(advice);

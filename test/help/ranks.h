@@ -1,8 +1,6 @@
 // ranks.h - ranks as threads of one process, each with a model of its own: they train it, and the test sees
-// the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on as many GPUs as there
-// are.
+// the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on all GPUs.
 #pragma once
-#include <deque>
 #include <functional>
 #include <omp.h>
 #include <sys/socket.h>
@@ -37,31 +35,19 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
         sockets[0][rank] = ends[0], sockets[rank][0] = ends[1];
     }
     std::vector<std::thread> threads;
-    std::deque<std::string> errors{size_t(ranks)};
     for (int64_t rank = 0; rank < ranks; rank++)
-        threads.emplace_back([&, rank] {
+        threads.emplace_back([&, rank] {  // an exception is printed, and ends the tests
             omp_set_num_threads(1);
-            Setup own = setup;
-            own.rank = rank, own.ranks = ranks;
-            try {
-                std::unique_ptr<ProcessGroup> processes;
-                if (ranks > 1) {
-                    processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
-                    processes->threads = true;
-                }
-                own.processes = processes.get();
-                try {
-                    body(own);
-                } catch (const std::exception& error) {  // it ends this process before the test can tell
-                    std::fprintf(stderr, "rank %d: %s\n", int(rank), error.what());
-                    throw;
-                }
-            } catch (const std::exception& error) {  // the destructor of ProcessGroup has ended the others
-                errors[size_t(rank)] = error.what();
+            std::unique_ptr<ProcessGroup> processes;
+            if (ranks > 1) {
+                processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
+                processes->threads = true;
             }
+            Setup own = setup;
+            own.rank = rank, own.ranks = ranks, own.processes = processes.get();
+            body(own);
         });
     for (std::thread& thread : threads) thread.join();
-    for (const std::string& error : errors) REQUIRE(error == "");
 }
 
 // What a run leaves: its steps and the tensors that every rank has, as each rank saw them; the whole tensors.
