@@ -255,9 +255,6 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
     const std::string good = chat({"abc", "x"}) + chat({"def", "y"}), seq = "--seq 32";
     require_success(folder.tokenize(good));
     const auto before = folder.files();
-    struct Row {
-        std::string lines, flags, who, what;
-    };
     const std::string rows[][4] = {
         // records, flags, and what the error names
         {good, "", "c.jsonl", "--seq"},
