@@ -93,7 +93,8 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
         Training t(make, s);
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
         t.adamw.weight_decay = 2;
-        t.losses(2);
+        // A first step has second moments below the smallest code, if they are not expanded.
+        if (s.optimizer.expand || !s.recipe.nonlinear.fp8()) t.losses(2);
         t.adamw.skipped = 1 + rng.below(3);
         const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();
@@ -518,16 +519,6 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped, 
         CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
         CHECK_THROWS_AS(gradient(*dropped.model, kept.params().back()), Error);
     }
-}
-
-PROPERTY("names that the model does not have are errors") {
-    Training t(make, setup_of("te master"));
-    std::vector<float> some(64 * 64);
-    for (const char* name : {"nonsense", "embedding.remainder", "embedding.x.scale", "layers.0.qkv.x.amax"}) {
-        CHECK_THROWS_AS(t.model->read(name, some.data()), Error);
-        CHECK_THROWS_AS(t.model->write(name, some.data()), Error);
-    }
-    CHECK_THROWS_AS(t.model->write("final_norm.weight.gradient", some.data()), Error);
 }
 
 // With several micro-batches the scale is that of the largest amax so far: the same if all are equal.

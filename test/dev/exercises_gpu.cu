@@ -46,40 +46,34 @@ __device__ float load(const Moment& m, int i) {
     return copysignf(max * root * root, y);
 }
 
-// Stores the moment x of every thread of a block; threads without a parameter have i = -1.
-__device__ void store(const Moment& m, int i, float x) {
-    __shared__ float largest[128], smallest[128];
-    const int t = int(threadIdx.x), group = int(blockIdx.x);
-    const float magnitude = fabsf(x);
-    __syncthreads();  // all threads have read the old max and k, and the arrays of the other moment
-    largest[t] = i >= 0 ? magnitude : 0;
-    smallest[t] = i >= 0 && x != 0 ? magnitude : INFINITY;
-    for (int half = 64; half > 0; half /= 2) {
-        __syncthreads();
-        if (t < half) {
-            largest[t] = fmaxf(largest[t], largest[t + half]);
-            smallest[t] = fminf(smallest[t], smallest[t + half]);
-        }
+// Stores the moments x of a group, which ends before parameter n.
+__device__ void store(const Moment& m, int n, const float* x) {
+    const int first = int(blockIdx.x) * 128, count = min(n - first, 128);
+    float max = 0, min_nonzero = INFINITY;
+    for (int i = 0; i < count; i++) {
+        max = fmaxf(max, fabsf(x[i]));
+        if (x[i] != 0) min_nonzero = fminf(min_nonzero, fabsf(x[i]));
     }
-    __syncthreads();
-    const float max = largest[0], ratio = log2f(max) - log2f(smallest[0]), range = log2f(448 * 512.0f);
+    const float ratio = log2f(max) - log2f(min_nonzero), range = log2f(448 * 512.0f);
     float k = ratio * 64 > range ? fmaxf(rintf(256 * range / ratio) / 256, 1.0f / 16) : 64;
     if (max == 0) k = 1;
-    if (t == 0) m.max[group] = max, m.k[group] = k;
-    const float y = x == 0 ? 0 : copysignf(448 * exp2f(k * (log2f(magnitude) - log2f(max))), x);
-    if (i >= 0) m.codes[i] = e12::encode(y);
-    __syncthreads();  // max and k are written
+    m.max[blockIdx.x] = max, m.k[blockIdx.x] = k;
+    for (int i = 0; i < count; i++) {
+        const float y = 448 * exp2f(k * (log2f(fabsf(x[i])) - log2f(max)));
+        m.codes[first + i] = e12::encode(x[i] == 0 ? 0 : copysignf(y, x[i]));
+    }
 }
 
+// One thread updates a group: slow, and short.
 __global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment v) {
-    const int at = int(blockIdx.x * 128 + threadIdx.x), i = at < n ? at : -1;
-    float new_m = 0, new_v = 0;
-    if (i >= 0) {
-        new_m = s.beta1 * load(m, i) + (1 - s.beta1) * g[i];
-        new_v = s.beta2 * load(v, i) + (1 - s.beta2) * g[i] * g[i];
+    if (threadIdx.x != 0) return;
+    float new_m[128], new_v[128];
+    for (int j = 0, i = int(blockIdx.x) * 128; j < 128 && i < n; j++, i++) {
+        new_m[j] = s.beta1 * load(m, i) + (1 - s.beta1) * g[i];
+        new_v[j] = s.beta2 * load(v, i) + (1 - s.beta2) * g[i] * g[i];
+        w[i] -= s.lr * (new_m[j] / s.bias1 / (sqrtf(new_v[j] / s.bias2) + s.eps) + s.decay * w[i]);
     }
-    store(m, i, new_m), store(v, i, new_v);
-    if (i >= 0) w[i] -= s.lr * (new_m / s.bias1 / (sqrtf(new_v / s.bias2) + s.eps) + s.decay * w[i]);
+    store(m, n, new_m), store(v, n, new_v);
 }
 
 void transposes(const char* sentence, judge::Transpose* kernel) {
