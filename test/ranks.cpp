@@ -61,7 +61,7 @@ struct Played {
             try {
                 if (before) before(rank);
                 ranks = ProcessGroup::start({rank, RANKS, rank, how == BY_RANK_0 ? "" : "127.0.0.1", port},
-                                            complete ? 20 : 1.2);
+                                            complete ? 20 : 1.5);
                 body(*ranks);
                 ranks.reset();
             } catch (const std::exception& failure) {
@@ -218,9 +218,9 @@ TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the r
             INFO(hangs, " ", elsewhere);
             Played(elsewhere ? BY_RANK_0 : ONE_BY_ONE, [=](ProcessGroup& ranks) {
                 const double start = now();
-                ProcessGroup::patience = 0.7;
-                if (ranks.rank() == hangs) sleep_ms(1400);
-                else if (elsewhere) ranks.wait_until([=] { return now() > start + 1.3; });
+                ProcessGroup::patience = 0.8;
+                if (ranks.rank() == hangs) sleep_ms(1600);
+                else if (elsewhere) ranks.wait_until([=] { return now() > start + 1.5; });
                 for (int i = 0; i < 3; i++) ranks.all_gather(1);
             }).check({0, 0, 0}, concat("Rank ", hangs, " has not answered for 1 s; waiting\n"), 8);
         }

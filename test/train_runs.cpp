@@ -51,6 +51,8 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
                              "--sample-every 6 --log log");
     require_success(ended);
     CHECK(ended.error.empty());
+    const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
+    CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
     for (const char* part : {"weights of ", "128 a step", "sample | step 6\n", "factor k of second moments",
                              "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
@@ -72,12 +74,19 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
         CHECK(logged(folder, kind).size() == size_t(n));
 }
 
-TEST_CASE("train: --plan, --help and --steps 0 write nothing") {
+TEST_CASE("train: --plan, --help and --steps 0 write nothing; --help has at most 26 flags and 100 columns") {
     RunFolder folder;
     const Ended plan = train(folder, "--plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
     require_success(plan);
     CHECK(number_after(plan.out, "saved activations: ") == doctest::Approx(16.33).epsilon(0.0006));
-    require_success(train(folder, "--help"));
+    const Ended help = train(folder, "--help");
+    require_success(help);
+    int flags = 0;
+    for (const std::string& line : lines_of(help.out)) {
+        CHECK(line.size() <= 100);
+        flags += line.rfind("  --", 0) == 0;
+    }
+    CHECK((flags > 20 && flags <= 26));
     const Ended evaluation = tiny(folder, "--steps 0");
     require_success(evaluation);
     CHECK(number_after(evaluation.out, "validation | step 0 | loss ") ==

@@ -39,6 +39,24 @@ TEST_CASE("WALK.md: every quoted line is in its file, in the same order") {
     CHECK(quotations > 20);
 }
 
+TEST_CASE("WALK.md: a section has at most 150 words, and its pictures are there") {
+    // Without code, pictures, tables and titles; of these the numbers stay.
+    const std::regex not_text("```[^`]*```|\n(!\\[|\\||    )[^\n]*|(\n## \\S+)[^\n]*"),
+        picture("\\(([^)]*\\.svg)\\)");
+    const std::string walk = read_file("dev/WALK.md");
+    CHECK(lines_of(walk).size() <= 350);
+    for (std::sregex_iterator found(walk.begin(), walk.end(), picture), end; found != end; ++found)
+        CHECK_MESSAGE(fs::exists("dev/" + (*found)[1].str()), (*found)[1].str());
+    std::istringstream words(std::regex_replace(walk, not_text, "$2\n") + "## end");
+    std::string section;
+    int count = 0;
+    for (std::string word; words >> word; count++) {
+        if (word != "##") continue;
+        CHECK_MESSAGE(count <= 151, section);  // with the ##
+        words >> section, count = 0;
+    }
+}
+
 TEST_CASE("WALK.md: the tests that it names exist") {
     const std::regex space("\\s+"), joined("\"\\s*\n\\s*\""), named("Tests?: `([^`]+)`(, `([^`]+)`)?"),
         place("^(cpu|gpu): (ranks: )?");  // a macro puts it before the name
