@@ -98,7 +98,7 @@ bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 need-nvcc:
 	@echo "This measures or uses a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 
-$(O)/%.cpp.o: %.cpp $(O)/flags | need-json
+$(O)/%.cpp.o: %.cpp $(O)/flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 $(O)/%.cu.o: %.cu $(O)/flags
@@ -106,18 +106,20 @@ $(O)/%.cu.o: %.cu $(O)/flags
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(O)/reference.cpp.o: private OPT = -O3
-# These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
-$(call object,program/flags.cpp program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+# These wait for files and people, and hold most of the JSON library's templates: less optimized, they compile
+# faster.
+$(call object,data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+$(call object,program/flags.cpp program/train.cpp): private OPT = -O0
 # Without kernels: nvcc then reads these files once, not for host and device.
 KERNEL_FREE := model.cu $(addprefix gpu/,copies.cu gemm.cu nccl.cu this_gpu.cu) $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
 $(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest
-$(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
 $(O)/dev/exercises/% $(O)/test/reference/%: OPT = -O1
 $(O)/test/%: OPT = -O0  # what takes time is in the files that they test
 
-$(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
+# It changes when the flags do, so that objects of two kinds never meet in one program.
+$(O)/flags: FORCE | need-json
 	@mkdir -p $(@D)
 	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' | cmp -s - $@ || \
 	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' > $@
