@@ -169,7 +169,7 @@ inline void restore(Model& model, const Snapshot& bytes) {
 template <class Value> std::vector<Value> values_of(const Snapshot& state, const std::string& name) {
     const std::vector<uint8_t>& bytes = state.at(name);
     std::vector<Value> x(bytes.size() / sizeof(Value));
-    std::memcpy(x.data(), bytes.data(), bytes.size());
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<uint8_t*>(x.data()));  // also none
     return x;
 }
 
@@ -181,7 +181,8 @@ void change_weights(Snapshot& state, const std::string& name, int64_t first, int
     if (n < 0) n = int64_t(weights.size()) - first;
     for (auto w = weights.begin() + first; w < weights.begin() + first + n; w++)
         *w = reference::to_bf16(change(reference::from_bf16(*w)));
-    std::memcpy(state.at(name).data(), weights.data(), 2 * weights.size());
+    const auto* bytes = reinterpret_cast<const uint8_t*>(weights.data());
+    state.at(name).assign(bytes, bytes + 2 * weights.size());
     if (state.count(name + ".remainder"))
         std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
 }
