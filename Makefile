@@ -51,7 +51,7 @@ NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-comp
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end
 TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
-LIBRARIES  := -lcublasLt -ldl
+LIBRARIES  := -ldl
 WITH_GPU   := yes
 else
 SOURCES    += gpu/none.cpp

@@ -266,8 +266,8 @@ __device__ void store_rows(const CUtensorMap& map, uint32_t from, int col, int r
 // Describes a (B, T, cols) tensor to TMA, to be copied in boxes of 64 rows and 64 columns with the
 // 128-byte swizzle.
 CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) {
-    static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
-    if (!encode) throw Error("The NVIDIA driver lacks TMA; install one for CUDA 12 or newer.");
+    static const auto encode =
+        library_function<decltype(cuTensorMapEncodeTiled)>(DRIVER, "cuTensorMapEncodeTiled", UPDATE);
     CUtensorMap map;
     const cuuint64_t sizes[] = {cuuint64_t(cols), cuuint64_t(s.T), cuuint64_t(s.B)};
     const cuuint64_t strides[] = {cuuint64_t(cols) * 2, cuuint64_t(s.T * cols) * 2};  // bytes

@@ -46,8 +46,7 @@ public:
         Address mine{{}, 0, memory_, {}};
         std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.machine, sizeof mine.machine - 1);
         check(cudaGetDevice(&mine.device), "Asking for the GPU failed");
-        bool mapped =
-            write_ && wait_ && mine.machine[0] && cudaIpcGetMemHandle(&mine.handle, memory_) == cudaSuccess;
+        bool mapped = mine.machine[0] && cudaIpcGetMemHandle(&mine.handle, memory_) == cudaSuccess;
         const std::vector<Address> all = processes_->all_gather(mine);
         for (int64_t r = 0; r < count && mapped; r++)
             mapped = r == rank || (!std::strcmp(all[r].machine, mine.machine) && map(all[r], others_[r]));
@@ -83,9 +82,9 @@ private:
     std::vector<Other> others_;
     uint32_t number_ = 0;  // of the exchange; flags only grow
     // Sets a flag; waits until a flag is at least the value (with the option 0).
-    using StreamFlag = decltype(&cuStreamWriteValue32);
-    const StreamFlag write_ = driver_function<StreamFlag>("cuStreamWriteValue32");
-    const StreamFlag wait_ = driver_function<StreamFlag>("cuStreamWaitValue32");
+    using StreamFlag = decltype(cuStreamWriteValue32);
+    StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", UPDATE);
+    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", UPDATE);
 
     // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
     bool map(const Address& theirs, Other& other) {
@@ -103,7 +102,7 @@ private:
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - memory_;
         return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[at_rank].memory) + offset);
     }
-    void flag(StreamFlag operation, uint32_t* at) const {
+    void flag(StreamFlag* operation, uint32_t* at) const {
         if (operation(stream(), reinterpret_cast<CUdeviceptr>(at), number_, 0) != CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }

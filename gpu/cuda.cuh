@@ -1,6 +1,8 @@
 // gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, events and recorded graphs;
-// and functions of the driver.
+// and functions of libraries.
 #pragma once
+#include <dlfcn.h>
+
 #include "tensor.cuh"
 
 namespace coat::gpu {
@@ -64,14 +66,14 @@ public:
     }
 };
 
-// A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.
-template <class F> F driver_function(const char* name) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
-          concat("Asking the driver for ", name, " failed").c_str());
-    return reinterpret_cast<F>(function);
+// A function of type F in a library, which is loaded if it was not before. cure: what helps if it is missing.
+template <class F> F* library_function(const std::string& library, const char* name, const char* cure) {
+    void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* const function = loaded ? dlsym(loaded, name) : nullptr;
+    if (!function) throw Error(library, " with ", name, " was not found; ", cure, ".");
+    return reinterpret_cast<F*>(function);
 }
+constexpr char DRIVER[] = "libcuda.so.1", UPDATE[] = "install a newer driver";
 
 inline void clear(void* p, int64_t bytes, cudaStream_t s) {
     if (s != DRY_RUN) check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed");

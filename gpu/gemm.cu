@@ -14,9 +14,18 @@
 namespace coat::gpu {
 namespace {
 
+// A function of cuBLASLt. The library has half a gigabyte, for which every start of the program would wait
+// 0.1 seconds: it is loaded with the first GEMM.
+#define LOADED(function)                                                                         \
+    [] {                                                                                         \
+        static const auto loaded = library_function<decltype(function)>(                         \
+            concat("libcublasLt.so.", CUBLAS_VER_MAJOR), #function, "install the CUDA toolkit"); \
+        return loaded;                                                                           \
+    }()
+
 void succeed(cublasStatus_t status, const char* what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    throw Error(std::string(what) + ": " + cublasLtGetStatusString(status) + ".");
+    throw Error(std::string(what) + ": " + LOADED(cublasLtGetStatusString)(status) + ".");
 }
 
 cudaDataType data_type(Format f) {
@@ -60,7 +69,8 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
 constexpr char DESCRIBING[] = "Describing a GEMM to cuBLASLt failed";
 cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
     cublasLtMatrixLayoutOpaque_t layout;
-    succeed(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows), DESCRIBING);
+    succeed(LOADED(cublasLtMatrixLayoutInit_internal)(&layout, sizeof layout, data_type(f), rows, cols, rows),
+            DESCRIBING);
     return layout;
 }
 
@@ -74,8 +84,8 @@ constexpr uint32_t FAST_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL
 constexpr int64_t LARGE = 1 << 23;  // elements: at least 2.8 tiles for each multiprocessor
 size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
-    cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
-                                         nullptr);
+    const auto get = LOADED(cublasLtMatmulAlgoConfigGetAttribute);
+    get(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile, nullptr);
     return static_cast<size_t>(std::find(std::begin(FAST_TILES), std::end(FAST_TILES), tile) - FAST_TILES);
 }
 
@@ -89,7 +99,9 @@ struct Problem {
     Problem(const Side& x, const Side& y, const View& to, const void* bias, bool fast)
         : a(layout(x.format, x.rows, x.cols)), b(layout(y.format, y.rows, y.cols)),
           out(layout(to.quant.format, to.cols, to.rows)) {
-        succeed(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), DESCRIBING);
+        succeed(LOADED(cublasLtMatmulDescInit_internal)(&operation, sizeof operation, CUBLAS_COMPUTE_32F,
+                                                        CUDA_R_32F),
+                DESCRIBING);
         set(CUBLASLT_MATMUL_DESC_TRANSA, x.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, y.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(x.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
@@ -103,16 +115,16 @@ struct Problem {
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class T> void set(cublasLtMatmulDescAttributes_t name, T value) {
-        succeed(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value), DESCRIBING);
+        succeed(LOADED(cublasLtMatmulDescSetAttribute)(&operation, name, &value, sizeof value), DESCRIBING);
     }
 
     // cuBLASLt's algorithms, by their tiles or in its own order. Partial sums in the output's format are
     // excluded; by tile all are, so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
-        succeed(cublasLtMatmulPreferenceInit(&preference), DESCRIBING);
+        succeed(LOADED(cublasLtMatmulPreferenceInit_internal)(&preference, sizeof preference), DESCRIBING);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            succeed(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value),
+            succeed(LOADED(cublasLtMatmulPreferenceSetAttribute)(&preference, name, &value, sizeof value),
                     DESCRIBING);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(Gemms::SCRATCH));
@@ -124,8 +136,8 @@ struct Problem {
             prefer(name, uint32_t(16));
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
-        cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES, found,
-                                       &n);
+        const auto find = LOADED(cublasLtMatmulAlgoGetHeuristic);
+        find(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES, found, &n);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -142,13 +154,13 @@ struct Problem {
 Gemms::Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
     : scratch_(scratch), fast_accumulation_(fast_accumulation) {}
 Gemms::~Gemms() {
-    if (handle_) cublasLtDestroy(handle_);
+    if (handle_) LOADED(cublasLtDestroy)(handle_);
 }
 
 void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
                 const void* bias, cudaStream_t s) {
     if (out.rows == 0 || s == DRY_RUN) return;
-    if (!handle_) succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
+    if (!handle_) succeed(LOADED(cublasLtCreate)(&handle_), "Starting cuBLASLt failed");
     const Side x = side(b, kind != Gemm::Fprop, true), y = side(a, kind == Gemm::Wgrad, false);
     const int64_t depth = x.transpose ? x.rows : x.cols, width = x.transpose ? x.cols : x.rows;
     const int64_t depth_y = y.transpose ? y.cols : y.rows, height = y.transpose ? y.rows : y.cols;
@@ -159,8 +171,8 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
     auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = accumulate ? 1 : 0;
-        status = cublasLtMatmul(handle_, &p.operation, &one, x.data, &p.a, y.data, &p.b, &beta, out.data,
-                                &p.out, out.data, &p.out, &algorithm, scratch_, SCRATCH, s);
+        status = LOADED(cublasLtMatmul)(handle_, &p.operation, &one, x.data, &p.a, y.data, &p.b, &beta,
+                                        out.data, &p.out, out.data, &p.out, &algorithm, scratch_, SCRATCH, s);
         if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
         return status == CUBLAS_STATUS_SUCCESS;
     };

@@ -1,10 +1,25 @@
-// gradients.cu - what any optimizer needs before its update: the gradient norm, clipping, steps that are
-// skipped, and sums over ranks (interface: gradients.cuh).
+// gradients.cu - first values of weights (interface: parameters.cuh); and what any optimizer needs before its
+// update: the gradient norm, clipping, steps that are skipped, and sums over ranks (interface:
+// gradients.cuh).
 #include "gradients.cuh"
 
 #include "cuda.cuh"
 
 namespace coat::gpu {
+constexpr int INITIALIZE_THREADS = 256;
+// i counts from the slice's first element. The weight is the master rounded to nearest; ties go away from
+// zero, so that the remainder fits.
+static __global__ void initialize_kernel(Weights w, ShardPlace at, int64_t padded, float std, bool ones,
+                                         int64_t used, uint64_t seed, uint64_t index) {
+    const int64_t i = int64_t(blockIdx.x) * INITIALIZE_THREADS + threadIdx.x;
+    if (i >= padded) return;
+    const float value = i < at.own.count ? initial(std, ones, used, seed, index, at.own.first + i) : 0.0f;
+    const uint32_t bits = __float_as_uint(value);
+    if (w.format == Format::F32) static_cast<float*>(w.values)[at.at + i] = value;
+    else static_cast<uint16_t*>(w.values)[at.at + i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    if (w.remainder) w.remainder[at.at + i] = static_cast<int16_t>(bits & 0xFFFFu);
+}
+
 // Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
 // squares in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const Values& v) {
@@ -121,6 +136,14 @@ static __global__ void __launch_bounds__(CHECK_THREADS)
     for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+}
+
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
+                uint64_t seed, cudaStream_t s) {
+    const int64_t n = padded(at.own);
+    if (n > 0)
+        launch("initialize", initialize_kernel, blocks(n, INITIALIZE_THREADS), INITIALIZE_THREADS, 0, s, w,
+               at, n, p.init_std, p.role.weight, used, seed, index);
 }
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,

@@ -1,7 +1,5 @@
 // gpu/nccl.cu - GPUs that do not reach each other's memory, as those of several machines, send through NCCL
 // (peers.cuh). It is loaded at run time, so that a program that does not use it does not need it.
-#include <dlfcn.h>
-
 #include <cstdlib>
 
 #include "peers.cuh"
@@ -18,13 +16,7 @@ constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInPro
 
 class Nccl : public Peers {
 public:
-    Nccl(const Setup& s, cudaStream_t compute, const std::string& file)
-        : Peers(s, compute), library_(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) {
-        if (!library_)
-            throw Error(
-                "NCCL (", file,
-                ") was not found, and GPUs that do not reach each other's memory need it: install the "
-                "package libnccl2, or name the file in the environment variable COAT_NCCL.");
+    Nccl(const Setup& s, cudaStream_t compute, const std::string& file) : Peers(s, compute), library_(file) {
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
@@ -52,13 +44,13 @@ public:
     }
 
 private:
-    void* const library_;
+    const std::string library_;
     void* communicator_ = nullptr;
 
     template <class F> F* find(const char* name) const {
-        void* const function = dlsym(library_, name);
-        if (!function) throw Error("The NCCL that was found has no ", name, "; update it.");
-        return reinterpret_cast<F*>(function);
+        return library_function<F>(library_, name,
+                                   "install libnccl2, or name the file in COAT_NCCL: GPUs that do not "
+                                   "reach each other's memory need NCCL");
     }
     // Calls the function of this name and of type F.
     template <class F, class... A> void call(const char* name, A... arguments) const {

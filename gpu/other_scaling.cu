@@ -1,6 +1,7 @@
-// gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with (interface:
-// coat.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
+// gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with, and operands
+// that arrive as codes (interface: coat.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
 #include "cuda.cuh"
+#include "parameters.cuh"
 #include "tiles.cuh"
 
 namespace coat::gpu {
@@ -119,6 +120,30 @@ void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int len
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
            scales, n, histories, length, info(fp8).max, skipped, empty);
+}
+
+// ===========================================================================================================
+// 3. Several GPUs: weights that arrive as codes
+
+// The codes of a weight, transposed for dgrad.
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    __shared__ __align__(16) TransposeTile tiles[1];
+    const TilePlace at;
+    uint2 raw[ROWS / 4][4] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (at.row + i < rows && at.col < cols)
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+#pragma unroll
+    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
+    store_transposed(tiles, rows, cols, transposed);
+}
+
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
+           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+           static_cast<uint8_t*>(transposed));
 }
 
 }  // namespace coat::gpu

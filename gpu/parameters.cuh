@@ -1,5 +1,5 @@
 // gpu/parameters.cuh - how a parameter lies in a GPU's memory: its weights with their FP32 masters, its
-// moments, and its row in the table of an update (parameters.cu: first values); how kernels read and round
+// moments, and its row in the table of an update (gradients.cu: first values); how kernels read and round
 // weights.
 //
 // The padding of a parameter up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all
@@ -47,7 +47,7 @@ struct Segment {
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 
-// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte (other_scaling.cu).
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 
 // -----------------------------------------------------------------------------------------------------------

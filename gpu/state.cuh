@@ -385,7 +385,7 @@ private:
             return copy_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
         copy(out ? out : data, out ? data : in, bytes, cuda_);
     }
-    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu).
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
     void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
         const int64_t count = shards[i].own.count;
         uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i));

@@ -1,5 +1,5 @@
-// state.cu - what a step keeps (../../gpu/state.cuh), by the kernels that write it: first values of weights
-// (parameters.cu), norms and sums of gradients (gradients.cu), against double and the CPU reference.
+// state.cu - what a step keeps (../../gpu/state.cuh), by the kernels of gradients.cu that write it: first
+// values of weights, norms and sums of gradients, against double and the CPU reference.
 #include "../../gpu/gradients.cuh"
 #include "../help/gpu.h"
 
