@@ -113,8 +113,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
-    // Not needed in expand()'s fast way: k is at most 1/512 too large, so the group's smallest value,
-    // expanded, is above 0.8 times the smallest positive code and is rounded to it.
+    // Not needed in expand()'s fast way: the range is below 2^120 and k at most 1/512 too large. So the
+    // smallest value, expanded, is above 2^(-120/512) = 0.85 of the smallest code, and is rounded to it.
     if (SECOND && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
@@ -153,8 +153,8 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 // The scales of both moments of a group, from its new values: max = max |x|, min = min |x| without zeros, and
 // k = expansion_factor(max, min). These are four reductions over the group's 16 lanes: max and min, of m and
 // of v. One after the other they would take 16 exchanges between lanes. Here a lane passes on half of what it
-// has in each of the first two rounds, and goes on with the other half, so that six exchanges do. What a lane
-// goes on with, by its number mod 4:
+// has in each of the first two rounds, and goes on with the other half, so that six exchanges do (and three
+// more at the end). What a lane goes on with, by its number mod 4:
 //   after the exchange with lane    0              1              2              3
 //   ^ 1                             m: max, min    v: max, min    m: max, min    v: max, min   of 2 lanes
 //   ^ 2                             m: max         v: max         m: min         v: min        of 4 lanes
@@ -236,8 +236,8 @@ struct WindowScales {
         const int group = first + lane % WINDOW;
         if (mine && group < groups) put(mine + group, value);
     }
-    // The scale of this lane's group, for m or (second) for v. The warp works on the groups at and at + 1 of
-    // the window.
+    // The scale of this lane's group, for m or (second) for v. The warp works on the groups `at` and
+    // at + 1, counted from the window's first.
     static __device__ GroupScale pick(float value, bool second, int at) {
         const int group = at + group_of_lane(), first = second ? 2 * WINDOW : 0;
         return {__shfl_sync(0xFFFFFFFFu, value, first + group),

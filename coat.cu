@@ -108,7 +108,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
 // scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
 // scaling no register. In BLOCKS (rowwise, deepseek), row-major and transposed codes have scales of their own
-// (gpu/other_scaling.cu). codes may be null; transposed only where TRANSPOSED is false.
+// (gpu/other_scaling.cu). codes may be null; transposed too, in BLOCKS and where not TRANSPOSED.
 template <class Producer, bool TRANSPOSED, bool BLOCKS>
 static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, ScaleGrid by_row, ScaleGrid by_column,
@@ -142,7 +142,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            if (delayed) {  // not where codes may have taken the place of the last row's values
+            if (delayed) {  // a dead place may have read codes where values were: it does not count
                 const uint32_t top = __reduce_max_sync(~0u, live ? magnitude(larger_magnitude(0, v[p])) : 0);
                 if (threadIdx.x % 32 == 0) atomicMax(&for_later, top);
             }

@@ -52,9 +52,9 @@ public:
 
 private:
     const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated, qk_norm_ = config_.arch.qk_norm;
-    // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8
-    // codes over FP8 groups, or both in the compute dtype) and scaling is per tensor. By then nothing else
-    // reads them. The gradient of q, k, v replaces them if it is no larger.
+    // The gradient of gate and up replaces the saved gate and up, which nobody reads later, if both take the
+    // same bytes a value (FP8 codes over FP8 groups, or both in the compute dtype) and there are no scales of
+    // blocks, which would lie on those of the groups. Then the gradient of q, k, v lies there, if it fits.
     const bool gate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
@@ -159,9 +159,8 @@ private:
         const View g = residual_gradient(), gate_up = saved(b, Saved::GateUp),
                    saved_out = saved(b, Saved::Attention);
         {
-            // The gradient of gate and up (N, 2F) is stored only as an operand. In place, it overwrites the
-            // saved gate and up, which nobody reads later: a thread loads its elements before it stores their
-            // codes
+            // The gradient of gate and up (N, 2F) is stored only as an operand. It may overwrite the saved
+            // gate and up: a thread loads its elements before it stores their codes
             const Arena::Scope scope(arena_);
             const Operand dgate_up = b.gate_up.take_gradient(N_, gate_up_in_place_ ? gate_up.data : nullptr);
             {
@@ -178,7 +177,8 @@ private:
                 b.gate_up.gradient_operand(activation_backward(gated_, gate_up, dact), b.gate_up.g_amax(),
                                            &dgate_up);
             }
-            // gate and up projection, dgrad; norm 2; wgrad
+            // gate and up projection, dgrad; norm 2 (then g is the output's gradient of the next layer);
+            // wgrad
             dgrad_and_norm(b.gate_up, dgate_up, norm2, b.norm2, b.attention_out.g_amax());
             b.gate_up.wgrad(dgate_up, norm(norm2));
             end_bucket(b.gate_up.bucket);

@@ -4,6 +4,7 @@
 //   make bench                                                                     the runs in the table RUNS
 //   make bench BENCH_ARGS="--model llama-2-7b --recipe bf16 --batch 4 --seq 2048"  another run
 //   build/bench --model gpt2 --only norm                                           operators named *norm*
+//   build/bench --only sizes                                                       FP8 GEMMs against BF16's
 //
 // The floor of an operator is the longer of two times: its bytes (every input read once, every output written
 // once) at copy bandwidth, and its FLOPs at the rate of a large GEMM in the same formats. Percentages are
@@ -202,6 +203,37 @@ Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
             if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
         }
     return rates;
+}
+
+// Square GEMMs x w^T in BF16 and, as Colossal-AI has them, in FP8 with fast sums: alone, with x quantized
+// each time (amax, then codes), and with x and w.
+Json measure_sizes(Clock& clock) {
+    Json rows;
+    for (const int64_t side : {1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288}) {
+        Memory memory;
+        Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
+        const View x = memory.random(side, side, Format::BF16), w = memory.random(side, side, Format::BF16),
+                   out = memory.random(side, side, Format::BF16);
+        const Operand x8 = memory.place(side, side, Q_E4M3, true, false),
+                      w8 = memory.place(side, side, Q_E4M3, true, false);
+        auto quantized = [&](const View& from, const Operand& to) {
+            amax(stored(from), amax_and_scale(to.view), nullptr);
+            quantize(stored(from), to, nullptr, nullptr);
+        };
+        auto gemm = [&](const Operand& a, const Operand& b) {
+            gemms.run(Gemm::Fprop, a, b, out, false, nullptr, nullptr);
+        };
+        quantized(x, x8), quantized(w, w8);
+        const double bf16 = clock.seconds([&] { gemm({x}, {w}); }),
+                     alone = clock.seconds([&] { gemm(x8, w8); }),
+                     with_x = clock.seconds([&] { quantized(x, x8), gemm(x8, w8); }),
+                     with_both = clock.seconds([&] { quantized(x, x8), quantized(w, w8), gemm(x8, w8); });
+        std::printf("%6ld: BF16 %.1f us; FP8 %.2f times as fast, with x quantized %.2f, with x and w %.2f\n",
+                    side, bf16 * 1e6, bf16 / alone, bf16 / with_x, bf16 / with_both);
+        rows.push_back(
+            {{"side", side}, {"bf16", bf16}, {"alone", alone}, {"x", with_x}, {"both", with_both}});
+    }
+    return rows;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -658,13 +690,17 @@ int main(int argc, char** argv) try {
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's properties failed");
     Clock clock;
-    const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, capability()));
-    std::printf("%s; measured ceilings:\n", device.name);
-    for (const auto& [name, rate] : ceilings)
-        std::printf("  %-34s %8.*f %s\n", name.c_str(), name == COPY ? 2 : 0, rate * 1e-12,
-                    name == COPY ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"runs", Json::array()}};
-    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
+    if (flags.at("--only") == "sizes") {
+        report["sizes"] = measure_sizes(clock);
+    } else {
+        const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, capability()));
+        std::printf("%s; measured ceilings:\n", device.name);
+        for (const auto& [name, rate] : ceilings)
+            std::printf("  %-34s %8.*f %s\n", name.c_str(), name == COPY ? 2 : 0, rate * 1e-12,
+                        name == COPY ? "TB/s" : "TFLOP/s");
+        for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
+    }
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
     if (!(file << report.dump(1) << "\n"))

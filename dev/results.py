@@ -52,6 +52,7 @@ SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
 STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
 LONG = (f"--device gpu --model gpt2 --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch 64 "
         f"--seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 --eval-every {STEPS // 2} --sample-every 0")
+LARGE = LONG.replace("gpt2 ", "tinyllama-1.1b ").replace("64 --seq 1024", "16 --seq 2048").replace("6e-4", "4e-4")
 GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
 
 
@@ -98,6 +99,9 @@ GROUPS = {
         {f"{optimizer} seed {n}": f"--optimizer {optimizer} --seed {n}"
          for n in (1, 2) for optimizer in ("fp32", "coat", "companded")},
         LONG, at_once=True),
+    "large": Group(
+        "TinyLlama-1.1B on 0.1 billion tokens", {r: f"--recipe {r}" for r in ("bf16", "coat")}, LARGE,
+        at_once=True),
     "moments": Group(
         "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}",
@@ -106,6 +110,9 @@ GROUPS = {
     "bench": Group(
         "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
         build="build/bench"),
+    "sizes": Group(
+        "FP8 GEMMs against BF16's by size",
+        {"sizes": "build/bench --only sizes --json build/s.json >&2 && cat build/s.json"}, build="build/bench"),
 }
 
 # ------------------------------------------------------------------------------------------------------------
@@ -350,9 +357,16 @@ def bench_table(rows):
     return ["ms a step (time / floor)", *plot.KINDS, "whole step"], table
 
 
+def sizes_table(rows):
+    return ["rows, columns and depth", "BF16, TFLOP/s", "FP8 alone", "x quantized each time", "x and w"], [
+        [f"{row['side']:,}", f"{2e-12 * row['side']**3 / row['bf16']:,.0f}",
+         *(f"x {row['bf16'] / row[way]:.2f}" for way in ("alone", "x", "both"))]
+        for row in rows["sizes"]["sizes"]]
+
+
 TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "convergence": convergence_table,
           "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
-          "memory": memory_table, "bench": bench_table}
+          "large": convergence_table, "memory": memory_table, "bench": bench_table, "sizes": sizes_table}
 
 
 def renew_page():

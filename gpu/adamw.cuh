@@ -11,7 +11,7 @@ namespace coat::gpu {
 // AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
 // are those of the range; gradients are FP32 or have the format of the weights. Every segment's m.format is
 // optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
-// The segments' amaxes become those of the new weights; a step that is skipped leaves all as it was.
+// The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Slice& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);

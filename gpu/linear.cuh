@@ -69,9 +69,9 @@ public:
         return operand_at(n, out_, q, codes, transposed, g_scale_);
     }
     // g8, for dgrad (which reduces over its columns) and wgrad (over its rows), in memory that was taken for
-    // it or is taken now; and the gradient of the bias. amax: the amax of g is taken into it here; null: the
-    // kernel that made g has taken it, or nobody needs it. A bias sums the unrounded gradient of an FP8
-    // operand, in a pass that takes the amax too; it sums the stored values of any other.
+    // it or is taken now; and the gradient of the bias. The amax of g is taken here, into *amax, unless that
+    // is null: then the kernel that made g has taken it, or nobody needs it. A bias sums the unrounded
+    // gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values of any other.
     Operand gradient_operand(const Lazy& g, AmaxAndScale* amax, const Operand* taken = nullptr) {
         const bool fp8 = c_.formats.g.fp8(), in_place = !fp8 && stored_dense(g);
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);
