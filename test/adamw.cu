@@ -1,8 +1,7 @@
 // adamw.cu - AdamW on the GPU (../adamw.cu) against the same step in double and in the CPU reference.
 //
 // How far the reference, in float, is from the exact step shows what FP32 loses. From that follow the limits
-// of a weight, and of the number that a moment has before it becomes a code: the code must be one of those
-// between the codes of the limits.
+// of a weight, and of what becomes a moment's code: the code must lie between the codes of these limits.
 #include "../gpu/adamw.cuh"
 
 #include <deque>
@@ -59,7 +58,6 @@ struct HostParam {
     int64_t padded() const { return round_up(size, MOMENT_GROUP); }
 };
 
-// A moment of a parameter on the device.
 struct DeviceMoment {
     const Moment& of;
     Buffer<uint8_t> codes;
@@ -79,8 +77,7 @@ struct DeviceMoment {
     Moment read() const {
         Moment m = of;
         m.codes = codes.read(), m.max = max.read(), m.k = k.read();
-        CHECK(
-            std::all_of(m.codes.begin() + of.codes.size(), m.codes.end(), [](uint8_t c) { return c == 0; }));
+        CHECK(std::none_of(m.codes.begin() + of.codes.size(), m.codes.end(), [](auto c) { return c; }));
         m.codes.resize(of.codes.size());
         m.max.resize(of.max.size());
         return m;
@@ -127,9 +124,8 @@ struct Run {
             params.push_back(std::move(p));
         }
     }
-    // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145: such a group is
-    // wide. Relative to its maximum, its smallest values are below the normal range of FP32, so that only the
-    // careful path of expand() and contract() keeps them.
+    // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145: relative to the
+    // maximum, some are below FP32's normal range, kept only by the careful path of expand() and contract().
     static void make_unusual(Random& rng, int64_t group, float* m, float* v) {
         if (group % 3 == 0) *m = *v = 0;
         if (group % 3 != 1) return;
@@ -301,10 +297,9 @@ void check_adamw(Run run, const AdamW& a) {
         CHECK(skipped.amax[i] == OLD_AMAX);
         const Exact exact(run, p, a);
         const auto begin = r.master.begin() + p.offset, end = begin + p.size;
-        const auto stored = [&](size_t element, float w) {  // without a master: rounded with the same bits
-            const int64_t at = p.offset + int64_t(element);
-            return run.has_master ? w
-                                  : reference::from_bf16(reference::round_stochastically(w, ROUNDING, at));
+        const auto stored = [&](size_t i, float w) {  // without a master: rounded with the same bits
+            const auto rounded = reference::round_stochastically(w, ROUNDING, p.offset + int64_t(i));
+            return run.has_master ? w : reference::from_bf16(rounded);
         };
         check_limits(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP, stored);
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));

@@ -70,6 +70,27 @@ void check_all_formats(const Floats& x, Shape s) {
     }
 }
 
+// Both passes of an activation with input `values`, stored as the recipe says, and gradient d of its output.
+void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
+    const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
+    const Tensor dact(d, s, Quant{formats.compute});
+    const Floats x = gate_up.values();
+    auto forward = [&](const auto& in) {
+        auto act = in;
+        act.resize(s.n());
+        reference::activation_forward(gated, s.rows, s.cols, in.data(), act.data());
+        return act;
+    };
+    auto backward = [&](const auto& in, const auto& gradient) {
+        auto dx = in;
+        reference::activation_backward(gated, s.rows, s.cols, in.data(), gradient.data(), dx.data());
+        return dx;
+    };
+    check_lazy(gpu::activation(gated, gate_up.view()), formats.compute, forward(doubles(x)), forward(x));
+    check_lazy(gpu::activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
+               backward(doubles(x), doubles(d)), backward(x, d));
+}
+
 }  // namespace
 
 GPU_TEST_CASE("quantize: codes, scales, transposes, amaxes and statistics in every format") {
@@ -152,31 +173,6 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
     }
 }
-
-namespace {
-
-// Both passes of an activation with input `values`, stored as the recipe says, and gradient d of its output.
-void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
-    const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
-    const Tensor dact(d, s, Quant{formats.compute});
-    const Floats x = gate_up.values();
-    auto forward = [&](const auto& in) {
-        auto act = in;
-        act.resize(s.n());
-        reference::activation_forward(gated, s.rows, s.cols, in.data(), act.data());
-        return act;
-    };
-    auto backward = [&](const auto& in, const auto& gradient) {
-        auto dx = in;
-        reference::activation_backward(gated, s.rows, s.cols, in.data(), gradient.data(), dx.data());
-        return dx;
-    };
-    check_lazy(gpu::activation(gated, gate_up.view()), formats.compute, forward(doubles(x)), forward(x));
-    check_lazy(gpu::activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
-               backward(doubles(x), doubles(d)), backward(x, d));
-}
-
-}  // namespace
 
 GPU_TEST_CASE("activation and activation_backward: values, and everything that is made of them") {
     FRESH_RANDOM(rng);

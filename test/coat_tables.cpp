@@ -1,5 +1,4 @@
-// coat_tables.cpp - the tables of recipes and models in coat.h and model.h, row by row. A changed row
-// fails here.
+// coat_tables.cpp - the tables of recipes and models in coat.h, row by row: a changed row fails here.
 #include <doctest/doctest.h>
 
 #include <sstream>
@@ -12,25 +11,23 @@ TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
         std::string text = concat(r.name, ": ", info(r.compute).name);
         for (const Quant& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
-        text += r.scaling == Scaling::Delayed ? "; delayed; " : "; just in time; ";
+        text += r.scaling == Scaling::Delayed ? "; delayed; " : "; ";
         for (bool fast : r.fast) text += fast ? "fast " : "exact ";
         return text + r.optimizer + (r.forward_reads_groups ? "" : ", forward reads values");
     };
     const std::string tensors = "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, bf16, bf16; ";
-    // Compute dtype, x, w, g, nonlinear, attention; scaling; sums of fprop, dgrad and wgrad; moments
+    // Compute dtype, x, w, g, nonlinear, attention; delayed scaling; sums of fprop, dgrad and wgrad; moments
     const std::string expected[] = {
-        "fp32: fp32, fp32, fp32, fp32, fp32, fp32; just in time; exact exact exact fp32",
-        "bf16: bf16, bf16, bf16, bf16, bf16, bf16; just in time; exact exact exact fp32",
-        "coat: bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, e4m3 1x16, bf16; "
-        "just in time; fast exact exact coat",
+        "fp32: fp32, fp32, fp32, fp32, fp32, fp32; exact exact exact fp32",
+        "bf16: bf16, bf16, bf16, bf16, bf16, bf16; exact exact exact fp32",
+        "coat: bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, e4m3 1x16, bf16; fast exact exact coat",
         "coat-saved: bf16, e4m3 tensor, e4m3 tensor, e4m3 tensor, e4m3 1x16, bf16; "
-        "just in time; fast exact exact coat, forward reads values",
+        "fast exact exact coat, forward reads values",
         "te: " + tensors + "delayed; fast exact exact fp32",
-        "colossal: " + tensors + "just in time; fast fast fast fp32",
-        "tensorwise: " + tensors + "just in time; fast exact exact fp32",
-        "rowwise: bf16, e4m3 row, e4m3 row, e4m3 row, bf16, bf16; just in time; fast exact exact fp32",
-        "deepseek: bf16, e4m3 1x128, e4m3 128x128, e4m3 1x128, bf16, bf16; "
-        "just in time; exact exact exact fp32"};
+        "colossal: " + tensors + "fast fast fast fp32",
+        "tensorwise: " + tensors + "fast exact exact fp32",
+        "rowwise: bf16, e4m3 row, e4m3 row, e4m3 row, bf16, bf16; fast exact exact fp32",
+        "deepseek: bf16, e4m3 1x128, e4m3 128x128, e4m3 1x128, bf16, bf16; exact exact exact fp32"};
     REQUIRE(recipes().size() == std::size(expected));
     for (size_t i = 0; i < recipes().size(); i++) {
         const Recipe& r = recipes()[i];
@@ -77,8 +74,7 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         {"qwen2.5-7b: qwen2 28 3584 28 4 18944 152064 131072 untied 1e-06 1e+06", 7615616512},
         {"qwen3-0.6b: qwen3 28 1024 16 8 3072 151936 40960 tied 1e-06 1e+06, heads of 128", 596049920},
         {"qwen3-1.7b: qwen3 28 2048 16 8 6144 151936 40960 tied 1e-06 1e+06, heads of 128", 1720574976},
-        {"qwen3-8b: qwen3 36 4096 32 8 12288 151936 40960 untied 1e-06 1e+06, heads of 128", 8190735360},
-    };
+        {"qwen3-8b: qwen3 36 4096 32 8 12288 151936 40960 untied 1e-06 1e+06, heads of 128", 8190735360}};
     REQUIRE(models().size() == std::size(expected));
     for (size_t i = 0; i < models().size(); i++) {
         CHECK(row(models()[i]) == expected[i].first);

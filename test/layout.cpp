@@ -13,7 +13,7 @@ namespace {
 // The aims are 11,000 lines of core, 4,500 for the reading order of one step, and 8,500 of tests.
 // Of DEV, 1,500 lines are the course: dev/coat.py, dev/exercises, dev/figures.py and what belongs to them. Of
 // TESTS, 800 lines test it (test/dev).
-constexpr size_t CORE = 11592, READING = 4087, TESTS = 8676, DEV = 5624, LARGEST_FILE = 1300, FUNCTION = 130;
+constexpr size_t CORE = 11592, READING = 4087, TESTS = 8488, DEV = 5624, LARGEST_FILE = 1300, FUNCTION = 130;
 
 bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
@@ -50,11 +50,10 @@ TEST_CASE("layout: lines, columns, functions and entries at the top stay within 
     if (files.empty()) return;  // the sources without git
     for (const std::string& f : files) {
         if (f[0] != '.') top.insert(f.substr(0, f.find('/')));
-        if (in(f, "dev/") && (is_source(f) || is_one_of(f, {".md", ".py", ".sh"})))
-            dev += lines_of(read_file(f)).size();
+        const std::vector<std::string> lines = lines_of(read_file(f));
+        if (in(f, "dev/") && (is_source(f) || is_one_of(f, {".md", ".py", ".sh"}))) dev += lines.size();
         if (!is_source(f)) continue;
         INFO(f);
-        const std::vector<std::string> lines = lines_of(read_file(f));
         if (in(f, "test/")) tests += lines.size();
         if (in(f, "test/") || in(f, "dev/")) continue;
         core += lines.size();

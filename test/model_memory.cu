@@ -1,5 +1,4 @@
-// model_memory.cu - the memory of a run on the GPU: the dry run that finds it, its total, and the errors
-// when memory or a GPU is missing.
+// model_memory.cu - GPU memory of a run: the dry run, the total, and errors if memory or a GPU is missing.
 #include <chrono>
 #include <cuda_runtime.h>
 
@@ -34,8 +33,7 @@ GPU_MODEL_TEST("check: a CUDA error is reported once") {
 }
 
 GPU_MODEL_TEST("memory plan: equals what the driver reports, within 2%") {
-    // CUDA loads kernels at their first use. One step of a small model of each recipe loads them before
-    // memory is measured.
+    // CUDA loads kernels at their first use: here, with one step of a small model of each recipe.
     const std::vector<const char*> runs = {"bf16", "coat lean", "coat-saved", "te", "rowwise", "deepseek"};
     for (const char* run : runs) Training(make_gpu, setup_of(run, wide_heads(true), 2, 64)).step();
     ModelConfig config = find_row(models(), "llama-30m", "--model");

@@ -2,9 +2,8 @@
 // runs that stop on one and go on on the other.
 //
 // Both round in the same places, but they sum in different orders, and tensor cores use BF16 probabilities in
-// attention. So some values round in the other direction. In fp32 the difference is the error of FP32 sums.
-// In the other recipes it is bounded by the recipe's own error: the distance of the reference's gradient from
-// fp32's.
+// attention. So some values round in the other direction. In fp32 the difference is the error of FP32 sums;
+// in other recipes it is bounded by the recipe's own error, the distance of its gradient from fp32's.
 #include "help/model.h"
 
 using namespace coat;
@@ -12,15 +11,13 @@ using namespace coat::test;
 
 namespace {
 
-using Floats = std::vector<float>;
-
 // Two implementations that round independently differ by sqrt(2) of the recipe's error. The factor 1.5 allows
 // for the scatter of an error that is measured on a vector of only 64 values.
 constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 
 // Small differences of gradients grow during training: in fp32 to 0.001 nats, a hundredth of what one step
 // changes the loss by; in the others to the run-to-run variation, of a batch and in the mean.
-void check_losses(const Setup& s, const std::vector<double>& a, const std::vector<double>& b) {
+void check_losses(const Setup& s, const Doubles& a, const Doubles& b) {
     const bool fp8 = s.recipe.x.fp8() || s.recipe.attention.fp8() || is_scaled(s.optimizer.m) || !s.master;
     const auto [single, average] = s.recipe.compute == Format::F32 ? std::pair{1e-3, 1e-4}
                                    : fp8                           ? std::pair{0.06, 0.02}
@@ -29,12 +26,10 @@ void check_losses(const Setup& s, const std::vector<double>& a, const std::vecto
     CHECK(std::fabs(mean(a) - mean(b)) <= average);
 }
 
-// Logits of a prompt of any length, from the same weights: 24 roundings to BF16, and in FP8 recipes 11 to
-// E4M3 in each layer.
+// Logits of a prompt of any length: 24 roundings to BF16, and in FP8 recipes 11 to E4M3 in each layer.
 void check_logits(Random& rng, Training& gpu, Training& cpu) {
     const Setup& s = gpu.setup();
-    const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9,
-                 fp8 = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
+    const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
     const bool codes = s.recipe.x.fp8() || s.recipe.nonlinear.fp8() || s.recipe.attention.fp8();
     const double bound = s.recipe.compute == Format::F32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
     for (int64_t n : {int64_t(1), 1 + rng.below(s.T), s.T})
@@ -53,16 +48,14 @@ void check_reports(const QuantReport& a, const QuantReport& b) {
     CHECK((a.k_m == b.k_m && a.k_v == b.k_v));
 }
 
-// One step with random biases and norm weights, without an update (adamw.cu has those): loss and
-// gradients (their norm: model.cpp); then logits and the report.
+// One step without an update, with random biases and norm weights: loss, gradients, logits and report.
 void check_step(Random& rng, const Setup& s) {
     INFO(text(s));
     Setup in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
     in_fp32.master = in_fp32.keep_gradients = true;
     Training gpu(make_gpu, s), cpu(make_reference, s), exact(make_reference, in_fp32);
-    // The recipe fp32 computes with master weights, the others with these rounded to BF16: remainders of 0
-    // make both equal.
+    // fp32 computes with master weights, other recipes with these rounded to BF16: both are equal here.
     for (const Param& p : parameters(s.config)) {
         Floats values;
         for (uint16_t w : read_as<uint16_t>(*cpu.model, p.name, p.size())) {
@@ -82,9 +75,8 @@ void check_step(Random& rng, const Setup& s) {
         restore(*cpu.model, snapshot(*gpu.model));
     }
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), of_fp32 = exact.step();
-    auto bound = [&](double own_error) {  // BF16's rounding is always allowed
-        return s.recipe.compute == Format::F32 ? fp32_bound(s.config)
-                                               : TWO_IMPLEMENTATIONS * own_error + 0x1p-9;
+    auto bound = [&](double own) {  // BF16's rounding is always allowed
+        return s.recipe.compute == Format::F32 ? fp32_bound(s.config) : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
     CHECK((!on_gpu.skipped && on_gpu.targets == on_cpu.targets));
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
@@ -171,7 +163,7 @@ GPU_MODEL_TEST("training: losses follow the reference's, also after a run has ch
         Setup s = listed;
         s.B = 8, s.T = 32, s.accumulate = 1;
         Training gpu(make_gpu, s), cpu(make_reference, s);
-        const std::vector<double> a = gpu.losses(25), b = cpu.losses(25);
+        const Doubles a = gpu.losses(25), b = cpu.losses(25);
         check_losses(s, a, b);
         CHECK(a.back() < a.front() - 0.5);
         std::swap(gpu.model, cpu.model);  // each goes on with the state of the other
@@ -188,7 +180,7 @@ GPU_MODEL_TEST("training: llama-tiny has the reference's loss within 0.02 nats")
     for (const char* recipe : {"bf16", "coat"}) {
         INFO(std::string(recipe));
         Training gpu(make_gpu, setup_of(recipe, config, 4, 128)), cpu(make_reference, gpu.setup());
-        const std::vector<double> a = gpu.losses(count(100, 4)), b = cpu.losses(count(100, 4));
+        const Doubles a = gpu.losses(count(100, 4)), b = cpu.losses(count(100, 4));
         CHECK(std::fabs(mean_of_last_quarter(a) - mean_of_last_quarter(b)) <= 0.02);
         CHECK(a.back() < a.front());
     }

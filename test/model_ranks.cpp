@@ -1,5 +1,4 @@
-// model_ranks.cpp - one model on several ranks: they compute the same bits every time, and they train as one
-// rank does that has all of their micro-batches.
+// model_ranks.cpp - a model on several ranks has the same bits every time, and trains as on one rank.
 #include <dlfcn.h>
 
 #include "help/program.h"
@@ -10,10 +9,8 @@ using namespace coat::test;
 
 namespace {
 
-// Of an untied model each gradient is one sum. Matrices have 1/2, 1, 3/8 and 3/4 shard units beyond whole
-// ones: no number of ranks divides them all.
-Setup small(const std::string& words, const Architecture& arch = LLAMA, int64_t accumulate = 1,
-            bool tied = false) {
+// Each gradient of an untied model is one sum. No number of ranks divides the shard units of all matrices.
+Setup small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1, bool tied = false) {
     return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
 
@@ -105,8 +102,7 @@ RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
         for (const bool hidden : {false, true})
             with_ranks(small(words), most, [&](const Setup& own) {
                 const std::unique_ptr<Model> model = make(own);
-                const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0),
-                    none(fine.size(), NO_TARGET);
+                const Tokens fine(own.B * own.T, 3), bad(fine.size(), 0), none(fine.size(), NO_TARGET);
                 Snapshot state = snapshot(*model), good = state;
                 const Param p = parameters(own.config)[param_of(parameters(own.config), "layers.1.gate_up")];
                 const Slice rows = owned(own, p);
@@ -140,7 +136,7 @@ RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generat
         trained.step();
         const Snapshot state = snapshot(*trained.model);
         const double loss = trained.evaluate();
-        const std::vector<float> logits = trained.next_logits(7);
+        const Floats logits = trained.next_logits(7);
         const QuantReport report = trained.report();
         std::vector<QuantReport> reports{size_t(most)};
         with_ranks(s, most, [&](const Setup& own) {
@@ -149,8 +145,7 @@ RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generat
                 t.model->write(tensor.name,
                                state.at(tensor.name).data() + kept(own, tensor).first * tensor.bytes);
             t.tokens = trained.tokens, t.targets = trained.targets;
-            if (t.evaluate() != loss || t.next_logits(7) != logits)
-                throw Error("Rank ", own.rank, " differs.");
+            if (t.evaluate() != loss || t.next_logits(7) != logits) throw Error("A rank differs.");
             reports[size_t(own.rank)] = t.report();
         });
         for (int kind = 0; kind < int(Kind::Count); kind++) {
@@ -181,14 +176,14 @@ TEST_CASE("ranks: a sum in BF16, or of a tied embedding, is that of the ranks' g
         const Run four = train_ranks(make_reference, s, 4, 1);
         Training t(make_reference, s);
         t.adamw.lr = 0;  // each rank computes with the first weights
-        std::vector<std::vector<std::vector<float>>> of_ranks;
+        std::vector<std::vector<Floats>> of_ranks;
         for (int rank = 0; rank < 4; rank++) {
             t.step();
             of_ranks.push_back(gradients_of(*t.model));  // of a fourth of the targets
         }
         const std::vector<Param> params = t.params();
         for (size_t p = 0; p < params.size(); p++) {
-            std::vector<float> sum;
+            Floats sum;
             for (size_t i = 0; i < of_ranks[0][p].size(); i++) {
                 float x = 0;
                 for (const auto& gradients : of_ranks) x += gradients[p][i] / 4;

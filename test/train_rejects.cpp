@@ -60,20 +60,19 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
 nowhere; hollow; parts --ranks 3 | 4 micro-batches a step, which 3 ranks cannot share;
 parts --ranks 2 --accumulate 4 | --accumulate 4 differs from the checkpoint's 2;
 parts --accumulate 2 | --accumulate 2; parts --out out | --out out already holds the checkpoint)");
-    check_rows(folder, "--device cpu --resume out --steps 4 ", R"(
+    const std::string resume = "--device cpu --resume out --steps 4 ";
+    check_rows(folder, resume, R"(
 --model gpt2-tiny | --model "gpt2-tiny" differs from the checkpoint's; --recipe fp32; --optimizer fp8;
 --attention groups; --master none; --gradients none; --batch 4; --seq 32; --seed 2;
 --data first | run, in train (; --data last | run, in held out (; --data longer)");
     check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
     require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
     // A value that is given again and is equal, also if it is written otherwise, is no other run.
-    require_success(train(folder,
-                          "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat "
-                          "--data ./text --out equal"));
+    require_success(train(folder, resume + "--lr 30e-4 --optimizer coat --data ./text --out equal"));
     std::string flipped = read_file(folder / state);
     flipped.back() ^= 1;
     write_file(folder / state, flipped);
-    check_rejected(folder, "--device cpu --resume out --steps 4", state);
+    check_rejected(folder, resume, state);
 }
 
 TEST_CASE("train: ranks that are started by hand with other flags, data or weights end all") {
@@ -81,8 +80,7 @@ TEST_CASE("train: ranks that are started by hand with other flags, data or weigh
     const std::string text = read_file(folder.path / "text"), base = TINY + "--steps 2 --out '' --data data ";
     folder.write("a/data", text), folder.write("b/data", text + "x"), folder.write("c/data", text);
     for (const auto& [where, seed] : {std::pair<std::string, std::string>{"a", "1"}, {"c", "2"}})
-        require_success(
-            train(folder, TINY + "--data a/data --steps 1 --seed " + seed + " --out " + where + "/m"));
+        require_success(tiny(folder, "--data a/data --steps 1 --seed " + seed + " --out " + where + "/m"));
     // Rank 1 runs in another folder, as the first rank of another machine: the model m is another there.
     const std::string rows[][4] = {{"", "--lr 1", "a", "Rank 1 differs from rank 0 in lr (1.0, there 0.003)"},
                                    {"", "--clip 2", "a", "in clip (2.0"},

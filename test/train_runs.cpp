@@ -1,5 +1,4 @@
-// train_runs.cpp - runs of ./train: what they print, log and save, and that a run which was stopped goes on
-// with the bits of one that was not.
+// train_runs.cpp - what runs of ./train print, log and save; after a stop they go on with the same bits.
 #include <cmath>
 #include <set>
 
@@ -26,9 +25,7 @@ void check_same(const Folder& folder, const std::string& a, const std::string& b
 
 // The model that the small folder has, on the CPU in FP32, to compute what ./train should print.
 std::unique_ptr<Model> small_reference(int64_t B, int64_t T, int64_t accumulate = 1) {
-    const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), B, T,
-                  accumulate};
-    std::unique_ptr<Model> model = make_reference(s);
+    std::unique_ptr<Model> model = make_reference(setup_of("fp32", small_config(), B, T, accumulate));
     load_weights(small_model(), model->setup().config, model.get());
     return model;
 }
@@ -89,8 +86,7 @@ TEST_CASE("train: --plan, --help and --steps 0 write nothing; --help has at most
     CHECK((flags > 20 && flags <= 26));
     const Ended evaluation = tiny(folder, "--steps 0");
     require_success(evaluation);
-    CHECK(number_after(evaluation.out, "validation | step 0 | loss ") ==
-          doctest::Approx(std::log(256.0)).epsilon(0.05));
+    CHECK(number_after(evaluation.out, "step 0 | loss ") == doctest::Approx(std::log(256.0)).epsilon(0.05));
     CHECK(folder.files().size() == 1);  // only "text"
 }
 
@@ -115,8 +111,7 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     CHECK((weights("--clip 0") == weights("--clip 0 --gradients none")));
 }
 
-// Each run is made whole and in parts: the first part ends by a signal after a step, by a kill, or by
-// --steps; then it goes on, on as many ranks as the row says.
+// Each run is made whole, and in two parts: the first is stopped, and `then` may change the number of ranks.
 TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with the same bits") {
     struct Row {
         const char *flags, *first, *stop, *then;
@@ -162,8 +157,7 @@ TEST_CASE("train: what --resume changes of the steps to come is said, done, and 
     const Ended changed = train(folder, resume + flags + "--out two");
     require_success(changed);
     CHECK(contains(changed.out, sentence));
-    CHECK(logged(folder, "step").back().at("lr").get<double>() ==
-          doctest::Approx(learning_rate(1e-4, 0, 6, 5)));
+    CHECK(logged(folder, "step").back().at("lr") == double(learning_rate(1e-4, 0, 6, 5)));
     const Ended again = train(folder, "--device cpu --resume two/step-000005 --out three");
     require_success(again);
     CHECK(contains(again.out, sentence));
@@ -192,9 +186,9 @@ TEST_CASE("train: several ranks print, validate and log the numbers of one, once
     CHECK(numbers_in(read_file(folder.path / "out0")) == expected);
     CHECK(read_file(folder.path / "out1").empty());  // rank 0 alone prints
     // The report counts the moments of all ranks.
-    auto report = [&](const char* ranks) {
+    auto report = [&](const std::string& ranks) {
         const std::string out =
-            train(folder, TINY + "--recipe fp32 --optimizer coat --steps 1 --out '' " + ranks).out;
+            tiny(folder, "--recipe fp32 --optimizer coat --steps 1 --out '' " + ranks).out;
         CHECK(number_after(out, "first moments     |") > 0);
         return out.substr(out.find("first moments"), out.find("\n\nDone") - out.find("first moments"));
     };
@@ -225,10 +219,10 @@ TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed
     const Ended known = train(folder, flags + "--steps 6");
     require_success(known);
     require_success(train(folder, flags + "--steps 1 --seed 2"));
-    std::set<std::vector<int32_t>> different;
+    std::set<Tokens> different;
     double a = 0, b = 0;
     for (const auto& line : logged(folder, "sample")) {
-        const std::vector<int32_t> tokens = line.at("tokens");
+        const Tokens tokens = line.at("tokens");
         REQUIRE(tokens.size() == 256);
         CHECK(std::string(tokens.begin(), tokens.begin() + 16) == prompt);
         a += double(std::count(tokens.begin() + 16, tokens.end(), 'a'));
@@ -245,7 +239,7 @@ TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed
     folder.write("tokens/text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
     folder.write("tokens/tokenizer.bin", tokenizer_file(bytes, 'b'));
     require_success(train(folder, flags + "--steps 1 --data tokens"));
-    const std::vector<int32_t> ended = logged(folder, "sample").back().at("tokens");
+    const Tokens ended = logged(folder, "sample").back().at("tokens");
     CHECK((ended.back() == 'b' && ended.size() < 256));
     CHECK(std::find(ended.begin() + 16, ended.end(), 'b') == ended.end() - 1);
     // A sequence that has no room for more than the prompt gives no sample.
@@ -298,7 +292,7 @@ TEST_CASE("train: a run takes the steps of its model, bit for bit, and validates
     CHECK(contains(ended.out, "skipped: no token counts"));
     const std::unique_ptr<Model> model = small_reference(1, 16, 2);
     const Corpus corpus = load_corpus((folder / "train.bin") + "," + (folder / "val.bin"));
-    std::vector<int32_t> x(32), y(32);
+    Tokens x(32), y(32);
     auto validation = [&] {  // the mean over all targets that count, of 20 batches at most
         const Loader loader(corpus.validation, 1, 16, 0);
         double loss = 0, targets = 0;

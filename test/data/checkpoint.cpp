@@ -17,8 +17,7 @@ using namespace coat::test;
 
 namespace {
 
-// What the C library's fsync and rename were called with, in this order: "sync PATH", "rename PATH". They are
-// replaced below. A call with the path `fails` fails.
+// The calls of fsync and rename, which are replaced below: "sync PATH", "rename PATH". That in `fails` fails.
 std::vector<std::string> calls;
 std::string fails;
 
@@ -51,10 +50,8 @@ Names names_in(const std::string& folder) {
 // A saved checkpoint to damage, and a model that must stay as it is.
 struct Damage {
     Folder folder;
-    MemoryModel saved, loaded;
-    std::string path;
-    explicit Damage(const Setup& s = small_setup(LLAMA))
-        : saved(s, 1), loaded(s, 2), path(save(folder / "out", saved, 5)) {}
+    MemoryModel saved{small_setup(LLAMA), 1}, loaded{small_setup(LLAMA), 2};
+    const std::string path = save(folder / "out", saved, 5);
     void load() {
         read_loop_state(path);
         load_checkpoint(path, loaded);
@@ -94,9 +91,7 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes, wit
             load_checkpoint(path, loaded);
             CHECK(saved.tensors == loaded.tensors);
             const auto again = save_checkpoint(folder / "again", loaded, read_loop_state(path));
-            for (const std::string& file : names_in(path))
-                CHECK((read_file(path + "/" + file) == read_file(again + "/" + file)));
-            CHECK(names_in(path).size() == 4);
+            CHECK((files_below(path) == files_below(again) && files_below(path).size() == 4));
             // PyTorch reads tensors whose elements are aligned.
             const Safetensors file(path + "/optimizer.state");
             for (const StateTensor& t : optimizer_tensors(s))
@@ -148,8 +143,7 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
     Json earlier = good;
     earlier["version"] = 2;
     d.rejected("trainer.json", earlier.dump(), "--model");
-    // With a hash that fits, as a program of another version may write it: read or rejected; any exception
-    // but Error fails the test.
+    // With a hash that fits, as another version may write it: read or rejected; other exceptions fail here.
     for (const char* field : {"step", "updates", "hashes", "settings"})
         for (const nlohmann::json& value : {nlohmann::json("x"), nlohmann::json(), nlohmann::json(5)}) {
             nlohmann::json bad = good;
@@ -239,8 +233,7 @@ TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the
     CHECK(names_in(out) == Names{"step-000005", "step-000006"});
 }
 
-// A child saves for ever. It is stopped thousands of times: the disk then holds what a kill would leave. Now
-// and then it is killed, and the next child goes on.
+// A child saves for ever. While it is stopped, the disk holds what a kill would leave. Then it is killed.
 TEST_CASE("checkpoint: a good one exists at every moment of a save, and a kill leaves the last") {
     Folder folder;
     const std::string out = folder / "out";

@@ -1,6 +1,5 @@
-// model_folder.cpp - data/model_folder.cpp: config.json and weights of Hugging Face's model folders. What we
-// write for transformers, what other programs wrote for us, what transformers would load as another model,
-// and what a checkpoint keeps of the folder that a run started from.
+// model_folder.cpp - data/model_folder.cpp: config.json and weights of Hugging Face's folders, as we write
+// and read them; what would be another model in transformers; which files a checkpoint keeps of a folder.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -31,8 +30,7 @@ struct HuggingFace {
     std::vector<Piece> pieces;  // those of one parameter follow each other as its rows do
     Json config;
 
-    // The mantissa has 7 bits of tensor number, 6 of row and 7 of column: more than BF16 has, so that a
-    // master needs its remainder.
+    // 7 bits of tensor number, 6 of row and 7 of column: more than BF16 has, so masters need remainders.
     static float value(size_t tensor, int64_t row, int64_t col) {
         return 1.0f + float(int64_t(tensor) * 8192 + row * 128 + col) * 0x1p-20f;
     }
@@ -71,8 +69,7 @@ struct HuggingFace {
             write_file(folder + "/" + name, safetensors_header(tensors) + data);
         }
     }
-    // All parameters of the model are those of the table, with zeros in rows that pad the vocabulary. `bits`
-    // of their values are in the file.
+    // All parameters are those of the table, or zeros in padding. The file has these `bits` of their values.
     void check(const MemoryModel& model, uint32_t bits = ~0u) const {
         for (const Param& p : parameters(model.setup().config)) {
             INFO(p.name);
@@ -249,16 +246,14 @@ TEST_CASE("read_model_config: the sliding window of Mistral limits --seq; other 
 TEST_CASE("read_model_config: an unsupported config.json is rejected by the name of its field") {
     Folder folder;
     const std::string path = folder / "config.json";
-    auto rejected = [&](const HuggingFace& good, const std::string& field, const Json& value,
-                        const std::string& says) {
-        Json config = good.config;
+    auto rejected = [&](Json config, const std::string& field, const Json& value, const std::string& says) {
         config[field] = value;
         INFO(field, " ", value.dump());
         write_file(path, config.dump());
         check_error([&] { read_model_config(folder); }, folder, says);
     };
     // A field, its value, and, where it is not the field, what the error says.
-    for (const auto& [good, rows] : {std::pair{hugging_face_llama(), R"(
+    for (const auto& [good, rows] : {std::pair{hugging_face_llama().config, R"(
 head_dim 0; vocab_size 0 | vocab_size; vocab_size 1e30; model_type "qwen3_moe" | qwen3; model_type 3;
 hidden_act "gelu";
 hidden_size -32; hidden_size "32"; hidden_size 1.5; hidden_size null; hidden_size 40 | multiples of 16;
@@ -268,7 +263,7 @@ rope_parameters 5; rope_parameters "llama3"; rope_scaling "llama3"; rope_scaling
 rope_scaling {"rope_type": "yarn", "factor": 8.0} | rope_type; rope_parameters {"rope_type": 3} | rope_type;
 rope_scaling {"type": "dynamic", "factor": 8.0} | type; rope_scaling {"type": "linear", "factor": 2} | type;
 rope_parameters {"rope_type": "default", "partial_rotary_factor": 0.5} | partial_rotary_factor)"},
-                                     {hugging_face_gpt2(), R"(
+                                     {hugging_face_gpt2().config, R"(
 activation_function "gelu"; activation_function "relu"; scale_attn_weights false; n_layer null; n_head 0;
 scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
         for (const std::string& row : rows_of(rows)) {
@@ -279,9 +274,9 @@ scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
     for (const auto& [field, value] : LLAMA3.items()) {
         Json rope = LLAMA3;
         rope.erase(field);
-        if (field != "rope_type") rejected(hugging_face_llama(), "rope_scaling", rope, field);
+        if (field != "rope_type") rejected(hugging_face_llama().config, "rope_scaling", rope, field);
         rope[field] = field == "high_freq_factor" ? Json(1.5) : Json("8");  // 1.5 would divide by zero
-        rejected(hugging_face_llama(), "rope_parameters", rope, field);
+        rejected(hugging_face_llama().config, "rope_parameters", rope, field);
     }
     for (const char* text : {"", "[]", "{"}) {
         write_file(path, text);
@@ -311,9 +306,8 @@ TEST_CASE("load_weights: reads a Hugging Face folder of every architecture, dtyp
                 save_model_folder(folder / "saved", model, {});
                 const Safetensors all(folder), saved(folder / "saved");
                 for (const auto& [name, t] : saved.tensors()) {
-                    const bool bare = !all.tensors().count(name);
-                    const Tensor& from =
-                        all.require(name.substr(bare ? strlen("transformer.") : 0), t.shape, dtype);
+                    const size_t prefix = all.tensors().count(name) ? 0 : strlen("transformer.");
+                    const Tensor& from = all.require(name.substr(prefix), t.shape, dtype);
                     CHECK((t.dtype == "BF16" &&
                            (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
                 }

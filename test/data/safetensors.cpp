@@ -1,5 +1,4 @@
-// safetensors.cpp - data/safetensors.cpp: what is written is read back; a wrong header, hostile JSON or a
-// file that cannot be read is an error that names the file and the field.
+// safetensors.cpp - what data/safetensors.cpp writes is read back; wrong or hostile files are errors.
 #include <doctest/doctest.h>
 
 #include <cstring>
@@ -110,9 +109,8 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
     std::string many = "{\"b\": [";  // brackets that are closed do not count either
     for (int i = 0; i < 1000; i++) many += "[],";
     CHECK(read(many + "1]}").size() == 1);
-    const std::string brackets(1000, '[');
-    CHECK(read("{\"a\": \"" + brackets + "\\\"" + brackets + "\\\\\"}").at("a") ==
-          brackets + "\"" + brackets + "\\");
+    const std::string open(1000, '[');
+    CHECK(read("{\"a\": \"" + open + "\\\"" + open + "\\\\\"}").at("a") == open + "\"" + open + "\\");
     for (const char* bad : {"", "[1]", "{\"a\":1"}) check_error([&] { read(bad); }, "a.json");
     check_error([&] { read(std::string("{}\0x", 4)); }, "a.json");
     check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");

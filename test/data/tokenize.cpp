@@ -58,6 +58,11 @@ const std::string CHAT =
     "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages)"
     " + ('<|assistant|>' if add_generation_prompt else '')";
 
+Ended tokenize_py(const Folder& folder, const std::string& flags) {
+    const std::string script = fs::absolute("data/tokenize.py").string();
+    return shell(folder, "TRANSFORMERS_VERBOSITY=error PYTHONPATH=. python3 '" + script + "' " + flags);
+}
+
 // A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
 struct ChatFolder : Folder {
     ChatFolder() {
@@ -65,10 +70,7 @@ struct ChatFolder : Folder {
         write("model/special", "<|user|>\n<|assistant|>\n<|end|>");
         write("model/template", CHAT);
     }
-    Ended run(const std::string& flags) const {
-        return shell(*this,
-                     "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() + "' " + flags);
-    }
+    Ended run(const std::string& flags) const { return tokenize_py(*this, flags); }
     Ended tokenize(const std::string& records, const std::string& flags = "--seq 32",
                    const std::string& file = "c.jsonl") const {
         write(file, records);
@@ -78,7 +80,7 @@ struct ChatFolder : Folder {
     std::string windows(const std::string& name = "train") const {
         const Corpus corpus = load_corpus(*this / "tokens");
         const TokenStream& stream = name == "train" ? corpus.train : corpus.validation;
-        std::vector<int32_t> tokens(stream.size()), targets(stream.size());
+        Tokens tokens(stream.size()), targets(stream.size());
         stream.read(0, stream.size(), tokens.data(), targets.data());
         std::string text;
         bool inside = false;
@@ -139,8 +141,7 @@ PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its 
         folder.write("model/template", as);
         folder.check(records, "--seq 24", expected);
     };
-    // As Qwen3 and DeepSeek-R1 do: thoughts are left out but in the last answer, which always has some; and
-    // the generation prompt may begin them.
+    // As Qwen3 and DeepSeek-R1 do: only the last answer has thoughts; the generation prompt may begin them.
     const std::string think =
         "''.join('<|' + m['role'] + '|>' + (m['content'] if m['role'] == 'user' else"
         " ('(' + m['content'].split(')')[0].strip('(') * (')' in m['content']) + ')'"
@@ -201,8 +202,7 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
 
 PYTHON_TEST_CASE("a conversation lies within one window, and windows are filled up") {
     const ChatFolder folder;
-    folder.write("model/template",
-                 "''.join(m['content'] for m in messages) + '<|end|>' * (len(messages) > 1)");
+    folder.write("model/template", "''.join(m['content'] for m in messages) + '<|end|>'*(len(messages)>1)");
     // 6, 8, 4 and 8 tokens; one that fills a window to the last token; one of --seq tokens, which is not cut.
     std::string lines;
     for (const char* letters : {"aaaa", "bbbbbb", "cc", "dddddd", "gg", "hhhhhhhhhh"})
@@ -290,13 +290,11 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
 TEST_CASE("tokenize.py: with transformers itself, a BPE is trained and the assistant's tokens count" *
           doctest::skip(NO_TRANSFORMERS)) {
     Folder folder;
-    const std::string script =
-        "TRANSFORMERS_VERBOSITY=error python3 '" + fs::absolute("data/tokenize.py").string() + "' ";
     const std::string text = "d\u00e9j\u00e0 vu, <|im_end|> d\u00e9j\u00e0 vu\r\n";
     std::string many;
     for (int i = 0; i < 40; i++) many += text;
     folder.write("text", many);
-    require_success(shell(folder, script + "--train-bpe 270 --out model text"));
+    require_success(tokenize_py(folder, "--train-bpe 270 --out model text"));
     const Corpus plain = load_corpus(folder / "model");
     CHECK(plain.train.size() < int64_t(many.size()) * 8 / 10);
     std::string expected = "<|endoftext|>";  // and the first nine tenths
@@ -318,22 +316,19 @@ tokenizer.chat_template = """{%- for message in messages %}
 tokenizer.save_pretrained("chat")
 )");
     require_success(shell(folder, "python3 template.py"));
-    require_success(
-        shell(folder, script + "--tokenizer chat --out again text"));  // what looks special is text
-    const std::vector<int32_t> again = tokens_of(load_corpus(folder / "again").train);
+    require_success(tokenize_py(folder, "--tokenizer chat --out again text"));  // "special" tokens are text
+    const Tokens again = tokens_of(load_corpus(folder / "again").train);
     CHECK(std::count(again.begin(), again.end(), again[0]) == 1);
     const std::string conversation = chat({"h\\u00e9", " \\u00fc b"});
     folder.write("c.jsonl", conversation + HELD);
-    require_success(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"));
+    const std::string chats = "--tokenizer chat --out tokens --seq 40 c.jsonl";
+    require_success(tokenize_py(folder, chats));
     const Corpus corpus = load_corpus(folder / "tokens");
-    std::vector<int32_t> tokens(corpus.train.size()), targets(tokens.size()), counted;
+    Tokens tokens(corpus.train.size()), targets(tokens.size()), counted;
     corpus.train.read(0, corpus.train.size(), tokens.data(), targets.data());
-    for (int32_t t : targets)
-        if (t >= 0) counted.push_back(t);
+    std::copy_if(targets.begin(), targets.end(), std::back_inserter(counted), [](auto t) { return t >= 0; });
     CHECK(corpus.decode(counted) == " \xC3\xBC b<|im_end|>");
     folder.write("c.jsonl", conversation + R"({"messages": [{"role": "tool", "content": "x"}, )"
-                                           R"({"role": "assistant", "content": "y"}]})"
-                                           "\n");
-    check_failed(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"), "c.jsonl:2",
-                 "unknown role tool");
+                                           R"({"role": "assistant", "content": "y"}]})");
+    check_failed(tokenize_py(folder, chats), "c.jsonl:2", "unknown role tool");
 }

@@ -13,14 +13,11 @@ using namespace coat::test;
 
 namespace {
 
-using Tokens = std::vector<int32_t>;
 using Shorts = std::vector<uint16_t>;
 using Words = std::vector<uint32_t>;
 
-std::string text_of(const TokenStream& stream) {
-    const Tokens tokens = tokens_of(stream);
-    return {tokens.begin(), tokens.end()};
-}
+std::string text_of(const Corpus& c) { return c.decode(tokens_of(c.train)); }
+std::string held_out(const Corpus& c) { return c.decode(tokens_of(c.validation)); }
 Words counting(size_t n, uint32_t first = 0) {
     Words tokens(n);
     std::iota(tokens.begin(), tokens.end(), first);
@@ -112,7 +109,7 @@ TEST_CASE("load_corpus: of files the last tenth is held out, of a folder every 2
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n", file = folder.write("a.txt", a);
     for (const auto& [data, all] : {std::pair{file, a}, {file + "," + folder.write("b", b), a + b}}) {
         const Corpus corpus = load_corpus(data);
-        CHECK(text_of(corpus.train) + text_of(corpus.validation) == all);
+        CHECK(text_of(corpus) + held_out(corpus) == all);
         CHECK(corpus.validation.size() == int64_t(all.size() + 9) / 10);
         CHECK(corpus.seq == 0);
         CHECK(corpus.decode({65, 10, 255, 256, -1}) == "A\n\xFF<256><-1>");
@@ -133,7 +130,7 @@ TEST_CASE("load_corpus: of files the last tenth is held out, of a folder every 2
     for (const auto& [name, text] : files) expected[index++ % 20 == 10] += text;
     for (const char* spelled : {"in", "in/"}) {
         const Corpus corpus = load_corpus(folder / spelled);
-        CHECK((text_of(corpus.train) == expected[0] && text_of(corpus.validation) == expected[1]));
+        CHECK((text_of(corpus) == expected[0] && held_out(corpus) == expected[1]));
     }
 }
 
@@ -153,8 +150,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back, and na
         CHECK((tokens_of(corpus.train) == narrow_tokens && tokens_of(corpus.validation) == wide_tokens));
     }
     CHECK(tokens_of(load_corpus(more + "," + val).train) == Tokens{1, 2, 3});
-    // The only file: it is split. Named twice, it is read once, so that nothing held out is trained on. Files
-    // of llm.c with 4-byte tokens have version 7.
+    // The only file is split; named twice, it is read once. llm.c's files of 4-byte tokens have version 7.
     const std::string seven = folder.write("wide.bin", token_file(wide, 0, 7));
     for (const std::string& data : {val, val + "," + val, seven}) {
         Corpus one = load_corpus(data);
@@ -206,10 +202,9 @@ TEST_CASE("load_corpus: tokenizer.bin beside token files turns tokens into text;
     folder.write("b/tokenizer.bin", tokenizer_file({"a", "b", "", longest}));
     for (const std::string& data : {a + "," + b, b + "," + a, a + "," + c + "," + b})
         check_error([&] { load_corpus(data); }, "/tokenizer.bin", "with one tokenizer");
-    std::vector<std::string> damaged = {file + "x", file_header({20240328, 1, 0}),
-                                        file_header({20240520, 1, 4})};
-    for (size_t size = 0; size < file.size(); size += 7) damaged.push_back(file.substr(0, size));
-    for (const std::string& bad : damaged) {
+    std::vector<std::string> all = {file + "x", file_header({20240328, 1, 0}), file_header({20240520, 1, 4})};
+    for (size_t size = 0; size < file.size(); size += 7) all.push_back(file.substr(0, size));
+    for (const std::string& bad : all) {
         folder.write("a/tokenizer.bin", bad);
         check_error([&] { load_corpus(a); }, "a/tokenizer.bin");
     }
@@ -264,7 +259,7 @@ TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts ar
         });
 }
 
-TEST_CASE("Loader: each epoch gives every window once, in another order for each epoch and seed") {
+TEST_CASE("Loader: each epoch gives every window once, in an order by epoch and seed that never changes") {
     FRESH_RANDOM(rng);
     std::vector<int64_t> sizes = {255, 256, 257, 1023, 1024, 1025, 4097, 70001};
     for (int64_t n = 1; n <= 70; n++) sizes.push_back(n);
@@ -283,9 +278,7 @@ TEST_CASE("Loader: each epoch gives every window once, in another order for each
         }
         CHECK((n < 20 || orders.size() == 4));  // two equal orders are unlikely: there are 20!
     }
-}
-
-TEST_CASE("Loader: the order of seed 1 is that of every earlier version, so that old runs stay comparable") {
+    // The order of seed 1 is that of every earlier version, so that old runs stay comparable.
     const Loader loader(stream_of(counting(1001)), 1, 1, 1);
     CHECK(windows_of(loader, 0, 8) == Tokens{596, 471, 836, 871, 478, 283, 911, 561});
     CHECK(windows_of(loader, 1000, 4) == Tokens{648, 897, 104, 183});

@@ -1,11 +1,7 @@
 // arithmetic.cpp - the method in two other languages against the reference: dev/coat.py in NumPy, and the
 // first script of dev/explore.html. Codes, scales and k of random values; of coat.py also a step of AdamW,
-// and the gradients of a Llama layer.
-//
-// A test writes its inputs as raw files, runs a few lines of a program that read them and write what the
-// other language makes of them, and compares. Where NumPy (apt-get install python3-numpy) or node (nodejs) is
-// missing, it is skipped.
-#include "../help/model.h"
+// and the gradients of a Llama layer. A test writes its inputs as raw files and runs a few lines of a program
+// that reads them. Without NumPy (apt-get install python3-numpy) or node (nodejs) it is skipped.
 #include "../help/oracle.h"
 #include "../help/program.h"
 
@@ -16,8 +12,8 @@ using namespace coat::reference;
 namespace {
 
 const bool NO_NUMPY = std::system("python3 -c 'import numpy' >/dev/null 2>&1") != 0;
+#define NUMPY_TEST_CASE(name) TEST_CASE("coat.py: " name* doctest::skip(NO_NUMPY))
 const bool NO_NODE = std::system("node --version >/dev/null 2>&1") != 0;
-using Floats = std::vector<float>;
 
 // A folder of raw arrays in FP32. In its programs, load("x") is the file x, and save("y", array) writes y.
 struct Arrays : Folder {
@@ -87,8 +83,7 @@ int others(const Floats& got, const Floats& wanted, float absolute = 0, float re
     }
     return n;
 }
-// What a program has made of x: the files "e4m3" and "e5m2", codes; "e4m3.values" and "e5m2.values", of all
-// codes; and "bf16".
+// A program's files of x: "bf16", "e4m3" and "e5m2" (codes), "e4m3.values" and "e5m2.values" (of all codes).
 void check_formats(const Arrays& folder, const Floats& x) {
     CHECK(others(folder.get("bf16"), each(x, [](float v) { return round_to(Format::BF16, v); })) == 0);
     Floats codes(256);
@@ -140,8 +135,7 @@ save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max
     others(folder.get("back"), wanted_back, 0, 1e-4f);
 }
 
-TEST_CASE("coat.py: codes of both formats, BF16, and codes and scales of tensors and groups" *
-          doctest::skip(NO_NUMPY)) {
+NUMPY_TEST_CASE("codes of both formats, BF16, and codes and scales of tensors and groups") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const Floats x = to_encode(rng);
@@ -173,7 +167,7 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
 }
 
 // Logarithms differ in their last bits. Where one falls on a border, k may differ by 1/256 and a code by one.
-TEST_CASE("coat.py: k and codes of moments, and a step of AdamW with FP8 moments" * doctest::skip(NO_NUMPY)) {
+NUMPY_TEST_CASE("k and codes of moments, and a step of AdamW with FP8 moments") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const int64_t groups = 200, n = groups * MOMENT_GROUP;
@@ -213,8 +207,7 @@ save("new_w", new_w)
 
 // The sums of GEMMs have another order. So in a few draws a value is rounded to another code, and other
 // roundings follow. An error of the method makes a distance of 0.02 or more in every draw.
-TEST_CASE("coat.py: the loss of a model of one layer, and the gradient of every parameter" *
-          doctest::skip(NO_NUMPY)) {
+NUMPY_TEST_CASE("the loss of a model of one layer, and the gradient of every parameter") {
     FRESH_RANDOM(rng);
     double best = 1;  // of the draws, the largest distance of a gradient from the reference's
     for (int draw = 0; draw < 6 && best > 0.003; draw++) {

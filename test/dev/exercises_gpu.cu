@@ -19,15 +19,13 @@ namespace {
 enum class Transpose { Right, LeavesOutCutTiles, RowsOfCols, TilesStay };
 
 template <Transpose HOW>
-__global__ void transpose(int rows, int cols, float inverse_scale, const float* x, uint8_t* codes,
-                          uint8_t* transposed) {
+__global__ void transpose(int rows, int cols, float inverse, const float* x, uint8_t* codes, uint8_t* out) {
     __shared__ uint8_t tile[32][36];
     const int r0 = int(blockIdx.y) * 32, c0 = int(blockIdx.x) * 32, tx = int(threadIdx.x);
     if (HOW == Transpose::LeavesOutCutTiles && (r0 + 32 > rows || c0 + 32 > cols)) return;
     for (int ty = int(threadIdx.y); ty < 32; ty += 8) {
         const int r = r0 + ty, c = c0 + tx;
-        if (r < rows && c < cols)
-            codes[r * cols + c] = tile[ty][tx] = e12::encode(x[r * cols + c] * inverse_scale);
+        if (r < rows && c < cols) codes[r * cols + c] = tile[ty][tx] = e12::encode(x[r * cols + c] * inverse);
     }
     __syncthreads();
     for (int ty = int(threadIdx.y); ty < 32; ty += 8) {
@@ -35,7 +33,7 @@ __global__ void transpose(int rows, int cols, float inverse_scale, const float* 
         const int at = HOW == Transpose::RowsOfCols  ? c * cols + r
                        : HOW == Transpose::TilesStay ? (r0 + ty) * rows + c0 + tx
                                                      : c * rows + r;
-        if (r < rows && c < cols && at < rows * cols) transposed[at] = tile[tx][ty];
+        if (r < rows && c < cols && at < rows * cols) out[at] = tile[tx][ty];
     }
 }
 
@@ -85,8 +83,7 @@ void updates(const char* sentence, void (*kernel)(Step, int, const float*, float
 
 }  // namespace
 
-TEST_CASE("exercises 11 and 12: without a GPU the judge says so in a sentence" *
-          doctest::skip(gpu_available())) {
+TEST_CASE("exercises 11 and 12: without a GPU the judge says so" * doctest::skip(gpu_available())) {
     transposes("exercise 11: there is no GPU here that CUDA can use.", e11::quantize_transpose);
     updates("exercise 12: there is no GPU here that CUDA can use.", e12::adamw);
 }

@@ -1,5 +1,4 @@
-// pages.cpp - what dev/*.md and the README say is so: quotations in WALK.md and the tests that it names, and
-// the tables of GPUs in dev/README.md.
+// pages.cpp - what dev/*.md says is so: quotations and names of tests in WALK.md, tables in dev/README.md.
 #include <regex>
 
 #include "../help/files.h"

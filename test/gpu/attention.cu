@@ -1,5 +1,4 @@
-// attention.cu - attention_forward and attention_backward against the CPU reference: the kernels of
-// any GPU and those of Hopper.
+// attention.cu - attention_forward and attention_backward, of any GPU and of Hopper, against the reference.
 //
 // The tolerance of every element follows from what the kernels round: p and ds to BF16 before they enter a
 // tensor core, sums to FP32, and the result to BF16. See Bounds. These tests seldom notice a missing wait in
@@ -18,7 +17,6 @@ bool hopper() { return gpu_available() && gpu::device_attribute(cudaDevAttrCompu
 
 enum class Inputs { Normal, HeavyTails, LargeLogits };
 
-// n values, rounded to f.
 Floats inputs(Random& rng, Format f, int64_t n, Inputs kind = Inputs::Normal) {
     if (kind != Inputs::HeavyTails) return normals(rng, f, n, kind == Inputs::LargeLogits ? 30 : 1);
     Floats x = sample(find_row(distributions(), "Student t with 2 degrees of freedom", ""), rng, n);
@@ -102,16 +100,14 @@ Bounds bounds(const AttentionShape& s, const Floats& qkv, const Floats& out, con
     return r;
 }
 
-// Every element within its bound, with the roundings of both results to their format, possibly in opposite
-// directions.
+// Every element within its bound. Both results are rounded to their format, maybe in opposite directions.
 void check_close(const Tensor& got, const Floats& wanted, Doubles bounds) {
     const double rounding = got.quant.format == Format::BF16 ? 0x1p-8 : 0x1p-22;
     for (size_t i = 0; i < wanted.size(); i++) bounds[i] += rounding * std::abs(wanted[i]) + 1e-37;
     check_within(got.values(), doubles(wanted), bounds);
 }
 
-// What forward gives, and then backward from the given out and lse instead of forward's, so that each is
-// checked on its own.
+// What forward gives, and what backward gives from exact out and lse: each is checked on its own.
 struct Run {
     const Tensor out, lse, dqkv;
 
@@ -160,8 +156,7 @@ void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs
     if (!quick()) CHECK(first == Run(s, kernel, qkv, out, lse, dout));
 }
 
-// One token, sequences that do not fill a tile, and several numbers of key/value heads. The sizes are small
-// because a launch takes seconds under a sanitizer.
+// One token, sequences that do not fill a tile, several numbers of key/value heads: small, for sanitizers.
 void check_short(Format f, int64_t HS, AttentionKernel kernel) {
     for (int64_t T : {1, 17, 70}) check({1, T, 4, 2, HS, f}, kernel);
     for (int64_t NKV : {4, 1}) check({1, 24, 4, NKV, HS, f}, kernel);
@@ -233,10 +228,9 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
 GPU_TEST_CASE("attention_forward and attention_backward: unsupported head sizes and formats are rejected") {
     auto check_rejected = [](int64_t HS, Format f, AttentionKernel kernel) {
         const AttentionShape s{1, 16, 2, 2, HS, f};
-        CHECK_THROWS_AS(attention_forward(s, nullptr, nullptr, nullptr, nullptr, kernel), Error);
-        CHECK_THROWS_AS(
-            attention_backward(s, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kernel),
-            Error);
+        const std::nullptr_t no{};
+        CHECK_THROWS_AS(attention_forward(s, no, no, no, no, kernel), Error);
+        CHECK_THROWS_AS(attention_backward(s, no, no, no, no, no, no, no, kernel), Error);
     };
     for (int64_t HS : {4, 136}) check_rejected(HS, Format::BF16, AttentionKernel::Best);
     check_rejected(80, Format::BF16, AttentionKernel::Hopper);

@@ -68,8 +68,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     for (Doubles* x : {&operands.left, &operands.right})
         for (double& v : *x) v = std::fabs(v);
     Doubles bounds = operands.product();  // so far, the magnitudes of the sums
-    // The relative error of a sum. FP32: K additions. Hopper's FP8 tensor cores keep 14 bits of the sum of 32
-    // products each (DeepSeek-V3, section 3.3.2).
+    // A sum's relative error. FP32: K additions. Hopper's FP8: 14 bits of 32 products (DeepSeek-V3, 3.3.2).
     const double K = double(p.K()), sum_error = qa.fp8() ? (K / 32 + 1) * 0x1p-13 : (K + 2) * 0x1p-24;
     for (int64_t i = 0; i < p.M() * p.N(); i++) {
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N()] : 0.0);
@@ -102,7 +101,7 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
                    {"fp8 per row to fp32", Q_ROW, Q_ROW, Q_ROW, Format::F32},
                    {"fp8 1x128 and 128x128 to fp32", Q_1x128, Q_128x128, Q_1x128, Format::F32},
                    {"fp8 per row", Q_ROW, Q_ROW, Q_ROW, Format::BF16},
-                   {"fp8 per row, gradients e5m2", Q_ROW, Q_ROW, {Format::E5M2, PER_ROW}, Format::BF16},
+                   {"fp8 per row, gradients e5m2", Q_ROW, Q_ROW, ROW_E5M2, Format::BF16},
                    {"fp8 1x128 and 128x128", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
                    {"fp8 1x128", Q_1x128, Q_1x128, Q_1x128, Format::BF16}};
     const struct {
@@ -187,12 +186,9 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected, also the second ti
                 {"groups", Gemm::Fprop, groups, groups, out}};
     for (const auto& row : rows) {
         CAPTURE(std::string(row.why));
-        auto error = [&] {
-            return error_of(
-                [&] { gemms.run(row.kind, row.a, row.b, row.out.view(), false, nullptr, nullptr); });
-        };
-        const std::string first = error();
+        auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.view(), false, nullptr, nullptr); };
+        const std::string first = error_of(run);
         CHECK(first != "");
-        CHECK(error() == first);  // the failed GEMM has not been cached
+        CHECK(error_of(run) == first);  // the failed GEMM has not been cached
     }
 }

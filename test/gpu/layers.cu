@@ -1,5 +1,4 @@
-// layers.cu - norms and residual (../../gpu/norm.cu), RoPE, embedding and loss (../../gpu/layers.cu) on a GPU
-// against the CPU reference.
+// layers.cu - gpu/norm.cu (norms, residual) and gpu/layers.cu (RoPE, embedding, loss) against the reference.
 #include "../../gpu/layers.cuh"
 
 #include <array>
@@ -49,6 +48,22 @@ struct NormCase {
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
 };
+
+// The gradient of a row of logits. Away from the target it is scale * probability. A probability is
+// exp(logit - lse), and FP32 rounds lse, log(sum(exp(logits))), and its product with log2(e), each by up to
+// U |lse|: the probability is wrong by that part of itself. The reference in float does not show this: it
+// subtracts the largest logit, which mostly is exact.
+void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t target, double scale, double lse,
+                         Format compute) {
+    if (target != NO_TARGET) {  // scale * (probability - 1), where the two cancel
+        check_as_float({got[target]}, {exact[target]}, {in_float[target]}, 1, compute,
+                       scale + (exact[target] + scale) * std::abs(lse));
+        got[target] = in_float[target] = 0;
+        exact[target] = 0;
+    }
+    const double largest = *std::max_element(exact.begin(), exact.end());
+    check_as_float(got, exact, in_float, int64_t(got.size()), compute, largest * std::abs(lse));
+}
 
 }  // namespace
 
@@ -157,8 +172,7 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
         }
 }
 
-GPU_TEST_CASE(
-    "rope_forward and rope_backward: q and k are rotated, v is not; backward takes the amax of all") {
+GPU_TEST_CASE("rope_forward and rope_backward: q and k are rotated, v is not; backward takes the amax") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -226,26 +240,6 @@ GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k hav
         }
 }
 
-namespace {
-
-// The gradient of a row of logits. Away from the target it is scale * probability. A probability is
-// exp(logit - lse), and FP32 rounds lse, log(sum(exp(logits))), and its product with log2(e), each by up to
-// U |lse|: the probability is wrong by that part of itself. The reference in float does not show this: it
-// subtracts the largest logit, which mostly is exact.
-void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t target, double scale, double lse,
-                         Format compute) {
-    if (target != NO_TARGET) {  // scale * (probability - 1), where the two cancel
-        check_as_float({got[target]}, {exact[target]}, {in_float[target]}, 1, compute,
-                       scale + (exact[target] + scale) * std::abs(lse));
-        got[target] = in_float[target] = 0;
-        exact[target] = 0;
-    }
-    const double largest = *std::max_element(exact.begin(), exact.end());
-    check_as_float(got, exact, in_float, int64_t(got.size()), compute, largest * std::abs(lse));
-}
-
-}  // namespace
-
 // Columns from V on are NaN: the GEMM that makes the logits may leave anything there.
 GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
     FRESH_RANDOM(rng);
@@ -266,7 +260,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                 const Tensor x(logits, {N, stride}, Quant{compute});
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
-                Buffer<double> scale(std::vector<double>{0.125});
+                Buffer<double> scale(Doubles{0.125});
                 gpu::cross_entropy(x.view(), V, device_targets.get(), nullptr, losses_only.get(), 0);
                 CHECK(same_bytes(x.codes.read(), unchanged));
                 gpu::cross_entropy(x.view(), V, device_targets.get(), scale.get(), losses.get(), 0);
@@ -276,21 +270,19 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                 const Floats gradient = x.values();
                 for (int64_t n = 0; n < N; n++) {
                     const int32_t target = targets[n];
-                    const float *const first = &logits[n * stride], *const start = &gradient[n * stride];
+                    const float *const first = &logits[n * stride], *const row = &gradient[n * stride];
                     Floats in_float(first, first + stride);
                     Doubles exact = doubles(in_float);
                     const double loss =
                         reference::cross_entropy<double>(1, V, stride, exact.data(), &target, 0.125);
-                    const double loss_in_float =
-                        reference::cross_entropy<float>(1, V, stride, in_float.data(), &target, 0.125f);
+                    const float loss_in_float =
+                        float(reference::cross_entropy(1, V, stride, in_float.data(), &target, 0.125f));
                     const double lse = target == NO_TARGET ? 0 : loss + first[target];
                     // lse is the largest logit plus log(sum), which is wrong by what part of itself sum is.
-                    check_as_float({got[n]}, {loss}, {float(loss_in_float)}, 1, Format::F32,
-                                   1 + std::abs(lse));
-                    check_loss_gradient({start, start + stride}, exact, in_float, target, 0.125, lse,
-                                        compute);
+                    check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::F32, 1 + std::abs(lse));
+                    check_loss_gradient({row, row + stride}, exact, in_float, target, 0.125, lse, compute);
                 }
-                const Buffer<double> total(std::vector<double>{2});
+                const Buffer<double> total(Doubles{2});
                 scale.write({0.5});
                 gpu::loss_sum(losses.get(), N, scale.get(), total.get(), 0);
                 double wanted = 2;

@@ -1,5 +1,4 @@
-// state.cu - what a step keeps (../../gpu/state.cuh), by the kernels of gradients.cu that write it: first
-// values of weights, norms and sums of gradients, against double and the CPU reference.
+// state.cu - what the kernels of gradients.cu write: first values of weights, norms and sums of gradients.
 #include "../../gpu/gradients.cuh"
 #include "../help/gpu.h"
 
@@ -39,10 +38,9 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         Buffer<gpu::GradientState> state(1);
         state.zero();
         const int64_t n = int64_t(g.size()), units = ceil_div(n, SHARD_UNIT);
-        const Buffer<double> sums(1 + units), device_loss(std::vector<double>{loss});
+        const Buffer<double> sums(1 + units), losses(Doubles{loss});
         const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, device_loss.get(), sums.get(),
-                              0);
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, losses.get(), sums.get(), 0);
         gpu::gradient_norm(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];
     };

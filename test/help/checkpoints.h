@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "../../data/checkpoint.h"
+#include "../../reference.h"
 #include "files.h"
 #include "random.h"
 
@@ -18,12 +19,11 @@ public:
         for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
             for (const StateTensor& t : table) {
                 const bool weight = t.name == t.param.name, k = ends_with(t.name, ".k");
-                std::string& bytes = tensors[t.name] =
-                    std::string(size_t(kept(setup, t).count * t.bytes), '\0');
+                std::string& bytes = tensors[t.name];
+                bytes.resize(size_t(kept(setup, t).count * t.bytes));
                 for (char& b : bytes) b = char(random.bits());
                 // In every format the second bit of the top byte is the first bit of the exponent.
-                for (size_t i = size_t(t.bytes) - 1; i < bytes.size() && t.dtype != std::string("I16");
-                     i += size_t(t.bytes))
+                for (size_t i = t.bytes - 1; i < bytes.size() && t.dtype != std::string("I16"); i += t.bytes)
                     bytes[i] &= weight || ends_with(t.name, ".m") ? '\xBF' : '\x3F';
                 for (size_t i = 0; k && i < bytes.size(); i += 4) {
                     const float factor = 0.0625f * float(1 + random.below(1024));
@@ -33,9 +33,7 @@ public:
                 if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }
-    StepResult step(const int32_t*, const int32_t*, const AdamW&) override {
-        throw std::logic_error("no steps");
-    }
+    StepResult step(const int32_t*, const int32_t*, const AdamW&) override { throw std::logic_error("step"); }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits"); }
     QuantReport quantization(const int32_t*, const int32_t*) override { throw std::logic_error("no report"); }
@@ -46,16 +44,12 @@ public:
         std::memcpy(tensors.at(name).data(), in, tensors.at(name).size()), writes++;
     }
     const Setup& setup() const override { return setup_; }
-    // The FP32 master of an element: (weight << 16) + remainder, modulo 2^32.
     float master(const Param& p, int64_t i) const {
         uint16_t weight;
         int16_t remainder;
         std::memcpy(&weight, tensors.at(p.name).data() + 2 * i, 2);
         std::memcpy(&remainder, tensors.at(p.name + ".remainder").data() + 2 * i, 2);
-        const uint32_t bits = (uint32_t{weight} << 16) + uint32_t(int32_t{remainder});
-        float value;
-        std::memcpy(&value, &bits, 4);
-        return value;
+        return reference::join_master(weight, remainder);
     }
     std::map<std::string, std::string> tensors;
     int writes = 0;
@@ -93,8 +87,7 @@ inline std::string damaged(std::string bytes, size_t end, Random& random) {
     return bytes;
 }
 // Damages a file many times. Each time `read` accepts it, or throws an Error that names its folder.
-inline void check_random_damage(const std::string& path, size_t end, int64_t times,
-                                const std::function<void()>& read) {
+inline void check_random_damage(const std::string& path, size_t end, int64_t times, const Action& read) {
     FRESH_RANDOM(rng);
     const std::string good = read_file(path);
     int64_t rejected = 0;

@@ -16,10 +16,11 @@ inline void says(const std::string& sentence, const std::function<int()>& judge)
     CHECK_MESSAGE(contains(out.str(), sentence), out.str());
 }
 
-// rows: what the judge says, and of what
-template <class Judge, class F>
-void exercise(const Judge& judge, F* body,
+// rows: what the judge says, and of which mistake
+template <class Judge, class F, class Solution>
+void exercise(const Judge& judge, F* body, const Solution& solution,
               const std::vector<std::pair<const char*, std::function<F>>>& rows) {
+    says("passed, ", [&] { return judge(solution); });
     if (!exercises_are_solved()) says("nothing is computed yet: write the body", [&] { return judge(body); });
     for (const auto& [sentence, mine] : rows) says(sentence, [&, &f = mine] { return judge(f); });
 }

@@ -25,8 +25,7 @@ inline std::string read_file(const fs::path& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Replaces the file. It is removed first: ext4 waits for the disk when an existing file is truncated and
-// written again, and one test does that 20,000 times.
+// Replaces the file. It is removed first, because ext4 waits for the disk when a file is truncated.
 inline void write_file(const fs::path& path, const std::string& bytes) {
     fs::remove(path);
     std::ofstream(path, std::ios::binary) << bytes;
@@ -34,9 +33,8 @@ inline void write_file(const fs::path& path, const std::string& bytes) {
 
 inline std::map<std::string, std::string> files_below(const fs::path& folder) {  // path in it -> bytes
     std::map<std::string, std::string> all;
-    for (const auto& entry : fs::recursive_directory_iterator(folder))
-        if (entry.is_regular_file())
-            all[fs::relative(entry.path(), folder).string()] = read_file(entry.path());
+    for (const auto& file : fs::recursive_directory_iterator(folder))
+        if (file.is_regular_file()) all[fs::relative(file.path(), folder).string()] = read_file(file.path());
     return all;
 }
 
@@ -75,7 +73,8 @@ struct Folder {
 };
 
 // The text of the Error that the action throws; "" if it throws none. Any other exception fails the test.
-inline std::string error_of(const std::function<void()>& action) {
+using Action = std::function<void()>;
+inline std::string error_of(const Action& action) {
     try {
         action();
     } catch (const Error& error) {
@@ -109,14 +108,14 @@ inline void check_error(const std::string& message, const std::string& who, cons
     CHECK(message.size() < 2000);
     CHECK((!message.empty() && message.back() == '.'));
 }
-inline void check_error(const std::function<void()>& action, const std::string& who,
-                        const std::string& what = "") {
+inline void check_error(const Action& action, const std::string& who, const std::string& what = "") {
     check_error(error_of(action), who, what);
 }
 
 // Token files, tokenizer files and token streams.
-inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
-    std::vector<int32_t> tokens(stream.size()), targets(stream.size());
+using Tokens = std::vector<int32_t>;
+inline Tokens tokens_of(const TokenStream& stream) {
+    Tokens tokens(stream.size()), targets(stream.size());
     stream.read(0, stream.size(), tokens.data(), targets.data());
     return tokens;
 }

@@ -5,8 +5,7 @@
 // codes and scales are compared, byte for byte, with the reference's quantization of those FP32 values
 // (check_quantized). So no bound is derived by hand.
 //
-// GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU it is
-// skipped.
+// GPU_TEST_CASE("name") is the test "gpu: name", which is skipped where there is no GPU.
 #pragma once
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
@@ -27,8 +26,6 @@ using gpu::AmaxAndScale;
 using gpu::Lazy;
 using gpu::Operand;
 using gpu::View;
-using Floats = std::vector<float>;
-using Doubles = std::vector<double>;
 using Bytes = std::vector<uint8_t>;
 
 inline bool gpu_available() {
@@ -42,9 +39,8 @@ inline bool gpu_available() {
 
 inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGetErrorString(e)); }
 
-// An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
-// so a test notices an element that no kernel has written. Guard bytes follow the array; that they are
-// unchanged is checked at the end.
+// An array in device memory. Its bytes start as 0xFF, which is NaN in every format used here: a test notices
+// an element that no kernel has written. At the end, the guard bytes after the array must be unchanged.
 template <class T> class Buffer {
 public:
     explicit Buffer(int64_t n) : n_(n) {
@@ -136,8 +132,7 @@ struct Shape {
     int64_t n() const { return rows * cols; }
 };
 
-// A tensor on the device in any format, as kernels store it: row-major, and transposed too if a GEMM may read
-// it so.
+// A tensor on the device in any format, as kernels store it: row-major, and also transposed for GEMMs.
 class Tensor {
 public:
     const int64_t rows, cols;
@@ -199,8 +194,7 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
     });
 }
 
-// Codes and scales in both orientations, and the amax, against the reference's quantization of x: with the
-// delayed scale of the tensor, or just in time.
+// Codes and scales in both orientations, and the amax, against the reference, just in time or delayed.
 inline void check_quantized(const Tensor& out, const Floats& x, const float* delayed = nullptr) {
     INFO(out.quant.text(), " ", out.rows, "x", out.cols);
     for (bool transpose : {false, true}) {
@@ -224,8 +218,7 @@ void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds
     for (size_t i = 0; i < got.size(); i++) {
         const auto low = stored(i, exact[i] - bounds[i]), high = stored(i, exact[i] + bounds[i]);
         if (low <= got[i] && got[i] <= high) continue;
-        if (wrong++ == 0)
-            MESSAGE("element ", i, " of ", got.size(), " is ", got[i], ", expected ", low, " to ", high);
+        if (wrong++ == 0) MESSAGE("element ", i, " is ", got[i], ", expected ", low, " to ", high);
     }
     CHECK(wrong == 0);
 }
@@ -260,8 +253,7 @@ inline void check_as_float(const Floats& got, const Doubles& exact, const Floats
     check_limits(got, exact, in_float, cols, round, terms);
 }
 
-// Under a sanitizer a launch takes seconds, so large shapes are left out; smaller ones have several tiles and
-// rows too.
+// Under a sanitizer a launch takes seconds, so large shapes are left out; others have several tiles too.
 inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
     std::vector<Shape> chosen;
     std::copy_if(all.begin(), all.end(), std::back_inserter(chosen),
@@ -277,14 +269,10 @@ struct RecipeFormats {
 inline const RecipeFormats RECIPE_FORMATS[] = {
     {Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
 
-inline const Quant GEMM_FORMATS[] = {Q_E4M3,
-                                     Q_E5M2,
-                                     Q_ROW,
-                                     Q_1x128,
-                                     Q_128x128,
-                                     {Format::E5M2, PER_ROW},
-                                     {Format::E5M2, PER_1x128},
-                                     {Format::E5M2, PER_128x128}};
+constexpr Quant ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
+    B128x128_E5M2{Format::E5M2, PER_128x128};
+constexpr Quant GEMM_FORMATS[] = {Q_E4M3,    Q_E5M2,   Q_ROW,       Q_1x128,
+                                  Q_128x128, ROW_E5M2, B1x128_E5M2, B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>
@@ -311,9 +299,8 @@ inline void check_column_sums(const Lazy& x, const Floats& values) {
     }
 }
 
-// A lazily computed tensor: its FP32 values against the exact ones; then everything that is made of it
-// against those values: BF16, column sums, and codes and scales in every format and orientation, alone and
-// together, just in time and delayed.
+// A lazily computed tensor: its FP32 values against the exact ones; then what is made of it against these
+// values: BF16, column sums, and codes and scales in every format and orientation, delayed too.
 inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
     const Tensor fp32(s, Q_F32), bf16(s, Q_BF16);

@@ -1,5 +1,4 @@
-// model.h - tiny models, text for them to learn, and PROPERTY: a test of whole models that runs on the CPU
-// reference and on the GPU.
+// model.h - tiny models, text for them to learn, and PROPERTY: a test of models on the CPU and on the GPU.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -33,8 +32,7 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
 // Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
 inline ModelConfig wide_heads(bool tied) { return {"test-wide", LLAMA, 2, 256, 4, 2, 352, 130, 128, tied}; }
 
-// The setup with the choice of --attention, --master or --gradients that saves memory, for each of these
-// words in `flags`; "lean" is all three.
+// The setup with the memory modes that `flags` names, of attention, master and gradients; "lean" is all.
 inline Setup with_modes(Setup s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
@@ -59,8 +57,7 @@ inline bool supported(const Setup& s) {
     return error_of([&] { validate(s); }).empty();
 }
 
-// Every recipe with two architectures, every choice of memory, every optimizer, and some random setups of
-// anything that is supported. A test prints the setup that fails.
+// Every recipe with two architectures, every choice of memory, every optimizer, and some random setups.
 inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
     std::vector<Setup> all;
     const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
@@ -103,7 +100,7 @@ public:
         for (int64_t i = 0; i < 4 * V; i++) successors_.push_back(static_cast<int32_t>(table.below(V)));
     }
     // Gives tokens and targets of n sequences of length T.
-    void next(int64_t n, int64_t T, std::vector<int32_t>* tokens, std::vector<int32_t>* targets) {
+    void next(int64_t n, int64_t T, Tokens* tokens, Tokens* targets) {
         tokens->clear(), targets->clear();
         for (int64_t s = 0; s < n; s++) {
             int32_t token = static_cast<int32_t>(rng_.below(V_));
@@ -118,11 +115,11 @@ public:
 private:
     Random rng_;
     int64_t V_;
-    std::vector<int32_t> successors_;
+    Tokens successors_;
 };
 
 // Leaves a third of the targets of even micro-batches of n, a sixth of odd ones, and none of every fourth.
-inline void mask_unevenly(std::vector<int32_t>* targets, int64_t n) {
+inline void mask_unevenly(Tokens* targets, int64_t n) {
     for (size_t i = 0; i < targets->size(); i++) {
         const int64_t micro_batch = int64_t(i) / n, each = micro_batch % 2 ? 6 : 3;
         if (micro_batch % 4 == 3 || int64_t(i) % each) (*targets)[i] = NO_TARGET;
@@ -134,18 +131,18 @@ template <class Value> std::vector<Value> read_as(Model& model, const std::strin
     model.read(name, x.data());
     return x;
 }
-inline void write_weights(Model& model, const std::string& name, const std::vector<float>& x) {
+inline void write_weights(Model& model, const std::string& name, const Floats& x) {
     std::vector<uint16_t> upper(x.size());
     std::vector<int16_t> lower(x.size());
     for (size_t i = 0; i < x.size(); i++) reference::split_master(x[i], &upper[i], &lower[i]);
     model.write(name, upper.data());
     if (model.setup().master) model.write(name + ".remainder", lower.data());
 }
-inline std::vector<float> gradient(Model& model, const Param& p) {
+inline Floats gradient(Model& model, const Param& p) {
     return read_as<float>(model, p.name + ".gradient", p.size());
 }
-inline std::vector<std::vector<float>> gradients_of(Model& model) {
-    std::vector<std::vector<float>> all;
+inline std::vector<Floats> gradients_of(Model& model) {
+    std::vector<Floats> all;
     for (const Param& p : parameters(model.setup().config)) all.push_back(gradient(model, p));
     return all;
 }
@@ -173,8 +170,7 @@ template <class Value> std::vector<Value> values_of(const Snapshot& state, const
     return x;
 }
 
-// Changes n weights of a parameter in a snapshot, from element `first` on (-1: all that follow). Their
-// remainders become 0.
+// Changes n weights in a snapshot, from element `first` on (-1: all that follow). Their remainders become 0.
 template <class Change>
 void change_weights(Snapshot& state, const std::string& name, int64_t first, int64_t n, Change change) {
     auto weights = values_of<uint16_t>(state, name);
@@ -191,11 +187,10 @@ inline void set_weights(Snapshot& state, const std::string& name, float value, i
     change_weights(state, name, first, n, [=](float) { return value; });
 }
 
-// A model and the text that it is trained on.
 struct Training {
     std::unique_ptr<Model> model;
     Text text;
-    std::vector<int32_t> tokens, targets;
+    Tokens tokens, targets;
     AdamW adamw{0, 3e-3f};
 
     Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
@@ -212,8 +207,8 @@ struct Training {
         adamw.step++;
         return model->step(tokens.data(), targets.data(), adamw);
     }
-    std::vector<double> losses(int64_t steps) {
-        std::vector<double> all;
+    Doubles losses(int64_t steps) {
+        Doubles all;
         for (int64_t i = 0; i < steps; i++) {
             const StepResult r = step();
             REQUIRE((!r.skipped && std::isfinite(r.grad_norm)));
@@ -222,18 +217,16 @@ struct Training {
         return all;
     }
     double evaluate() { return model->evaluate(tokens.data(), targets.data()); }
-    std::vector<float> next_logits(int64_t n) {
-        std::vector<float> logits(size_t(setup().config.V));
+    Floats next_logits(int64_t n) {
+        Floats logits(size_t(setup().config.V));
         model->next_logits(tokens.data(), n, logits.data());
         return logits;
     }
     QuantReport report() { return model->quantization(tokens.data(), targets.data()); }
 };
 
-inline double mean(const std::vector<double>& x) {
-    return std::accumulate(x.begin(), x.end(), 0.0) / double(x.size());
-}
-inline double mean_of_last_quarter(const std::vector<double>& x) {
+inline double mean(const Doubles& x) { return std::accumulate(x.begin(), x.end(), 0.0) / double(x.size()); }
+inline double mean_of_last_quarter(const Doubles& x) {
     return mean({x.begin() + int64_t(x.size() * 3 / 4), x.end()});
 }
 

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "../../data/checkpoint.h"
-#include "files.h"
+#include "model.h"
 
 namespace coat::test {
 
@@ -30,13 +30,8 @@ inline ModelConfig small_config() { return {"small", LLAMA, 2, 32, 2, 1, 64, 256
 inline const std::string& small_model() {
     static const Folder folder;
     static const std::string path = folder / "model";
-    if (!fs::exists(path)) {
-        fs::create_directory(path);
-        const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2,
-                      16};
-        const std::unique_ptr<Model> model = make_reference(s);
-        save_model_folder(path, *model, {});
-    }
+    if (fs::create_directory(path))
+        save_model_folder(path, *make_reference(setup_of("fp32", small_config(), 2, 16)), {});
     return path;
 }
 
@@ -52,8 +47,7 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     const std::string program = fs::absolute(path ? path : "./train").string(),
                       printed = folder.path.string() + "-printed";
     write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
-                                    small_model() + "'\nalias train=\"'" + program + "'\"\n" + command +
-                                    "\n");
+                                    small_model() + "'\nalias train=\"'" + program + "'\"\n" + command);
     // The program has the default signal handlers, also if the tests run under nohup.
     const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
                                           ".sh' > '", printed, ".out' 2> '", printed, ".err'")
@@ -172,8 +166,7 @@ struct Bound {
 };
 inline int free_port() { return Bound().port; }
 
-// Starts two ranks by hand. What they print goes to out0 and out1. Their exit codes are the same. With two
-// folders, each stands for a machine of its own.
+// Starts two ranks by hand; their output goes to out0 and out1. Two folders stand for two machines.
 inline Ended two_by_hand(const Folder& folder, const std::string& flags0, const std::string& flags1,
                          const std::string& where0 = ".", const std::string& where1 = ".") {
     std::string ranks =

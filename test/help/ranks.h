@@ -52,7 +52,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
 
 // What a run leaves: its steps and the tensors that every rank has, as each rank saw them; the whole tensors.
 struct Run {
-    std::vector<double> losses, norms;
+    Doubles losses, norms;
     Snapshot everywhere, state, gradients;
 };
 inline void check_same(const Run& a, const Run& b) {
@@ -66,9 +66,9 @@ inline void check_same(const Run& a, const Run& b) {
 struct RankTraining : Training {
     bool masked;
     RankTraining(Maker make, const Setup& own, bool some = false) : Training(make, own), masked(some) {}
-    std::vector<int32_t> own_part(const std::vector<int32_t>& all) const {
+    Tokens own_part(const Tokens& all) const {
         const Setup& s = setup();
-        std::vector<int32_t> own;
+        Tokens own;
         for (int64_t a = 0; a < s.accumulate; a++) {
             const auto begin = all.begin() + (a * s.ranks + s.rank) * s.B * s.T;
             own.insert(own.end(), begin, begin + s.B * s.T);

@@ -11,9 +11,8 @@ namespace {
 
 double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
 
-// Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. The logarithm of an FP32 value is below
-// 150 and rounds by 2^-17, so the exponent is wrong by at most 2^-15. This is its relative effect on the
-// value; on y it is k times as large.
+// Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
+// 2^-17, so the exponent is wrong by at most 2^-15. So much is the value wrong, and y by k times as much.
 constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 
 // Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
@@ -28,14 +27,14 @@ double expansion_bound(Format f, double ratio, double k) {
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
-void check_moment(Format f, bool expand, int64_t group, bool second, const std::vector<float>& x) {
+void check_moment(Format f, bool expand, int64_t group, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = group ? group : n;
     const bool scaled = is_scaled(f), expands = expand && is_fp8(f), positive = second && group;
     Moment moment;
     moment.init(f, expand, n, group);
-    CHECK(moment.max == std::vector<float>(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
-    CHECK(moment.k == std::vector<float>(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
-    std::vector<float> values(x.size(), -7);
+    CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
+    CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
+    Floats values(x.size(), -7);
     moment.load(values.data());
     CHECK(norm(values) == 0);
     QuantStats stats;
@@ -71,8 +70,7 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const std::
                              expansion_bound(f, std::fabs(exact) / max, k) * std::fabs(exact) + 0x1p-149 &&
                          (std::fabs(exact) < max || got == exact);
         }
-        if (!right)
-            FAIL("element " << i << " = " << exact << " became " << got << "; max " << max << ", k " << k);
+        if (!right) FAIL(i << ": " << exact << " became " << got << "; max " << max << ", k " << k);
     }
     if (scaled) check_stats(stats, x, values);
     else CHECK(stats.elements == 0);
@@ -113,7 +111,7 @@ TEST_CASE("Moment: max, k, codes, values of every format, with and without expan
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
                         INFO(std::string(info(f).name), " ", expand, " ", group, " ", n, " ", d.name);
-                        std::vector<float> x = sample(d, rng, n);
+                        Floats x = sample(d, rng, n);
                         if (f != Format::Root) check_moment(f, expand, group, false, x);
                         for (float& v : x) v = std::fabs(v);
                         check_moment(f, expand, group, true, x);
@@ -126,8 +124,7 @@ TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function
         const int top = root ? 255 : 127;
         for (int code = 0; code <= top; code++) {
             const double x = decode(f, uint16_t(code));
-            CHECK((root ? 255 * std::sqrt(x) : 127 * (2 * x / (1 + x))) ==
-                  doctest::Approx(code).epsilon(1e-6));
+            CHECK((root ? 255 * std::sqrt(x) : 254 * x / (1 + x)) == doctest::Approx(code).epsilon(1e-6));
             CHECK(encode(f, float(x)) == code);
             if (!root) CHECK((encode(f, float(-x)) == 128 + code && decode(f, uint16_t(128 + code)) == -x));
             if (code == top) break;
@@ -143,26 +140,22 @@ TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function
 }
 
 TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity; a vector's are FP32") {
+    const std::string m = ".m F8_E4M3 4096, .m.max F32 32, .m.k F32 32, ", v = ".v.max F32 32, .v.k F32 32, ";
     const std::pair<std::string, std::string> rows[] = {
-        {"coat",
-         ".m F8_E4M3 4096, .m.max F32 32, .m.k F32 32, .v F8_E4M3 4096, .v.max F32 32, .v.k F32 32, "},
-        {"coat-e5m2",
-         ".m F8_E4M3 4096, .m.max F32 32, .m.k F32 32, .v F8_E5M2 4096, .v.max F32 32, .v.k F32 32, "},
+        {"coat", m + ".v F8_E4M3 4096, " + v},
+        {"coat-e5m2", m + ".v F8_E5M2 4096, " + v},
         {"fp8", ".m F8_E4M3 4096, .m.max F32 32, .v F8_E4M3 4096, .v.max F32 32, "},
         {"fp8lm", ".m F8_E4M3 4096, .m.max F32 1, .v F16 4096, .v.max F32 1, "},
         {"companded", ".m U8 4096, .m.max F32 128, .v U8 4096, .v.max F32 128, "},
         {"bf16", ".m BF16 4096, .v BF16 4096, "},
         {"fp32", ".m F32 4096, .v F32 4096, "}};
     for (const auto& [optimizer, expected] : rows) {
-        std::string matrix, vector;
-        for (const StateTensor& t : optimizer_tensors(setup_of("bf16 master moments " + optimizer))) {
-            const std::string text =
+        std::map<std::string, std::string> all;  // tensors by parameter
+        for (const StateTensor& t : optimizer_tensors(setup_of("bf16 master moments " + optimizer)))
+            all[t.param.name] +=
                 concat(t.name.substr(t.param.name.size()), " ", t.dtype, " ", t.size(), ", ");
-            if (t.param.name == "layers.0.attention_out") matrix += text;
-            if (t.param.name == "layers.0.norm1.weight") vector += text;
-        }
-        CHECK_MESSAGE(matrix == expected, optimizer);
-        CHECK(vector == ".m F32 64, .v F32 64, ");
+        CHECK_MESSAGE(all["layers.0.attention_out"] == expected, optimizer);
+        CHECK(all["layers.0.norm1.weight"] == ".m F32 64, .v F32 64, ");
     }
 }
 
@@ -181,7 +174,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double: clipping, bias corre
              m = rng.normals<float>(100), v = rng.normals<float>(100);
         if (round % 7 == 0) g[0] = m[0] = v[0] = 0, g[1] = 1e-8f, m[1] = v[1] = 0;  // eps outside of the root
         for (float& x : v) x = x * x;
-        const std::vector<float> w0 = w, m0 = m, v0 = v;
+        const Floats w0 = w, m0 = m, v0 = v;
         adamw(f, 100, g.data(), w.data(), m.data(), v.data());
         for (size_t i = 0; i < g.size(); i++) {
             const double x = clip * g[i], mi = b1 * m0[i] + (1 - b1) * x, vi = b2 * v0[i] + (1 - b2) * x * x;
@@ -193,8 +186,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double: clipping, bias corre
             INFO("round ", round, " element ", i, " step ", a.step);
             REQUIRE(std::fabs(m[i] - mi) <= 0x1p-21 * (std::fabs(m0[i]) + std::fabs(x)));
             REQUIRE(std::fabs(v[i] - vi) <= 0x1p-21 * vi);
-            REQUIRE(std::fabs(w[i] - wi) <=
-                    0x1p-18 * double(a.lr) * size / bias1 + 0x1p-23 * std::fabs(w0[i]));
+            REQUIRE(std::fabs(w[i] - wi) <= 0x1p-18 * a.lr * size / bias1 + 0x1p-23 * std::fabs(w0[i]));
         }
     }
 }

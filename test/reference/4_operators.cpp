@@ -1,5 +1,4 @@
-// 4_operators.cpp - the operators in reference.cpp, forward, beside their definition in double. Backward: in
-// 5_gradients.cpp, that of the whole model.
+// 4_operators.cpp - the forward operators in reference.cpp, by definition. Backward: 5_gradients.cpp.
 #include <array>
 
 #include "../help/model.h"
@@ -10,7 +9,6 @@ using namespace coat::reference;
 
 namespace {
 
-using Vector = std::vector<double>;
 const double NOT_WRITTEN = std::numeric_limits<double>::quiet_NaN();
 
 // Heads whose frequencies are scaled, if there are several.
@@ -26,14 +24,14 @@ const std::tuple<int64_t, int64_t, ModelConfig> HEADS[] = {{1, 1, heads(1, 1, 8)
                                                            {1, 9, heads(6, 3, 8)}};  // B, T, and such heads
 
 // Causal attention by its definition: softmax(q k / sqrt(HS)) v. NH / NKV query heads share a key head.
-void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const Vector& qkv, Vector& out,
-                             Vector& lse) {
+void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const Doubles& qkv, Doubles& out,
+                             Doubles& lse) {
     const int64_t HS = c.HS();
     for (int64_t n = 0; n < B * T; n++)
         for (int64_t h = 0; h < c.NH; h++) {
             const double* q = &qkv[size_t(n * c.qkv_cols() + h * HS)];
             double sum = 0;
-            Vector weighted(size_t(HS), 0.0);
+            Doubles weighted(size_t(HS), 0.0);
             for (int64_t key = n - n % T; key <= n; key++) {  // from the first token of the sequence on
                 const double* k = &qkv[size_t(key * c.qkv_cols() + c.q_cols() + h / (c.NH / c.NKV) * HS)];
                 const double* v = k + c.kv_cols();
@@ -59,7 +57,7 @@ TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
             const bool a_transposed = layout & 1, b_transposed = layout & 2;
             const Matrix<float> A{a.data(), a_transposed ? 1 : K, a_transposed ? M : 1},
                 B{b.data(), b_transposed ? 1 : N, b_transposed ? K : 1};
-            std::vector<float> c = before;
+            Floats c = before;
             matmul(M, N, K, A, B, c.data());
             for (int64_t i = 0; i < M * N; i++) {
                 double sum = before[size_t(i)], size = std::fabs(sum);
@@ -79,10 +77,10 @@ TEST_CASE("norm_forward: RMSNorm, LayerNorm match their definition") {
     FRESH_RANDOM(rng);
     for (bool rms : {true, false})
         for (int64_t C : {1, 2, 7, 16, 33}) {
-            const Vector x = rng.normals<double>(3 * C, 2), weight = rng.normals<double>(C),
-                         bias = rng.normals<double>(C);
+            const Doubles x = rng.normals<double>(3 * C, 2), weight = rng.normals<double>(C),
+                          bias = rng.normals<double>(C);
             const double eps = 1e-2;  // large, so that it matters
-            Vector y(x.size(), NOT_WRITTEN);
+            Doubles y(x.size(), NOT_WRITTEN);
             norm_forward(rms, eps, 3, C, x.data(), weight.data(), rms ? nullptr : bias.data(), y.data());
             for (size_t i = 0; i < y.size(); i++) {
                 const double* row = &x[i / size_t(C) * size_t(C)];
@@ -100,7 +98,7 @@ TEST_CASE("activation_forward: SwiGLU, GELU match their definition") {
     FRESH_RANDOM(rng);
     const int64_t N = 3, F = 11;
     for (bool gated : {true, false}) {
-        Vector gate_up = rng.normals<double>(N * F * (gated ? 2 : 1), 3), act(N * F, NOT_WRITTEN);
+        Doubles gate_up = rng.normals<double>(N * F * (gated ? 2 : 1), 3), act(N * F, NOT_WRITTEN);
         gate_up[0] = 0, gate_up[1] = 30, gate_up[2] = -30;
         activation_forward(gated, N, F, gate_up.data(), act.data());
         for (int64_t i = 0; i < N * F; i++) {
@@ -150,8 +148,8 @@ TEST_CASE("rope_frequency: scaling of type llama3 gives the values of transforme
 TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inverse undoes it") {
     FRESH_RANDOM(rng);
     for (const auto& [B, T, c] : HEADS) {
-        const Vector x = rng.normals<double>(B * T * c.qkv_cols());
-        Vector y = x;
+        const Doubles x = rng.normals<double>(B * T * c.qkv_cols());
+        Doubles y = x;
         rope(c, B, T, y.data(), false);
         for (int64_t at = 0; at < int64_t(x.size()); at++) {
             const int64_t n = at / c.qkv_cols(), column = at % c.qkv_cols();
@@ -168,21 +166,18 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inv
     }
 }
 
-TEST_CASE("attention_forward: matches its definition") {
+TEST_CASE("attention_forward: matches its definition, and does not overflow") {
     FRESH_RANDOM(rng);
     for (const auto& [B, T, c] : HEADS) {
         INFO(c.NH, " heads");
-        const Vector qkv = rng.normals<double>(B * T * c.qkv_cols());
-        Vector out(size_t(B * T * c.q_cols()), NOT_WRITTEN), lse(size_t(B * c.NH * T), NOT_WRITTEN);
-        Vector expected = out, expected_lse = lse;
+        const Doubles qkv = rng.normals<double>(B * T * c.qkv_cols());
+        Doubles out(size_t(B * T * c.q_cols()), NOT_WRITTEN), lse(size_t(B * c.NH * T), NOT_WRITTEN);
+        Doubles expected = out, expected_lse = lse;
         attention_forward(c, B, T, qkv.data(), out.data(), lse.data());
         attention_by_definition(c, B, T, qkv, expected, expected_lse);
         CHECK((relative_error(out, expected) < 1e-13 && relative_error(lse, expected_lse) < 1e-13));
     }
-}
-
-TEST_CASE("attention_forward: does not overflow") {
-    std::vector<float> qkv, out(3 * 8), lse(3);
+    Floats qkv, out(3 * 8), lse(3);
     for (int64_t i = 0; i < 3 * 24; i++) qkv.push_back(1e10f * float(i / 24));  // scores up to 1e21
     attention_forward(heads(1, 1, 8), 1, 3, qkv.data(), out.data(), lse.data());
     for (size_t i = 0; i < out.size(); i++) CHECK(out[i] == 1e10f * float(i / 8));  // the last score wins
@@ -192,8 +187,8 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns, and none wher
     FRESH_RANDOM(rng);
     const int64_t N = 6, V = 7, stride = 16;
     const int32_t targets[] = {0, 6, NO_TARGET, 3, 3, 1};
-    const Vector logits = rng.normals<double>(N * stride, 3);
-    Vector gradient = logits;
+    const Doubles logits = rng.normals<double>(N * stride, 3);
+    Doubles gradient = logits;
     const double scale = 0.3, loss = cross_entropy(N, V, stride, gradient.data(), targets, scale);
     double expected = 0;
     for (int64_t n = 0; n < N; n++) {
@@ -208,7 +203,7 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns, and none wher
         }
     }
     CHECK(loss == doctest::Approx(expected).epsilon(1e-12));
-    std::vector<float> large = {-1e30f, 1e30f, 0, 0};
+    Floats large = {-1e30f, 1e30f, 0, 0};
     const int32_t first = 0;
     CHECK(cross_entropy(1, 4, 4, large.data(), &first, 1.0f) == doctest::Approx(2e30));
     CHECK((large[0] == -1 && large[1] == 1 && large[2] == 0));
