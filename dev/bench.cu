@@ -209,7 +209,7 @@ Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
 // each time (amax, then codes), and with x and w.
 Json measure_sizes(Clock& clock) {
     Json rows;
-    for (const int64_t side : {1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288}) {
+    for (const int64_t side : {1024, 2048, 3072, 4096, 8192, 12288}) {
         Memory memory;
         Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
         const View x = memory.random(side, side, Format::BF16), w = memory.random(side, side, Format::BF16),

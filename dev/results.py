@@ -53,7 +53,7 @@ STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
 LONG = (f"--device gpu --model gpt2 --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch 64 "
         f"--seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 --eval-every {STEPS // 2} --sample-every 0")
 LARGE = LONG.replace("gpt2 ", "tinyllama-1.1b ").replace("64 --seq 1024", "16 --seq 2048").replace("6e-4", "4e-4")
-GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
+GPT2 = f"{BUILD}/convergence-bf16"  # checkpoints that `moments` reads
 
 
 def ranks(n, *runs):
@@ -103,9 +103,8 @@ GROUPS = {
         "TinyLlama-1.1B on 0.1 billion tokens", {r: f"--recipe {r}" for r in ("bf16", "coat")}, LARGE,
         at_once=True),
     "moments": Group(
-        "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
-        {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}",
-         "llama-tiny": f"python3 dev/moments.py {TINY}/step-000250"}, gpu=False),
+        "range and quantization error of moments (figure 2, table 1); needs `convergence`",
+        {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}"}, gpu=False),
     "memory": Group("saved activations by operator (table 2)", {"memory": "./train --plan"}, gpu=False),
     "bench": Group(
         "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
@@ -225,8 +224,6 @@ def measure(group, part, commit):
         sys.exit(f"make {GROUPS[group].build} train failed:\n{made.stderr}")
     if GROUPS[group].at_once:
         corpus.prepare()
-    if group == "moments" and not os.path.exists(f"{ROOT}/{TINY}/step-000250"):
-        shell(f"rm -rf {TINY}; ./train --device cpu --recipe bf16 --optimizer fp32 --out {TINY}")
     many = len(names) > 1 and not GROUPS[group].at_once
     where = f"{len(names)} {names[0]}" if many else "".join(names[:1])
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"

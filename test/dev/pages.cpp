@@ -72,6 +72,14 @@ TEST_CASE("WALK.md: the tests that it names exist") {
     CHECK(tests >= 12);
 }
 
+TEST_CASE("README.md: every figure of its table of results is in dev/RESULTS.md") {
+    const std::string readme = read_file("README.md"), results = read_file("dev/RESULTS.md");
+    const std::regex number("[0-9][0-9,.]*[0-9]");
+    for (const std::string& line : lines_of(readme.substr(readme.find("## Results"))))
+        for (std::sregex_iterator found(line.begin(), line.end(), number), end; found != end; ++found)
+            if (line[0] == '|') CHECK_MESSAGE(contains(results, (*found)[0].str()), line);
+}
+
 TEST_CASE("dev/README.md: which recipe runs how on a compute capability, and which model fits in a GPU") {
     const std::string page = read_file("dev/README.md");
     CHECK(contains(page, recipes_by_capability()));
