@@ -106,8 +106,8 @@ $(O)/%.cu.o: %.cu $(O)/flags
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(O)/reference.cpp.o: private OPT = -O3
-# These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
-$(call object,program/flags.cpp program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+# The other files of the host wait for files, people and the GPU: -O1 compiles them faster.
+$(call object,program/train.cpp $(filter-out reference.cpp,$(filter %.cpp,$(SOURCES)))): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
 KERNEL_FREE := model.cu $(addprefix gpu/,copies.cu gemm.cu nccl.cu this_gpu.cu) $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
 $(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++

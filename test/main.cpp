@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <omp.h>
 #include <string>
 #include <vector>
 
@@ -35,8 +36,11 @@ int main(int argc, char** argv) {
     std::FILE* second = nullptr;
     doctest::Context context(argc, argv);
     context.addFilter("reporters", "tally");
-    if (argc == 1) {
-        second = popen(("'" + std::string(argv[0]) + "' '--source-file=" + waiting + "'").c_str(), "r");
+    if (argc == 1) {  // each process has half of the cores
+        omp_set_num_threads((omp_get_num_procs() + 1) / 2);
+        const std::string command = "OMP_NUM_THREADS=" + std::to_string(omp_get_max_threads()) + " '" +
+                                    argv[0] + "' '--source-file=" + waiting + "'";
+        second = popen(command.c_str(), "r");
         context.addFilter("source-file-exclude", waiting.c_str());
     }
     int status = context.run();
