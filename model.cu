@@ -177,8 +177,7 @@ private:
                 b.gate_up.gradient_operand(activation_backward(gated_, gate_up, dact), b.gate_up.g_amax(),
                                            &dgate_up);
             }
-            // gate and up projection, dgrad; norm 2 (then g is the output's gradient of the next layer);
-            // wgrad
+            // gate and up projection, dgrad; norm 2; wgrad
             dgrad_and_norm(b.gate_up, dgate_up, norm2, b.norm2, b.attention_out.g_amax());
             b.gate_up.wgrad(dgate_up, norm(norm2));
             end_bucket(b.gate_up.bucket);

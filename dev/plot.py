@@ -272,7 +272,8 @@ def memory(result):
 
 
 def paired(rows, first="bf16"):
-    """The runs of each recipe, each with the run of `first` that has the same seed, text and so data."""
+    """The runs of each recipe, each with the run of `first` that has the same seed, text and so data. A letter
+    after the number ("seed 2a") marks runs of earlier commits or another text, whose losses differ."""
     found = {}
     for name, row in rows.items():
         recipe, separator, seed = name.partition(" seed ")

@@ -49,10 +49,11 @@ SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
          "tinyllama": "--model tinyllama-1.1b --batch 16 --seq 2048",
          "gpt2": "--model gpt2 --batch 64 --seq 1024 --accumulate 8",
          "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048"}
-STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
-LONG = (f"--device gpu --model gpt2 --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch 64 "
-        f"--seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 --eval-every {STEPS // 2} --sample-every 0")
-LARGE = LONG.replace("gpt2 ", "tinyllama-1.1b ").replace("64 --seq 1024", "16 --seq 2048").replace("6e-4", "4e-4")
+STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion; of 16 x 2048: 0.1
+LONG, LARGE = (
+    f"--device gpu --model {model} --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch {batch} "
+    f"--seq {seq} --steps {STEPS} --lr {lr} --warmup 300 --eval-every {STEPS // 2} --sample-every 0"
+    for model, batch, seq, lr in (("gpt2", 64, 1024, "6e-4"), ("tinyllama-1.1b", 16, 2048, "4e-4")))
 GPT2 = f"{BUILD}/convergence-bf16"  # checkpoints that `moments` reads
 
 
@@ -100,8 +101,7 @@ GROUPS = {
          for n in (1, 2) for optimizer in ("fp32", "coat", "companded")},
         LONG, at_once=True),
     "large": Group(
-        "TinyLlama-1.1B on 0.1 billion tokens", {r: f"--recipe {r}" for r in ("bf16", "coat")}, LARGE,
-        at_once=True),
+        "TinyLlama-1.1B on 0.1 billion tokens", {"bf16": "--recipe bf16", "coat": ""}, LARGE, at_once=True),
     "moments": Group(
         "range and quantization error of moments (figure 2, table 1); needs `convergence`",
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}"}, gpu=False),

@@ -14,8 +14,7 @@ that begins with # is a comment. Each slip is made in a copy of the tree, in bui
 exceptions). A test that hangs notices the slip too. The variables of make work: NVCC= leaves the GPU out.
 
 Noticed: program/ and data/ 163 of 175 (9 by a time limit), then 8 of the other 12; reference.cpp and model.h
-111 of 121; GPU code, four H100: 169 of 189, and 5 more by racecheck. Later, shorter tests were tried with a
-part: program/ and data/ 44 of 44; reference.cpp, coat.h, model.h, plan.cpp 69 of 72 (two change nothing).
+111 of 121; GPU code, four H100: 169 of 189, and 5 more by racecheck. Later, with a part: 113 of 116.
 """
 import os
 import pathlib

@@ -1,6 +1,5 @@
-// gradients.cu - first values of weights (interface: parameters.cuh); and what any optimizer needs before its
-// update: the gradient norm, clipping, steps that are skipped, and sums over ranks (interface:
-// gradients.cuh).
+// gpu/gradients.cu - first values of weights (interface: parameters.cuh); the gradient norm, clipping, steps
+// that are skipped, and sums over ranks (interface: gradients.cuh).
 #include "gradients.cuh"
 
 #include "cuda.cuh"
@@ -141,9 +140,8 @@ static __global__ void __launch_bounds__(CHECK_THREADS)
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
     const int64_t n = padded(at.own);
-    if (n > 0)
-        launch("initialize", initialize_kernel, blocks(n, INITIALIZE_THREADS), INITIALIZE_THREADS, 0, s, w,
-               at, n, p.init_std, p.role.weight, used, seed, index);
+    launch("initialize", initialize_kernel, blocks(n, INITIALIZE_THREADS), INITIALIZE_THREADS, 0, s, w, at, n,
+           p.init_std, p.role.weight, used, seed, index);
 }
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
@@ -171,7 +169,6 @@ void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float
 
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    int64_t rank, int64_t ranks, cudaStream_t s) {
-    if (n == 0) return;
     launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s,
            either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
            rank, ranks);

@@ -16,7 +16,8 @@ constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInPro
 
 class Nccl : public Peers {
 public:
-    Nccl(const Setup& s, cudaStream_t compute, const std::string& file) : Peers(s, compute), library_(file) {
+    Nccl(const Setup& s, cudaStream_t compute, const std::string& file)
+        : Peers(s, compute), library_(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) {
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
@@ -44,13 +45,15 @@ public:
     }
 
 private:
-    const std::string library_;
+    void* const library_;  // null if there is none
     void* communicator_ = nullptr;
 
     template <class F> F* find(const char* name) const {
-        return library_function<F>(library_, name,
-                                   "install libnccl2, or name the file in COAT_NCCL: GPUs that do not "
-                                   "reach each other's memory need NCCL");
+        void* const function = library_ ? dlsym(library_, name) : nullptr;
+        if (function) return reinterpret_cast<F*>(function);
+        throw Error("NCCL with ", name,
+                    " was not found, and GPUs that do not reach each other's memory need ",
+                    "it: install libnccl2, or name the file in COAT_NCCL.");
     }
     // Calls the function of this name and of type F.
     template <class F, class... A> void call(const char* name, A... arguments) const {

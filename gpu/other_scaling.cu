@@ -1,5 +1,5 @@
 // gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with, and operands
-// that arrive as codes (interface: coat.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
+// that arrive as codes (interface: coat.cuh, parameters.cuh). How kernels go through a tensor: tiles.cuh.
 #include "cuda.cuh"
 #include "parameters.cuh"
 #include "tiles.cuh"

@@ -145,7 +145,7 @@ RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generat
                 t.model->write(tensor.name,
                                state.at(tensor.name).data() + kept(own, tensor).first * tensor.bytes);
             t.tokens = trained.tokens, t.targets = trained.targets;
-            if (t.evaluate() != loss || t.next_logits(7) != logits) throw Error("A rank differs.");
+            if (t.evaluate() != loss || t.next_logits(7) != logits) throw Error(own.rank, " differs.");
             reports[size_t(own.rank)] = t.report();
         });
         for (int kind = 0; kind < int(Kind::Count); kind++) {

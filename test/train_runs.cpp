@@ -84,9 +84,9 @@ TEST_CASE("train: --plan, --help and --steps 0 write nothing; --help has at most
         flags += line.rfind("  --", 0) == 0;
     }
     CHECK((flags > 20 && flags <= 26));
-    const Ended evaluation = tiny(folder, "--steps 0");
-    require_success(evaluation);
-    CHECK(number_after(evaluation.out, "step 0 | loss ") == doctest::Approx(std::log(256.0)).epsilon(0.05));
+    const Ended ran = tiny(folder, "--steps 0");
+    require_success(ran);
+    CHECK(number_after(ran.out, "validation | step 0 | loss") == doctest::Approx(std::log(256)).epsilon(.05));
     CHECK(folder.files().size() == 1);  // only "text"
 }
 
