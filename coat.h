@@ -335,8 +335,7 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
 }
 
-// Saved for backward (paper table 2): the tensors that cheap elementwise work cannot compute from another
-// saved tensor.
+// Saved for backward (paper table 2): what cheap elementwise work cannot compute from another saved tensor.
 enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
 struct SavedTensor {
     Saved which;

@@ -211,12 +211,15 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
     const int64_t width = q.block_cols();
+    float values[256] = {};  // of the codes of FP8
+    for (uint16_t code = 0; q.quant.fp8() && code < 256; code++) values[code] = decode(q.quant.format, code);
 #pragma omp parallel for if (q.rows * q.cols > 1 << 14)
     for (int64_t r = 0; r < q.rows; r++)
         for (int64_t c0 = 0; c0 < q.cols; c0 += width) {
             const float s = q.scale(r, c0);
             const int64_t first = r * q.cols + c0, last = first + std::min(width, q.cols - c0);
-            for (int64_t i = first; i < last; i++) x[i] = get(q.quant.format, q.codes.data(), i) * s;
+            for (int64_t i = first; i < last; i++)
+                x[i] = q.quant.fp8() ? values[q.codes[i]] * s : get(q.quant.format, q.codes.data(), i);
         }
     return x;
 }
@@ -745,8 +748,7 @@ public:
         return rounded(residual);
     }
 
-    // Returns the sum of the losses of the micro-batch. If loss_scale is not 0, adds the gradients of that
-    // sum times loss_scale.
+    // Returns the sum of the losses. If loss_scale is not 0, adds the gradients of that sum times loss_scale.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
         const int64_t V = config.padded_V(), C = config.C;
         const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));

@@ -6,7 +6,6 @@ namespace coat {
 std::string why_no_gpu(int) {
     return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
 }
-std::string gpu_name() { return ""; }
 std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
 int64_t arena_bytes(const Setup&, bool) { return 0; }
 

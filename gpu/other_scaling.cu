@@ -31,17 +31,11 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     return {p, shift_n, shift_k, along_n, along_k, count};
 }
 
-// Half a warp holds neighbouring columns, whose blocks mostly are one and the same: then one atomicMax serves
-// all its lanes.
-static __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
-    const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
-    const unsigned long long mine = reinterpret_cast<unsigned long long>(amax),
-                             first = __shfl_sync(half, mine, 0, 16);
-    if (__all_sync(half, !live || mine == first)) {  // where the first lane is not live, none is
-        top = __reduce_max_sync(half, live ? top : 0);
-        live = live && threadIdx.x % 16 == 0;
-    }
-    if (live) update_amax(amax, top);
+// One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.
+static __device__ void update_amax_by_block(float* amax, uint32_t top) {
+    const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
+    top = __reduce_max_sync(lanes, top);
+    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top);
 }
 
 // For the transposed codes a tile contributes 128 rows of each of its columns.
@@ -62,7 +56,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 top = max(top, bits);
                 tops[p][j] = max(tops[p][j], bits);
             }
-            if (grid.scales) update_amax_by_half_warp(grid.at(at.row + i, p * x.width + at.col), top, live);
+            if (grid.scales && live) update_amax_by_block(grid.at(at.row + i, p * x.width + at.col), top);
         }
     });
     if (!transposed.scales) return;

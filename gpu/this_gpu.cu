@@ -64,14 +64,6 @@ std::string coat::why_no_gpu(int gpu) {
     return "";
 }
 
-std::string coat::gpu_name() {
-    int device = 0;
-    cudaDeviceProp properties{};
-    gpu::check(cudaGetDevice(&device), "Asking for the GPU failed");
-    gpu::check(cudaGetDeviceProperties(&properties, device), "Asking for the GPU's name failed");
-    return properties.name;
-}
-
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     int local = setup.processes ? setup.processes->local() : 0;  // number of the GPU
     const std::string missing = why_no_gpu(local);

@@ -23,16 +23,6 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
     return 6 * (weights + double(c.L * c.q_cols() * T));
 }
 
-double peak_tflops(const std::string& gpu, bool fp8) {
-    for (const auto& [name, of_bf16, of_fp8] : {std::tuple{"H100 PCIe", 756, 1513},
-                                                {"H100", 989, 1979},
-                                                {"H200", 989, 1979},  // and GH200
-                                                {"L40S", 362, 733},
-                                                {"RTX 4090", 165, 330}})
-        if (gpu.find(name) != gpu.npos) return fp8 ? of_fp8 : of_bf16;
-    return 0;
-}
-
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.longest())

@@ -11,8 +11,6 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 // Floating-point operations of training on a token: 6 for each weight of a GEMM (the head has one, looking up
 // the embedding has none); and in each layer 6 T for each element of q: two products with T / 2 keys.
 double flops_per_token(const ModelConfig& c, int64_t T);
-// What a GPU of this name (nvidia-smi) can do at most, dense, in TFLOP/s; 0: not known.
-double peak_tflops(const std::string& gpu, bool fp8);
 
 // Error if a run is refused, on every device, also where only GPUs have the limit. Allocates nothing.
 void validate(const Setup& s);

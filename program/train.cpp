@@ -32,7 +32,7 @@ struct Run {
     Companions companions;   // of `weights`, for the checkpoints
     Corpus corpus;
     std::unique_ptr<Model> model;
-    double flops = 0, peak = 0;  // of training on a token; of the GPU, in TFLOP/s, 0 if it is not known
+    double flops = 0;  // of training on a token
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
@@ -215,7 +215,7 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const double rate = run.step_tokens() / took, tflops = rate * run.flops / run.setup.ranks * 1e-12;
+    const double rate = run.step_tokens() / took;
     const std::string steps = std::to_string(run.flags.steps);
     Json line = {{"skipped", result.skipped}};
     std::printf("step %*ld/%s", int(steps.size()), run.state.step, steps.c_str());
@@ -225,8 +225,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
           {"lr", " | lr %.3e", lr},
           {"ms", " | %.0f ms", took * 1e3},
           {"tokens_per_second", " | %.0f tok/s", rate},
-          {"tflops", " | %.3g TFLOP/s", tflops},
-          {"percent_of_peak", run.peak ? ", %.0f%% of peak" : "", run.peak ? 100 * tflops / run.peak : 0}}) {
+          {"tflops", " | %.3g TFLOP/s", rate * run.flops / run.setup.ranks * 1e-12}}) {
         std::printf(format, value);
         line[name] = value;
     }
@@ -466,7 +465,6 @@ void make_model(Run& run, bool gpu) {
     }
     run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
     run.flops = flops_per_token(run.setup.config, run.setup.T);
-    run.peak = peak_tflops(gpu ? gpu_name() : "", linear_formats(run.setup).x.fp8());
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }

@@ -199,19 +199,13 @@ TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused 
     CHECK_THROWS_AS(validate(c), Error);
 }
 
-TEST_CASE("flops_per_token: GEMMs, the head and causal attention; peak_tflops by the name of the GPU") {
+TEST_CASE("flops_per_token: GEMMs, the head and causal attention") {
     // Llama-2-7B: 4 C^2 + 3 C F weights in each of 32 layers, and the head; attention over 2048 tokens.
     const double weights = 32 * (4 * 4096.0 * 4096 + 3 * 4096.0 * 11008) + 32000 * 4096.0;
     CHECK(flops_per_token(LLAMA_7B, 2048) == 6 * weights + 6 * 32 * 2048 * 4096.0);
     // GPT-2: the head is the embedding, and positions are looked up.
     CHECK(flops_per_token(find_row(models(), "gpt2", ""), 1024) ==
           6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
-    for (const auto& [gpu, fp8, tflops] : {std::tuple{"NVIDIA H100 80GB HBM3", true, 1979},
-                                           {"NVIDIA GH200 480GB", false, 989},
-                                           {"NVIDIA H100 PCIe", false, 756},
-                                           {"NVIDIA GeForce RTX 4090", true, 330},
-                                           {"NVIDIA A100-SXM4-80GB", false, 0}})
-        CHECK(peak_tflops(gpu, fp8) == tflops);
 }
 
 TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows, blocks and other groups are refused elsewhere") {
