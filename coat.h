@@ -146,7 +146,7 @@ inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3,
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
-    constexpr std::array FORWARD{true, false, false}, EXACT{false, false, false}, FAST{true, true, true};
+    constexpr std::array FPROP{true, false, false}, EXACT{false, false, false}, FAST{true, true, true};
     static const std::vector<Recipe> table = {
         // name, compute dtype, x, w, g, nonlinear, attention, scaling, fast, about, optimizer,
         // forward_reads_groups
@@ -154,18 +154,18 @@ inline const std::vector<Recipe>& recipes() {
          "everything in FP32, to compare the others with"},
         {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, EXACT,
          "BF16 tensors, FP32 accumulation"},
-        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, FORWARD,
+        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, FPROP,
          "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
-        {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, FORWARD,
+        {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, FPROP,
          "coat with E4M3 gradients, and with groups that only backward reads", "coat", false},
-        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, FORWARD,
+        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, FPROP,
          "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
         {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FAST,
          "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
-        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FORWARD,
+        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FPROP,
          "FP8 GEMMs with just-in-time per-tensor scaling (torchao's tensorwise)"},
         // torchao's rowwise also rounds scales up to powers of two, and accumulates fast in all GEMMs.
-        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, FORWARD,
+        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, FPROP,
          "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
         {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, EXACT,
          "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},

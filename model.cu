@@ -54,7 +54,7 @@ private:
     const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated, qk_norm_ = config_.arch.qk_norm;
     // The gradient of gate and up replaces the saved gate and up, which nobody reads later, if both take the
     // same bytes a value (FP8 codes over FP8 groups, or both in the compute dtype) and there are no scales of
-    // blocks, which would lie on those of the groups. Then the gradient of q, k, v lies there, if it fits.
+    // blocks, which would lie on those of the groups. Later, either way, dqkv lies there if it fits.
     const bool gate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;

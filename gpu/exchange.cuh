@@ -4,9 +4,9 @@
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
 //               sums are FP32 and a micro-batch adds to each once, they have the bits of one GPU that adds up
 //               as many micro-batches. (To a tied embedding, and to the head of many tokens, it adds more.)
-//   weights     before a stage computes (the embeddings, a linear layer, or the head), its matrices are
-//               gathered into one of two buffers, while what this pass computes before it uses the
-//               other. A stage has the number of its bucket of gradients.
+//   weights     a stage is the embeddings, a linear layer, or the head. While one computes, the matrices of
+//               the stage that comes next in this pass are gathered; each of the two has a buffer. A stage
+//               has the number of its bucket of gradients.
 #pragma once
 #include "state.cuh"
 

@@ -77,8 +77,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
                           GradientState* state) {
     double mine = 0;
     for (int64_t c = threadIdx.x; c < shard_units; c += STATE_THREADS) {
-        // A unit is one rank's, and the other ranks' sums are 0; or all ranks have the same sum (of a
-        // vector). So it is the largest of all ranks; NaN counts as such.
+        // A unit is one rank's, and the other ranks' sums are 0; or, of a vector, all have the same sum.
+        // Either way the sum is the largest of the ranks'; NaN counts as such.
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
             const double theirs = sums[r * (1 + shard_units) + 1 + c];
@@ -91,8 +91,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     state->squares += squares;
     state->norm = sqrt(state->squares);
     state->clip_factor = static_cast<float>(clip > 0 && state->norm > clip ? clip / state->norm : 1.0);
-    // The gradients of this bucket are scaled by the factor of all buckets so far. Below 2^62 their squares
-    // are below 2^124, which every format of a second moment can represent. NaN fails too.
+    // Below 2^62, squares are below 2^124, which every format of a second moment can represent. NaN fails
+    // too.
     bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
         finite = finite && isfinite(sums[r * (1 + shard_units)]);

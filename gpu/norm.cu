@@ -102,7 +102,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_and_store(i, sum, live);
-        in.round_and_store(i, v[c], live);  // now v has the values that were saved, and sum those of x_out
+        in.round_and_store(i, v[c], live);  // v becomes what was saved, which the norm reads
         if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }

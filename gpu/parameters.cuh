@@ -65,11 +65,11 @@ inline __device__ uint4 halves(const uint32_t (&b)[CHUNK],
 // A kernel has Bf16Weights<true>, Bf16Weights<false> or FloatWeights. store() rounds the weights and updates
 // `top`, the bits of the largest magnitude so far.
 
-// A BF16 weight is the upper half of an FP32 value's bits, to which a number was added. With a master, 0x8000
-// is added: rounding to nearest. What the weight lacks is the remainder: bits = (weight << 16) + signed
-// remainder. Without a master, that rounding would lose every update below half a step of BF16: 16 random
-// bits are added instead, which keeps it on average. They follow from the step's key and the number of the
-// element.
+// A number is added to the bits of an FP32 value; the upper half of the sum is the BF16 weight. With a master
+// the number is 0x8000: rounding to nearest. What the weight lacks is the remainder: bits = (weight << 16) +
+// signed remainder. Without a master, that rounding would lose every update below half a step of BF16: 16
+// random bits are added instead, which keeps it on average. They follow from the step's key and the number
+// of the element.
 template <bool MASTER> struct Bf16Weights {
     using Value = bf16;
     struct Raw {
