@@ -113,8 +113,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
-    // Not needed in expand()'s fast way: there k is at most 1/512 too large, which shrinks the smallest value
-    // by (min / max)^(1/512), to 2^(-120/512) = 0.85 of the smallest code at least: it is rounded to that.
+    // Not needed in expand()'s fast way. There max / min is below 2^120, and k at most 1/512 too large: that
+    // leaves the smallest value at (min / max)^(1/512) > 0.85 of the smallest code, to which it is rounded.
     if (SECOND && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);

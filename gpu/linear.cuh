@@ -3,7 +3,7 @@
 //
 // x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them: FP8 codes, or
 // BF16 and FP32 in recipes without FP8. x8, and w8 unless it is cached, are made anew for each GEMM: backward
-// needs them transposed, and they would take memory. g8 serves two: the caller decides how long it lives.
+// needs them transposed, and keeping them takes memory. g8 serves two: the caller decides how long it lives.
 #pragma once
 #include "exchange.cuh"
 #include "gemm.cuh"

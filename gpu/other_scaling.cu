@@ -32,7 +32,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
 }
 
 // One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.
-static __device__ void update_amax_by_block(float* amax, uint32_t top) {
+static __device__ void update_block_amax(float* amax, uint32_t top) {
     const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
     top = __reduce_max_sync(lanes, top);
     if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top);
@@ -56,7 +56,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 top = max(top, bits);
                 tops[p][j] = max(tops[p][j], bits);
             }
-            if (grid.scales && live) update_amax_by_block(grid.at(at.row + i, p * x.width + at.col), top);
+            if (grid.scales && live) update_block_amax(grid.at(at.row + i, p * x.width + at.col), top);
         }
     });
     if (!transposed.scales) return;

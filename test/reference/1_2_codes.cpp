@@ -26,7 +26,7 @@ bool encodes(const Definition& d, float x) {
 
 // Calls check(bits) for many FP32 bit patterns, spread over all 2^32.
 template <class Check> void over_all_floats(Random& rng, Check check) {
-    const int64_t number = count(5'000'000, 500'000);
+    const int64_t number = count(20'000'000, 500'000);
     const uint64_t first = rng.bits();
     const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;  // odd: the lower bits take every value
     uint64_t failed = 0;                                               // the bits of one, plus 1
