@@ -305,30 +305,25 @@ def ranks_table(rows):
 
 
 def convergence_table(rows, first="bf16", published=PAPER_GAPS):
-    def cells(recipe, runs, *gaps):
-        fastest, least = max(row["tokens_per_second"] for row in runs), min(row["mib"] for row in runs)
-        return [recipe, *gaps, published.get(recipe, ""), f"{fastest:,.0f}", gb({"mib": least})]
-    table = [cells(first, [row for name, row in rows.items() if name.split()[0] == first], "", "", "")]
+    table = []
     for recipe, pairs in plot.paired(rows, first).items():
         training = [row["train"][-1] - base["train"][-1] for row, base in pairs]
         validation = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in pairs]
-        table.append(cells(recipe, [row for row, _ in pairs], mean_and_error(training),
-                           mean_and_error(validation), ", ".join(f"{gap:+.4f}" for gap in validation)))
+        table.append([recipe, mean_and_error(training), mean_and_error(validation),
+                      ", ".join(f"{gap:+.4f}" for gap in validation), published.get(recipe, "")])
     return ["run", f"training loss minus `{first}`: mean (standard error)",
-            f"validation loss minus `{first}`", "of each seed", "paper: training loss", "tokens/s",
-            "GPU memory in use, GB"], table
+            f"validation loss minus `{first}`", "of each seed", "paper: training loss"], table
 
 
 def moments_table(rows):
-    table = []
+    table, paper_base = [], PAPER_TABLE_1[0][0]
     for first, published in zip(CODINGS, PAPER_TABLE_1):
-        for name, row in rows.items():
+        for row in rows.values():
             ours = [1e5 * row["update"][first][second] for second in CODINGS]
             base = 1e5 * row["update"]["E4M3"]["E4M3"]
-            table.append([first, f"{name}, 1e-5", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in ours)])
-        base = PAPER_TABLE_1[0][0]
-        table.append([first, "paper", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in published)])
-    return ["format of m", "MSE of m / sqrt(v); format of v:", *CODINGS], table
+            table.append([first, *(f"{mse:.2f} (x {mse / base:.2f}; {paper / paper_base:.2f})"
+                                   for mse, paper in zip(ours, published))])
+    return ["format of m", *(f"v in {second}" for second in CODINGS)], table
 
 
 def memory_table(rows):

@@ -52,10 +52,10 @@ std::vector<Quant> fp8_quants() {
 // reduction: if that is over rows, they run down.
 Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver over) {
     if (over == ReduceOver::Rows) std::swap(g.rows, g.cols);
-    std::map<std::pair<int64_t, int64_t>, float> largest;
+    Floats largest(x.size());  // of the block in row r and column c: at r * cols + c
     auto of = [&](size_t i) -> float& {
-        const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
-        return largest[{g.rows ? r / g.rows : 0, g.cols ? c / g.cols : 0}];
+        const int64_t row = int64_t(i) / cols, col = int64_t(i) % cols;
+        return largest[size_t((g.rows ? row / g.rows : 0) * cols + (g.cols ? col / g.cols : 0))];
     };
     for (size_t i = 0; i < x.size(); i++) of(i) = std::max(of(i), std::fabs(x[i]));
     Floats result;
