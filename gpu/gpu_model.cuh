@@ -21,7 +21,6 @@ public:
           tokens_(arena_.take<int32_t>(batch_tokens())), targets_(arena_.take<int32_t>(batch_tokens())),
           order_(arena_.take<int32_t>(batch_tokens())), token_rows_(arena_.take<TokenRows>(batch_tokens())) {
         clear(device_.results, sizeof(Results), cuda_);
-        state_.initialize();
         weights_changed();
     }
 
@@ -42,7 +41,7 @@ public:
             if (setup_.keep_gradients) check_loss(&device_.results->checked_loss);
         }
         peers_.make_compute_wait();
-        if (setup_.keep_gradients) state_.update(adamw);
+        if (setup_.keep_gradients) state_.update(adamw, 0, state_.buckets.size());
         weights_changed();
         state_.end_delayed_step();
         const Outcome outcome = finish();
@@ -146,7 +145,7 @@ protected:
         if (setup_.keep_gradients) return;
         peers_.make_compute_wait();
         check_loss(&device_.results->checked_loss);
-        state_.update(*adamw_, bucket);
+        state_.update(*adamw_, bucket, bucket + 1);
     }
 
     // Of the pass that runs, on the device.

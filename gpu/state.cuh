@@ -34,12 +34,12 @@ public:
     const Stream stream;
     uint8_t* const memory;
     Arena arena;
-    Results* const results;
+    Results* const results = arena.take<Results>(1);
 
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     Device(const Setup& s, int64_t bytes)
         : setup(s), stream(bytes == 0), memory(bytes ? allocate(bytes) : reinterpret_cast<uint8_t*>(1 << 30)),
-          arena(memory, bytes ? bytes : INT64_MAX), results(arena.take<Results>(1)) {}
+          arena(memory, bytes ? bytes : INT64_MAX) {}
     ~Device() {
         if (stream != DRY_RUN) cudaFree(memory);
     }
@@ -65,39 +65,30 @@ constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out,
 constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
 
 class State {
+    Device& device_;
+    Peers& peers_;
+    const cudaStream_t cuda_ = device_.stream;
+
 public:
-    const Setup& setup;
-    const std::vector<Param> params;
-    const std::vector<BucketRange> buckets;
-    const std::vector<ShardPlace> shards;
-    const Quant compute, gradient_quant;
-    const int64_t weight_bytes, gradient_bytes;  // of one element
+    const Setup& setup = device_.setup;
+    const std::vector<Param> params = parameters(setup.config);
+    const std::vector<BucketRange> buckets = bucket_ranges(params);
+    const std::vector<ShardPlace> shards = shard_places(setup);
+    const Quant compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)};
+    const int64_t weight_bytes = info(compute.format).bytes;  // of one element
+    const int64_t gradient_bytes = info(gradient_quant.format).bytes;
     // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
-    std::vector<View> gathered;
+    std::vector<View> gathered = std::vector<View>(params.size());
     // While quantization is measured: what has been found out, one for each Kind on the device; else null.
     QuantStats* stats = nullptr;
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
 
-    State(Device& device, Peers& peers)
-        : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
-          shards(shard_places(setup)), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
-          weight_bytes(info(compute.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
-          gathered(params.size()), device_(device), peers_(peers), cuda_(device.stream),
-          squares_(device.arena.take<double>(peers.count * (1 + shard_units(0, params.size())))),
-          scales_of_ranks_(
-              device.arena.take<AmaxAndScale>(peers.several() * peers.count * number_of_scales())),
-          weights_(take_weights()) {
-        Arena& arena = device_.arena;
-        scales_ = arena.take<AmaxAndScale>(number_of_scales());
+    State(Device& device, Peers& peers) : device_(device), peers_(peers) {
         take_moments();
         take_activations_and_gradients();
-        segments_ = arena.take<Segment>(static_cast<int64_t>(params.size()));
-        std::vector<Segment> table;
-        for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
-        copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
-        device_.wait("Copying the table of parameters failed");
+        initialize();
     }
 
     size_t number(const std::string& param) const { return find(param).param; }
@@ -145,24 +136,6 @@ public:
     }
     bool delayed_scaling() const { return setup.recipe.scaling == Scaling::Delayed; }
 
-    // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
-    void initialize() {
-        clear(moments_, moments_bytes_, cuda_);
-        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(AmaxAndScale)), cuda_);
-        expect_missing_histories();
-        int64_t most_groups = 0;
-        for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
-        const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
-        for (size_t i = 0; i < params.size(); i++) {
-            gpu::initialize(weights_, params[i], shards[i], i, used_elements(setup.config, params[i]),
-                            setup.seed, cuda_);
-            refresh_scale(i);
-            for (const MomentView& m : {moment(i, false), moment(i, true)})
-                if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
-        }
-        device_.wait("Initializing the weights failed");
-    }
-
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (Just in time, the amax of a weight is in scale(i) and stays.)
     void clear_amaxes() {
@@ -183,22 +156,19 @@ public:
                                   &outcome.gradients.skip, &outcome.without_history, cuda_);
     }
 
-    // Updates a bucket whose gradients are complete, or all. AdamW leaves the amaxes of the new weights.
-    static constexpr int64_t ALL_BUCKETS = -1;
-    void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
-        const bool whole_step = bucket == ALL_BUCKETS;
-        const size_t begin = whole_step ? 0 : buckets[bucket].first,
-                     end = whole_step ? params.size() : buckets[bucket].last;
+    // Updates the buckets [first, last), whose gradients are complete. AdamW leaves the amaxes of the new
+    // weights.
+    void update(const AdamW& a, int64_t first, int64_t last) {
+        const size_t begin = buckets[first].first, end = buckets[last - 1].last;
         const int n = static_cast<int>(end - begin);
-        const ShardPlace &first = shards[begin], &last = shards[end - 1];
-        const Slice range{first.at, last.at + padded(last.own) - first.at};
-        const int64_t sums = 1 + shard_units(begin, end);
+        const Slice range{shards[begin].at, shards[end].at - shards[begin].at};
+        const int64_t sums = 1 + shards[end].shard_unit - shards[begin].shard_unit;
         Results* const results = device_.results;
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
         gradient_squares(segments_ + begin, n, gradients, gradient_quant.format, range.first,
-                         first.shard_unit, sums - 1, &results->checked_loss, squares_ + peers_.rank * sums,
-                         cuda_);
+                         shards[begin].shard_unit, sums - 1, &results->checked_loss,
+                         squares_ + peers_.rank * sums, cuda_);
         peers_.all_gather(squares_, sums * static_cast<int64_t>(sizeof(double)));
         gradient_norm(squares_, sums - 1, peers_.count, a.clip, state, cuda_);
         gpu::adamw(a, setup.optimizer, segments_ + begin, n, range, weights_,
@@ -242,9 +212,9 @@ public:
     }
 
     void read(const std::string& name, void* out) const {
-        const size_t stem = name.size() - std::min(name.size(), std::strlen(".gradient"));
-        if (setup.keep_gradients && name.substr(stem) == ".gradient")
-            read_gradient(number(name.substr(0, stem)), static_cast<float*>(out));
+        const std::string param = name.substr(0, name.rfind('.'));
+        if (setup.keep_gradients && name == param + ".gradient")
+            read_gradient(number(param), static_cast<float*>(out));
         else transfer(name, out, nullptr);
         device_.wait("Reading a tensor failed");
     }
@@ -256,13 +226,20 @@ public:
     }
 
 private:
-    Device& device_;
-    Peers& peers_;
-    const cudaStream_t cuda_;
     // What comes from other ranks is taken first (peers.cuh): sums of squares of gradients, and scales.
-    double* const squares_;
-    AmaxAndScale* const scales_of_ranks_;
-    const Weights weights_;
+    double* const squares_ = device_.arena.take<double>(peers_.count * (1 + shards.back().shard_unit));
+    AmaxAndScale* const scales_of_ranks_ =
+        device_.arena.take<AmaxAndScale>(peers_.several() * peers_.count * number_of_scales());
+    const Weights weights_ = take_weights();
+    Segment* const segments_ = device_.arena.take<Segment>(params.size());  // AdamW's table of parameters
+    // What begins as zeros, up to saved_: scales, the histories of delayed scaling, and by parameter the
+    // first and second moments with their scales.
+    AmaxAndScale* const scales_ = device_.arena.take<AmaxAndScale>(number_of_scales());
+    float* const histories_ =
+        device_.arena.take<float>(delayed_scaling() * number_of_operand_scales() * setup.recipe.history);
+    std::vector<MomentView> moments_[2];
+    uint8_t* saved_ = nullptr;
+    std::vector<uint8_t*> gradients_, sums_;  // by bucket: of a micro-batch; what the update reads
     // What read() and write() pass, by name: of which parameter it is, and where.
     struct Tensor {
         size_t param;
@@ -270,34 +247,20 @@ private:
         int64_t bytes;
     };
     std::map<std::string, Tensor> tensors_;
-    // Moments with their scales, by parameter; behind them the histories of delayed scaling.
-    uint8_t* moments_ = nullptr;
-    int64_t moments_bytes_ = 0;
-    std::vector<MomentView> of_parameters_[2];  // first and second moments
-    float* histories_ = nullptr;
-    uint8_t* saved_ = nullptr;
-    std::vector<uint8_t*> gradients_, sums_;  // by bucket: of a micro-batch; what the update reads
-    AmaxAndScale* scales_ = nullptr;
-    Segment* segments_ = nullptr;  // AdamW's table of parameters
 
-    int64_t shard_units(size_t begin, size_t end) const {  // of these parameters
-        return shards[end - 1].shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) -
-               shards[begin].shard_unit;
-    }
-    int64_t elements() const { return shards.back().at + padded(shards.back().own); }  // that it owns
     Weights take_weights() {
-        void* const values = device_.arena.take(elements() * weight_bytes);
+        const int64_t elements = shards.back().at;
+        void* const values = device_.arena.take(elements * weight_bytes);
         const bool beside = setup.master && compute.format != Format::F32;
-        return {values, beside ? device_.arena.take<int16_t>(elements()) : nullptr, compute.format};
+        return {values, beside ? device_.arena.take<int16_t>(elements) : nullptr, compute.format};
     }
-    // Takes the moments and histories, and notes where all tensors are.
+    // Takes the moments, and notes where all tensors are.
     void take_moments() {
         const OptimizerFormat& o = setup.optimizer;
         Arena& arena = device_.arena;
-        moments_ = arena.take(0);
         // One scale per tensor has two places: the old one decodes until everything is encoded with the new
         // one.
-        const int64_t copies = o.group == 0 ? 2 : 1, steps = delayed_scaling() ? setup.recipe.history : 0;
+        const int64_t copies = o.group == 0 ? 2 : 1;
         for (size_t i = 0; i < params.size(); i++) {
             const std::string& name = params[i].name;
             const int64_t count = shards[i].own.count;
@@ -313,19 +276,16 @@ private:
                 if (is_scaled(f))
                     tensors_[of + ".max"] = {i, m.max = arena.take<float>(scales * copies), scales * 4};
                 if (o.expands(f)) tensors_[of + ".k"] = {i, m.k = arena.take<float>(scales), scales * 4};
-                of_parameters_[second].push_back(m);
+                moments_[second].push_back(m);
             }
-        }
-        histories_ = arena.take<float>(number_of_operand_scales() * steps);
-        moments_bytes_ = arena.take(0) - moments_;
-        for (size_t i = 0; i < params.size(); i++)
             for (LinearOperand operand : LINEAR_OPERANDS) {
                 if (!delayed_scaling() || !params[i].role.linear) continue;
-                const std::string of = params[i].name + OPERAND_NAMES[static_cast<int>(operand)];
+                const std::string of = name + OPERAND_NAMES[static_cast<int>(operand)];
                 const int64_t linear = params[i].bucket - 1;
-                tensors_[of + ".history"] = {i, history(linear, operand), steps * 4};
+                tensors_[of + ".history"] = {i, history(linear, operand), setup.recipe.history * 4};
                 tensors_[of + ".scale"] = {i, &operand_scales(operand)[linear].from_history, 4};
             }
+        }
     }
     // Gradients that are kept may lie over saved activations (plan.h, gradients_offset). Those that are not
     // kept share one place, by bucket; with several ranks they alternate between two, so that one travels
@@ -335,7 +295,7 @@ private:
         const int64_t each = gradient_bytes, saved = setup.config.L * saved_layer_bytes(setup);
         const bool several = peers_.several(), kept = setup.keep_gradients;
         const int64_t first = kept ? gradients_offset(setup) : 0;
-        saved_ = arena.take(kept ? std::max(saved, first + elements() * each) : saved);
+        saved_ = arena.take(kept ? std::max(saved, first + shards.back().at * each) : saved);
         for (const BucketRange& b : buckets) sums_.push_back(saved_ + first + shards[b.first].at * each);
         if (kept && !several) {
             gradients_ = sums_;
@@ -351,8 +311,29 @@ private:
         if (several) sums_.assign(buckets.size(), arena.take(std::max(e.largest, e.embedding) * each));
     }
 
+    // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
+    void initialize() {
+        uint8_t* const zeros = reinterpret_cast<uint8_t*>(scales_);
+        clear(zeros, saved_ - zeros, cuda_);
+        expect_missing_histories();
+        int64_t most_groups = 0;
+        for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
+        const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
+        std::vector<Segment> table;
+        for (size_t i = 0; i < params.size(); i++) {
+            gpu::initialize(weights_, params[i], shards[i], i, used_elements(setup.config, params[i]),
+                            setup.seed, cuda_);
+            refresh_scale(i);
+            for (const MomentView& m : {moment(i, false), moment(i, true)})
+                if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
+            table.push_back(segment(i));
+        }
+        copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
+        device_.wait("Initializing the weights failed");
+    }
+
     int64_t groups(size_t i) const { return ceil_div(shards[i].own.count, MOMENT_GROUP); }
-    const MomentView& moment(size_t i, bool second) const { return of_parameters_[second][i]; }
+    const MomentView& moment(size_t i, bool second) const { return moments_[second][i]; }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];

@@ -110,6 +110,7 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
         at += padded(table.back().own);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
+    table.push_back({{}, at, unit});
     return table;
 }
 
