@@ -33,7 +33,7 @@ SUBJECTS = {"*reference*,*model*": ["reference"], "*train*": ["flags", "train", 
             "*test/coat.cu,*gpu/*,*model*": ["coat", "tiles", "tensor", "norm", "layers", "gemm", "gradients",
                                              "linear", "other_scaling", "parameters", "report"],
             "*attention*": ["attention", "attention_common", "attention_sm90"],
-            "*model*": ["arena", "cuda", "gpu_model"], "*ranks*": ["exchange", "copies", "nccl"]}
+            "*model*": ["arena", "cuda", "gpu_model"], "*ranks*": ["exchange", "peers"]}
 
 
 def update_copy():

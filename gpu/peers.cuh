@@ -1,4 +1,4 @@
-// gpu/peers.cuh - the other GPUs of a run, and how they send each other bytes (copies.cu, nccl.cu).
+// gpu/peers.cuh - the other GPUs of a run, and how they send each other bytes (peers.cu).
 //
 // There is one operation: ranks send bytes. Sums are not its business: a library's order depends on the
 // number of GPUs, and so would the bits. add_gradients() in gradients.cu adds in the order of the ranks.
@@ -96,6 +96,5 @@ private:
 // names a library (libnccl.so.2, or a path). memory: where the arena begins. compute: the stream of the
 // computation.
 std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& arena, cudaStream_t compute);
-std::unique_ptr<Peers> connect_by_nccl(const Setup& s, cudaStream_t compute, const std::string& library);
 
 }  // namespace coat::gpu

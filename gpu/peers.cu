@@ -1,9 +1,4 @@
-// gpu/copies.cu - GPUs of one machine write into each other's memory with their copy engines (peers.cuh).
-//
-// A process maps the memory of the others. Two flags for each pair order the copies, without the host:
-//   ready    "my places for exchange n are free"       the receiver sets it at the sender
-//   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
-// Streams set flags and wait for them by themselves (the driver's stream memory operations).
+// gpu/peers.cu - how GPUs send each other bytes (peers.cuh): with their copy engines, or through NCCL.
 #include <cuda.h>
 
 #include <cstdio>
@@ -24,6 +19,11 @@ struct Address {
     cudaIpcMemHandle_t handle;
 };
 
+// GPUs of one machine write into each other's memory with their copy engines. A process maps the memory of
+// the others. Two flags for each pair order the copies, without the host:
+//   ready    "my places for exchange n are free"       the receiver sets it at the sender
+//   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
+// Streams set flags and wait for them by themselves (the driver's stream memory operations).
 class Copies : public Peers {
 public:
     // flags: two for each rank.
@@ -36,8 +36,8 @@ public:
         // Copies may be in flight, which wait for another rank.
         processes_->wait_until([&] { return cudaStreamQuery(stream()) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
-        for (const Other& o : others_)
-            if (o.mapped) cudaIpcCloseMemHandle(o.memory);
+        for (void* memory : others_)
+            if (memory && !processes_->threads) cudaIpcCloseMemHandle(memory);
         cudaGetLastError();
     }
 
@@ -73,38 +73,90 @@ public:
     }
 
 private:
-    struct Other {
-        void* memory = nullptr;
-        bool mapped = false;  // to be closed; ranks that are threads of one process share addresses
-    };
     uint8_t* const memory_;
     uint32_t *const ready_, *const arrived_;  // flags, by the rank that sets them
-    std::vector<Other> others_;
-    uint32_t number_ = 0;  // of the exchange; flags only grow
+    std::vector<void*> others_;               // where the memory of each rank is mapped; null if it is not
+    uint32_t number_ = 0;                     // of the exchange; flags only grow
     // Sets a flag; waits until a flag is at least the value (with the option 0).
     using StreamFlag = decltype(cuStreamWriteValue32);
     StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", UPDATE);
     StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", UPDATE);
 
     // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
-    bool map(const Address& theirs, Other& other) {
-        if (processes_->threads) {
-            other.memory = theirs.memory;
-            const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
-            return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
-        }
-        other.mapped =
-            cudaIpcOpenMemHandle(&other.memory, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
-        return other.mapped;
+    bool map(const Address& theirs, void*& other) {
+        if (!processes_->threads)
+            return cudaIpcOpenMemHandle(&other, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+        other = theirs.memory;
+        const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
+        return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
     }
     // The place at a rank that has this address here.
     template <class T> T* at(int64_t at_rank, T* here) const {
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - memory_;
-        return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[at_rank].memory) + offset);
+        return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[at_rank]) + offset);
     }
     void flag(StreamFlag* operation, uint32_t* at) const {
         if (operation(stream(), reinterpret_cast<CUdeviceptr>(at), number_, 0) != CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
+    }
+};
+
+// GPUs that do not reach each other's memory, as those of several machines, send through NCCL. It is loaded
+// at run time, so that a program that does not use it does not need it.
+class Nccl : public Peers {
+public:
+    Nccl(const Setup& s, cudaStream_t compute, const std::string& file)
+        : Peers(s, compute), library_(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+        // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
+        setenv("NCCL_NVLS_ENABLE", "0", 0);
+        UniqueId id{};
+        if (rank == 0) call<int(UniqueId*)>("ncclGetUniqueId", &id);
+        id = s.processes->all_gather(id)[0];
+        call<int(void**, int, UniqueId, int)>("ncclCommInitRank", &communicator_, int(count), id, int(rank));
+    }
+    // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
+    ~Nccl() override {
+        if (communicator_) find<int(void*)>("ncclCommAbort")(communicator_);
+    }
+
+    // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
+    // circle.
+    void send(const std::vector<Transfer>& transfers) override {
+        call<int()>("ncclGroupStart");
+        for (const Transfer& t : transfers) {
+            if (t.from == t.to || t.bytes == 0) continue;
+            if (t.from == rank)
+                call<Move<const void*>>("ncclSend", t.send, t.bytes, BYTE, t.to, communicator_, stream());
+            if (t.to == rank)
+                call<Move<void*>>("ncclRecv", t.receive, t.bytes, BYTE, t.from, communicator_, stream());
+        }
+        call<int()>("ncclGroupEnd");
+    }
+
+private:
+    // What is used of NCCL's interface, as in its documentation. It has been the same since version 2.7.
+    struct UniqueId {
+        char bytes[128];
+    };
+    template <class Data>
+    using Move = int(Data, size_t, int type, int peer, void* communicator, cudaStream_t);
+    static constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
+    void* const library_;                                         // null if there is none
+    void* communicator_ = nullptr;
+
+    template <class F> F* find(const char* name) const {
+        void* const function = library_ ? dlsym(library_, name) : nullptr;
+        if (function) return reinterpret_cast<F*>(function);
+        throw Error("NCCL with ", name,
+                    " was not found, and GPUs that do not reach each other's memory need ",
+                    "it: install libnccl2, or name the file in COAT_NCCL.");
+    }
+    // Calls the function of this name and of type F.
+    template <class F, class... A> void call(const char* name, A... arguments) const {
+        const int result = find<F>(name)(arguments...);
+        if (result == SUCCESS || result == IN_PROGRESS) return;
+        throw Error(name, " failed (", find<const char*(int)>("ncclGetErrorString")(result),
+                    "); NCCL_DEBUG=WARN in the environment makes it say more.");
     }
 };
 
@@ -124,7 +176,7 @@ std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& aren
     if (s.rank == 0)
         std::printf("The GPUs send through NCCL: %s.\n",
                     chosen ? "COAT_NCCL is set" : "they do not reach each other's memory");
-    return connect_by_nccl(s, compute, library.empty() ? "libnccl.so.2" : library);
+    return std::make_unique<Nccl>(s, compute, library.empty() ? "libnccl.so.2" : library);
 }
 
 }  // namespace coat::gpu
