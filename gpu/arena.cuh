@@ -28,8 +28,6 @@ public:
     public:
         explicit Scope(Arena& arena) : arena_(arena), used_(arena.used_) {}
         ~Scope() { arena_.used_ = used_; }
-        Scope(const Scope&) = delete;
-        Scope& operator=(const Scope&) = delete;
 
     private:
         Arena& arena_;

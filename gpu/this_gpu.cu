@@ -23,14 +23,12 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
     constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    int64_t bytes = 0, needed = 0;
-    auto fits = [&](bool cached) {
-        bytes = arena_bytes(s, cached);
+    int64_t needed = 0;
+    for (const bool cached : {caches_weights(s), false}) {
+        const int64_t bytes = arena_bytes(s, cached);
         needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
-        return needed <= static_cast<int64_t>(free);
-    };
-    const bool cached = caches_weights(s) && fits(true);
-    if (cached || fits(false)) return gpu_model(s, bytes, cached);
+        if (needed <= static_cast<int64_t>(free)) return gpu_model(s, bytes, cached);
+    }
     throw Error("This run needs ", needed >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
                 "choose a smaller --batch, --seq or --model, or save memory with --master none, --attention "
                 "groups, and --gradients none with --clip 0.");

@@ -19,9 +19,6 @@
 
 namespace coat {
 
-volatile std::sig_atomic_t interrupted = 0;
-double ProcessGroup::patience = 60;
-
 namespace {
 
 constexpr int MOST_RANKS = 1024;

@@ -21,7 +21,7 @@ using Bytes = std::vector<uint8_t>;
 double now();  // in seconds, for durations and deadlines; the origin means nothing
 
 // The signal that asks this process to end after the current step; train.cpp's handler sets it.
-extern volatile std::sig_atomic_t interrupted;
+inline volatile std::sig_atomic_t interrupted = 0;
 
 // Which process this is, as torchrun says: RANK, WORLD_SIZE, LOCAL_RANK (which chooses the GPU), MASTER_ADDR,
 // MASTER_PORT. Without an address, rank 0 starts the others itself.
@@ -56,7 +56,7 @@ public:
     // Waits for something that needs the other ranks: for done(), which may sleep for some milliseconds. If
     // one of them has ended, so does this process. One that computes or hangs for long is named.
     void wait_until(const std::function<bool()>& done);
-    static double patience;  // in seconds, until it is named
+    inline static double patience = 60;  // in seconds, until it is named
 
     // The last complete one, or empty; named after the sentence of any error.
     std::string checkpoint;
