@@ -220,8 +220,7 @@ private:
 
     // *checked = the loss so far; NaN, so that the update skips the step, if a code hides infinity or NaN.
     void check_loss(double* checked) {
-        checked_loss(state_.scale(0), state_.number_of_scales(), &device_.results->outcome.loss, checked,
-                     cuda_);
+        checked_loss(state_.scale(0), state_.scale_count, &device_.results->outcome.loss, checked, cuda_);
     }
     Outcome finish() {
         Outcome outcome{};

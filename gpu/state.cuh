@@ -61,7 +61,6 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
 
-constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
 constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
 
 class State {
@@ -77,6 +76,8 @@ public:
     const Quant compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)};
     const int64_t weight_bytes = info(compute.format).bytes;  // of one element
     const int64_t gradient_bytes = info(gradient_quant.format).bytes;
+    const int64_t linears = 4 * setup.config.L;  // of each block: qkv, attention_out, gate_up, down
+    const int64_t scale_count = static_cast<int64_t>(params.size()) + OPERANDS * linears;  // see scale()
     // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
     std::vector<View> gathered = std::vector<View>(params.size());
     // While quantization is measured: what has been found out, one for each Kind on the device; else null.
@@ -124,15 +125,11 @@ public:
     // for delayed scaling only).
     AmaxAndScale* scale(size_t i) const { return scales_ + i; }
     AmaxAndScale* operand_scales(LinearOperand o) const {
-        return scale(params.size()) + static_cast<int>(o) * setup.config.L * LINEARS;
+        return scale(params.size()) + static_cast<int>(o) * linears;
     }
     // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
     AmaxAndScale* weight_scale(size_t i) const {
         return delayed_scaling() ? operand_scales(LinearOperand::W) + params[i].bucket - 1 : scale(i);
-    }
-    int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
-    int64_t number_of_scales() const {
-        return static_cast<int64_t>(params.size()) + number_of_operand_scales();
     }
     bool delayed_scaling() const { return setup.recipe.scaling == Scaling::Delayed; }
 
@@ -141,7 +138,7 @@ public:
     void clear_amaxes() {
         if (cuda_ == DRY_RUN) return;
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
-                                number_of_operand_scales(), cuda_),
+                                OPERANDS * linears, cuda_),
               "Clearing amaxes failed");
     }
     void expect_missing_histories() {
@@ -151,9 +148,9 @@ public:
         if (!delayed_scaling()) return;
         Outcome& outcome = device_.results->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
-            gpu::end_delayed_step(operand_scales(o), LINEARS * setup.config.L, history(0, o),
-                                  setup.recipe.history, quant_of(setup.recipe, o).format,
-                                  &outcome.gradients.skip, &outcome.without_history, cuda_);
+            gpu::end_delayed_step(operand_scales(o), linears, history(0, o), setup.recipe.history,
+                                  quant_of(setup.recipe, o).format, &outcome.gradients.skip,
+                                  &outcome.without_history, cuda_);
     }
 
     // Updates the buckets [first, last), whose gradients are complete. AdamW leaves the amaxes of the new
@@ -163,11 +160,10 @@ public:
         const int n = static_cast<int>(end - begin);
         const Slice range{shards[begin].at, shards[end].at - shards[begin].at};
         const int64_t sums = 1 + shards[end].shard_unit - shards[begin].shard_unit;
-        Results* const results = device_.results;
-        GradientState* const state = &results->outcome.gradients;
+        GradientState* const state = &device_.results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
         gradient_squares(segments_ + begin, n, gradients, gradient_quant.format, range.first,
-                         shards[begin].shard_unit, sums - 1, &results->checked_loss,
+                         shards[begin].shard_unit, sums - 1, &device_.results->checked_loss,
                          squares_ + peers_.rank * sums, cuda_);
         peers_.all_gather(squares_, sums * static_cast<int64_t>(sizeof(double)));
         gradient_norm(squares_, sums - 1, peers_.count, a.clip, state, cuda_);
@@ -180,7 +176,7 @@ public:
     // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
         if (!peers_.several()) return;
-        const int64_t n = delayed_scaling() ? number_of_scales() : static_cast<int64_t>(params.size());
+        const int64_t n = delayed_scaling() ? scale_count : static_cast<int64_t>(params.size());
         const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
         AmaxAndScale* const all = scales_of_ranks_;
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
@@ -192,7 +188,7 @@ public:
     void measure(int64_t bucket, QuantReport& report) const {
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
             const Slice& slice = shards[i].own;
-            measure_moments(setup.optimizer, moment(i, false), moment(i, true), gradient_from(i, slice.first),
+            measure_moments(setup.optimizer, moments_[0][i], moments_[1][i], gradient_from(i, slice.first),
                             gradient_quant.format, slice.count, report, cuda_);
         }
     }
@@ -200,7 +196,7 @@ public:
     std::vector<float> expansion_factors(bool second) const {
         std::vector<float> all;
         for (size_t i = 0; i < params.size(); i++) {
-            const float* const k = moment(i, second).k;
+            const float* const k = moments_[second][i].k;
             if (!k) continue;
             const size_t before = all.size();
             all.resize(before + groups(i));
@@ -229,14 +225,17 @@ private:
     // What comes from other ranks is taken first (peers.cuh): sums of squares of gradients, and scales.
     double* const squares_ = device_.arena.take<double>(peers_.count * (1 + shards.back().shard_unit));
     AmaxAndScale* const scales_of_ranks_ =
-        device_.arena.take<AmaxAndScale>(peers_.several() * peers_.count * number_of_scales());
-    const Weights weights_ = take_weights();
+        device_.arena.take<AmaxAndScale>(peers_.several() * peers_.count * scale_count);
+    const bool has_remainders_ = setup.master && compute.format != Format::F32;
+    const Weights weights_{device_.arena.take(shards.back().at * weight_bytes),
+                           has_remainders_ ? device_.arena.take<int16_t>(shards.back().at) : nullptr,
+                           compute.format};
     Segment* const segments_ = device_.arena.take<Segment>(params.size());  // AdamW's table of parameters
     // What begins as zeros, up to saved_: scales, the histories of delayed scaling, and by parameter the
     // first and second moments with their scales.
-    AmaxAndScale* const scales_ = device_.arena.take<AmaxAndScale>(number_of_scales());
+    AmaxAndScale* const scales_ = device_.arena.take<AmaxAndScale>(scale_count);
     float* const histories_ =
-        device_.arena.take<float>(delayed_scaling() * number_of_operand_scales() * setup.recipe.history);
+        device_.arena.take<float>(delayed_scaling() * OPERANDS * linears * setup.recipe.history);
     std::vector<MomentView> moments_[2];
     uint8_t* saved_ = nullptr;
     std::vector<uint8_t*> gradients_, sums_;  // by bucket: of a micro-batch; what the update reads
@@ -248,12 +247,6 @@ private:
     };
     std::map<std::string, Tensor> tensors_;
 
-    Weights take_weights() {
-        const int64_t elements = shards.back().at;
-        void* const values = device_.arena.take(elements * weight_bytes);
-        const bool beside = setup.master && compute.format != Format::F32;
-        return {values, beside ? device_.arena.take<int16_t>(elements) : nullptr, compute.format};
-    }
     // Takes the moments, and notes where all tensors are.
     void take_moments() {
         const OptimizerFormat& o = setup.optimizer;
@@ -297,18 +290,16 @@ private:
         const int64_t first = kept ? gradients_offset(setup) : 0;
         saved_ = arena.take(kept ? std::max(saved, first + shards.back().at * each) : saved);
         for (const BucketRange& b : buckets) sums_.push_back(saved_ + first + shards[b.first].at * each);
-        if (kept && !several) {
-            gradients_ = sums_;
-            return;
-        }
+        gradients_ = sums_;
+        if (kept && !several) return;
         const BucketElements e = bucket_elements(setup);
         uint8_t* const even = arena.take(e.largest * each);
         uint8_t* const odd = several ? arena.take(e.largest * each) : even;
-        for (size_t b = 0; b < buckets.size(); b++) gradients_.push_back(b % 2 ? odd : even);
+        for (size_t b = 0; b < buckets.size(); b++) gradients_[b] = b % 2 ? odd : even;
         if (setup.config.tied) gradients_[0] = arena.take(e.embedding * each);
         if (kept) return;
-        sums_ = gradients_;
         if (several) sums_.assign(buckets.size(), arena.take(std::max(e.largest, e.embedding) * each));
+        else sums_ = gradients_;
     }
 
     // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
@@ -321,29 +312,23 @@ private:
         const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) {
-            gpu::initialize(weights_, params[i], shards[i], i, used_elements(setup.config, params[i]),
-                            setup.seed, cuda_);
+            const Param& p = params[i];
+            const auto& [own, at, unit] = shards[i];
+            gpu::initialize(weights_, p, shards[i], i, used_elements(setup.config, p), setup.seed, cuda_);
             refresh_scale(i);
-            for (const MomentView& m : {moment(i, false), moment(i, true)})
+            for (const MomentView& m : {moments_[0][i], moments_[1][i]})
                 if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
-            table.push_back(segment(i));
+            table.push_back({at, own.count, moments_[0][i], moments_[1][i], p.role.decay,
+                             p.role.linear ? scale(i) : nullptr, p.offset + own.first - at,
+                             unit + own.first / SHARD_UNIT});
         }
         copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
         device_.wait("Initializing the weights failed");
     }
 
     int64_t groups(size_t i) const { return ceil_div(shards[i].own.count, MOMENT_GROUP); }
-    const MomentView& moment(size_t i, bool second) const { return moments_[second][i]; }
-    Segment segment(size_t i) const {
-        const Param& p = params[i];
-        const ShardPlace& at = shards[i];
-        AmaxAndScale* const amax = p.role.linear ? scale(i) : nullptr;
-        const int64_t to_flat = p.offset + at.own.first - at.at,
-                      unit = at.shard_unit + at.own.first / SHARD_UNIT;
-        return {at.at, at.own.count, moment(i, false), moment(i, true), p.role.decay, amax, to_flat, unit};
-    }
     float* history(int64_t linear, LinearOperand o) const {
-        return histories_ + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
+        return histories_ + (static_cast<int>(o) * linears + linear) * setup.recipe.history;
     }
 
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
