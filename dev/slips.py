@@ -6,7 +6,7 @@
 
 A slip is such as a person who refactors could make. A line of a list is
 
-    program/plan.cpp | gradients += padded | gradients += size
+    program/plan.cpp | s.T > s.config.longest() | s.T > s.config.max_T
 
 a file, a piece of its text that occurs once, and what stands there instead (nothing, to delete it). A line
 that begins with # is a comment. Each slip is made in a copy of the tree, in build-slips. There the tests and

@@ -140,9 +140,8 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += kept(s, t).count * t.bytes;
-    int64_t scaling = 0, gradients = 0;  // gradients: elements of which they exist at the same time
+    int64_t scaling = 0, gradients = shard_places(s).back().at;  // elements that exist at the same time
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    for (const Param& p : parameters(c)) gradients += padded(owned(s, p));
     const BucketElements e = bucket_elements(s);
     if (!s.keep_gradients)
         gradients = s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
