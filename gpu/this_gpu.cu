@@ -34,18 +34,6 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
                 "groups, and --gradients none with --clip 0.");
 }
 
-// The setup as this GPU runs it. Error if a kernel for it is missing.
-Setup on_this_gpu(Setup s) {
-    const bool fp8 = s.recipe.x.fp8();
-    s.recipe = recipe_on_gpu(s.recipe, capability());
-    if (fp8 && !s.recipe.x.fp8())
-        std::fprintf(stderr,
-                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
-                     "run in %s, on FP8 storage.\n",
-                     info(s.recipe.compute).name);
-    return s;
-}
-
 }  // namespace
 }  // namespace coat
 
@@ -72,5 +60,12 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
-    return model_that_fits(on_this_gpu(setup));
+    Setup s = setup;
+    s.recipe = recipe_on_gpu(setup.recipe, capability());
+    if (setup.recipe.x.fp8() && !s.recipe.x.fp8())
+        std::fprintf(stderr,
+                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
+                     "run in %s, on FP8 storage.\n",
+                     info(s.recipe.compute).name);
+    return model_that_fits(s);
 }
