@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <tuple>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -33,7 +32,7 @@ struct __attribute__((packed)) Header {
 };
 void tell(int fd, Kind kind) {  // if there is room
     const Header message{kind};
-    std::ignore = ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 std::vector<pid_t> children;  // of rank 0, if it has started the other ranks
