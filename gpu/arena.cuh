@@ -7,13 +7,20 @@
 // How much a run needs is found out by a dry run: the same code on a stream that launches nothing (DRY_RUN).
 #pragma once
 #include "../program/plan.h"
+#include "cuda.cuh"
 
 namespace coat::gpu {
 
 class Arena {
 public:
-    // limit: the bytes at `memory`.
-    Arena(uint8_t* memory, int64_t limit) : memory_(memory), limit_(limit) {}
+    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
+    explicit Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
+        if (bytes == 0) return;
+        check(cudaMalloc(&allocated_.handle, bytes), "Allocating the GPU's memory failed");
+        memory_ = static_cast<uint8_t*>(allocated_.handle);
+    }
+
+    uint8_t* begin() const { return memory_; }
 
     template <class T = uint8_t> T* take(int64_t count) {
         uint8_t* const here = memory_ + used_;
@@ -35,7 +42,8 @@ public:
     };
 
 private:
-    uint8_t* const memory_;
+    Owned<void*, cudaFree> allocated_;
+    uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
     const int64_t limit_;
     int64_t used_ = 0, most_ = 0;
 };

@@ -15,7 +15,7 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
         : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.fast),
-          connected_(connect_gpus(setup_, device_.memory, arena_, cuda_)), exchange_(device_, state_, peers_),
+          connected_(connect_gpus(setup_, arena_, cuda_)), exchange_(device_, state_, peers_),
           state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
                                            caches_weights},
           tokens_(arena_.take<int32_t>(batch_tokens())), targets_(arena_.take<int32_t>(batch_tokens())),

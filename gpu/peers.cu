@@ -162,7 +162,7 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& arena, cudaStream_t compute) {
+std::unique_ptr<Peers> connect_gpus(const Setup& s, Arena& arena, cudaStream_t compute) {
     uint32_t* const flags = arena.take<uint32_t>(s.ranks > 1 ? 2 * s.ranks : 0);
     if (s.ranks == 1 || compute == DRY_RUN) return std::make_unique<Peers>(s, compute);
     const char* const set = std::getenv("COAT_NCCL");
@@ -170,7 +170,7 @@ std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& aren
     bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
     for (const std::string& theirs : s.processes->all_gather(library)) chosen = chosen || !theirs.empty();
     if (!chosen) {
-        auto copies = std::make_unique<Copies>(s, compute, memory, flags);
+        auto copies = std::make_unique<Copies>(s, compute, arena.begin(), flags);
         if (copies->map_others()) return copies;
     }
     if (s.rank == 0)

@@ -11,7 +11,6 @@
 #include "../program/model.h"
 #include "../program/ranks.h"
 #include "arena.cuh"
-#include "cuda.cuh"
 
 namespace coat::gpu {
 
@@ -93,8 +92,7 @@ private:
 
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
 // multiprocessor from the computation. Otherwise NCCL does, or if a rank's environment variable COAT_NCCL
-// names a library (libnccl.so.2, or a path). memory: where the arena begins. compute: the stream of the
-// computation.
-std::unique_ptr<Peers> connect_gpus(const Setup& s, uint8_t* memory, Arena& arena, cudaStream_t compute);
+// names a library (libnccl.so.2, or a path). compute: the stream of the computation.
+std::unique_ptr<Peers> connect_gpus(const Setup& s, Arena& arena, cudaStream_t compute);
 
 }  // namespace coat::gpu

@@ -27,34 +27,20 @@ struct Results {
     QuantStats stats[static_cast<int>(Kind::Moment1)];  // of all kinds before the moments
 };
 
-// One allocation for everything, and the stream of the computation.
-class Device {
-public:
+// The memory of everything, and the stream of the computation.
+struct Device {
     const Setup setup;
     const Stream stream;
-    uint8_t* const memory;
     Arena arena;
     Results* const results = arena.take<Results>(1);
 
-    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
-    Device(const Setup& s, int64_t bytes)
-        : setup(s), stream(bytes == 0), memory(bytes ? allocate(bytes) : reinterpret_cast<uint8_t*>(1 << 30)),
-          arena(memory, bytes ? bytes : INT64_MAX) {}
-    ~Device() {
-        if (stream != DRY_RUN) cudaFree(memory);
-    }
+    // bytes: as for the Arena.
+    Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
     // What runs may need what another rank sends: if that has ended, so does this process.
     void wait(const char* what = "The GPU failed") const {
         if (setup.processes && stream != DRY_RUN)
             setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         stream.wait(what);
-    }
-
-private:
-    static uint8_t* allocate(int64_t bytes) {
-        void* memory = nullptr;
-        check(cudaMalloc(&memory, bytes), "Allocating the GPU's memory failed");
-        return static_cast<uint8_t*>(memory);
     }
 };
 
