@@ -19,7 +19,6 @@ public:
         check(cudaMalloc(&allocated_.handle, bytes), "Allocating the GPU's memory failed");
         memory_ = static_cast<uint8_t*>(allocated_.handle);
     }
-
     uint8_t* begin() const { return memory_; }
 
     template <class T = uint8_t> T* take(int64_t count) {
@@ -31,14 +30,12 @@ public:
     }
     int64_t most() const { return most_; }  // bytes in use at one time, so far
 
-    class Scope {
-    public:
-        explicit Scope(Arena& arena) : arena_(arena), used_(arena.used_) {}
-        ~Scope() { arena_.used_ = used_; }
+    struct Scope {
+        Arena& arena;
+        const int64_t used = arena.used_;  // where it began
 
-    private:
-        Arena& arena_;
-        const int64_t used_;
+        explicit Scope(Arena& a) : arena(a) {}
+        ~Scope() { arena.used_ = used; }
     };
 
 private:
