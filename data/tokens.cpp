@@ -21,10 +21,6 @@ void TokenStream::append(const Source& source) {
     size_ += source.count;
 }
 
-void TokenStream::append(const TokenStream& other) {
-    for (const Source& s : other.sources_) append(s);
-}
-
 TokenStream TokenStream::take_end(int64_t count) {
     TokenStream begin, end;
     for (const Source& s : sources_) {
@@ -140,7 +136,7 @@ constexpr int64_t HEADER = 256 * 4;  // bytes
 constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801, MAGIC_VOCABULARY = 20240328;
 
 // A file of token pieces: for each token a byte with its length, and its bytes.
-std::vector<std::string> read_vocabulary(const std::string& path, int32_t* end_token) {
+void read_vocabulary(const std::string& path, Corpus& c) {
     const MappedFile file(path);
     int32_t header[4] = {};  // magic, version, number of tokens; in version 2 the token that ends a text
     if (file.bytes() >= HEADER) std::memcpy(header, file.data(), sizeof header);
@@ -151,8 +147,11 @@ std::vector<std::string> read_vocabulary(const std::string& path, int32_t* end_t
         pieces.emplace_back(reinterpret_cast<const char*>(at + 1), *at);
     if (pieces.empty() || at != end || int64_t(pieces.size()) != header[2])
         throw Error(path, " is not a whole tokenizer file of llm.c; write it again with data/tokenize.py.");
-    *end_token = header[1] == 2 ? header[3] : -1;
-    return pieces;
+    if (c.vocabulary.empty()) c.vocabulary = pieces;
+    if (pieces != c.vocabulary)
+        throw Error("--data has token files of another tokenizer than ", path,
+                    "; make all of them with one tokenizer (data/tokenize.py).");
+    c.end_token = header[1] == 2 ? header[3] : -1;
 }
 
 void read_token_file(const std::string& path, Corpus& c) {
@@ -178,12 +177,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     if (seq && stream.size()) stream.take_end(1);
     stream.append({file, file->data() + HEADER, width, count, file.get()});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
-    if (!fs::exists(beside)) return;
-    const std::vector<std::string> pieces = read_vocabulary(beside, &c.end_token);
-    if (c.vocabulary.empty()) c.vocabulary = pieces;
-    if (pieces != c.vocabulary)
-        throw Error("--data has token files of another tokenizer than ", beside,
-                    "; make all of them with one tokenizer (data/tokenize.py).");
+    if (fs::exists(beside)) read_vocabulary(beside, c);
 }
 
 }  // namespace
@@ -221,28 +215,22 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     while (int64_t{1} << 2 * half < n) half++;
     const uint64_t mask = (uint64_t{1} << half) - 1;
     uint64_t x = i;
-    do {
-        uint64_t left = x >> half, right = x & mask;
+    do
         for (uint64_t round = 0; round < ROUNDS; round++) {
-            const uint64_t next = left ^ (mix(key + mix((round << 32) + right)) & mask);
-            left = right;
-            right = next;
+            const uint64_t left = x >> half, right = x & mask;
+            x = right << half | (left ^ (mix(key + mix((round << 32) + right)) & mask));
         }
-        x = left << half | right;
-    } while (x >= uint64_t(n));
+    while (x >= uint64_t(n));
     return int64_t(x);
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
     : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / T), seed_(seed) {
     if (windows_ < B)
-        throw Error("--data has ", stream_.size(),
-                    " tokens to train on or held out, fewer than one batch of "
-                    "--batch ",
-                    B, " and --seq ", T, " needs; give more text, or a smaller --batch or --seq.");
+        throw Error("--data has ", stream_.size(), " tokens to train on or held out, too few for --batch ", B,
+                    " and --seq ", T, "; give more text, or a smaller --batch or --seq.");
 }
 
-// Every epoch has a permutation of its own, with a key made of the seed and the epoch.
 void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
     std::vector<int32_t> both(T_ + 1), counted(T_ + 1);
     for (int64_t at = number * B_; at < (number + 1) * B_; at++, tokens += T_, targets += T_) {

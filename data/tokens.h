@@ -28,7 +28,9 @@ public:
     };
     int64_t size() const { return size_; }
     void append(const Source& source);
-    void append(const TokenStream& other);
+    void append(const TokenStream& other) {
+        for (const Source& s : other.sources_) append(s);
+    }
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
     // Targets are the same tokens, or NO_TARGET where they do not count.
     void read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const;
