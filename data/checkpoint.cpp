@@ -2,8 +2,6 @@
 // checkpoint; step-000300.tmp is being written or removed, and never read.
 #include "checkpoint.h"
 
-#include <algorithm>
-
 #include "../program/ranks.h"
 
 namespace coat {
@@ -108,8 +106,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
             finish(file, path);
             write_trainer(temporary, state);
             sync(temporary);
-            if (!fs::exists(folder))
-                fs::rename(temporary, folder);  // else all but the next line succeeded before
+            if (!fs::exists(folder)) fs::rename(temporary, folder);  // else only sync() failed before
             sync(out);
             remove_older(out, keep);
         }
@@ -138,10 +135,9 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Setup& setup = model.setup();
     const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
     for (const std::string& name : HASHED)
-        if (const std::string path = path_in(checkpoint, name);
-            setup.rank == 0 && hashes.get<std::string>(name) != hash_file(path))
-            throw Error(
-                path, " was changed: its hash is not that in trainer.json; resume from another checkpoint.");
+        if (setup.rank == 0 && hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
+            throw Error(path_in(checkpoint, name), " was changed: its hash is not that in trainer.json; ",
+                        "resume from another checkpoint.");
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);

@@ -78,10 +78,9 @@ ordered_json config_json(ModelConfig c) {
     c.head_size = c.HS();
     ordered_json j = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
     write_fields(c, !c.arch.rope, j);
-    if (c.arch.rope) j.update({{"hidden_act", "silu"}, {"sliding_window", {}}});
-    else
-        j.update(
-            {{"activation_function", "gelu_new"}, {"resid_pdrop", 0}, {"embd_pdrop", 0}, {"attn_pdrop", 0}});
+    j[c.arch.rope ? "hidden_act" : "activation_function"] = c.arch.rope ? "silu" : "gelu_new";
+    if (c.arch.rope) j["sliding_window"] = nullptr;
+    else j["attn_pdrop"] = j["embd_pdrop"] = j["resid_pdrop"] = 0;
     if (c.rope_scaling.type == RopeScaling::Llama3) {
         j["rope_scaling"]["rope_type"] = "llama3";
         write_fields(c.rope_scaling, false, j["rope_scaling"]);
@@ -123,8 +122,7 @@ struct Piece {
 // The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as a column: a bias
 // of q, k and v has their rows, too.
 std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
-    char ours[32],
-        end[8] = "weight";  // "layers.3.qkv.bias" has the layer 3, the name "qkv" and the end "bias"
+    char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
     int64_t layer = -1, first = 0;
     if (std::sscanf(p.name.c_str(), "layers.%ld.%31[^.].%7s", &layer, ours, end) == 0)
         std::sscanf(p.name.c_str(), "%31[^.].%7s", ours, end);
@@ -200,14 +198,10 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
 
 ModelConfig read_model_config(const std::string& folder) {
     const Fields f = read_json(path_in(folder, "config.json"));
-    json types = json::array();
     ModelConfig c{};
     c.name = folder;
-    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}) {
-        types.push_back(arch.name);
-        if (f.get<std::string>("model_type") == arch.name) c.arch = arch;
-    }
-    require_implemented(f, {{"model_type", types}});
+    c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
+                      (f.path + ": the field model_type").c_str());
     require_implemented(f, IMPLEMENTED);
     const bool gpt2 = !c.arch.rope;
     c.max_T = gpt2 ? 1024 : 2048, c.norm_eps = gpt2 ? 1e-5f : 1e-6f, c.tied = gpt2;
@@ -244,17 +238,16 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
 
 Companions read_companions(const std::string& folder) {
     const std::string names =
-        " config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json"
-        " added_tokens.json vocab.json merges.txt tokenizer.model chat_template.json ";
+        "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+        "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.json";
     Companions files;
     std::error_code none;  // a folder that is not there has no files; a link that leads nowhere is none
     for (const fs::path below : {"", "additional_chat_templates"})
         for (const auto& entry : fs::directory_iterator(folder / below, none)) {
             const std::string name = entry.path().filename().string();
-            const bool known = ends_with(name, ".jinja") || names.find(" " + name + " ") != std::string::npos;
+            const bool known = ends_with(name, ".jinja") || is_one_of(names, name);
             if (!known || !entry.is_regular_file(none)) continue;
-            const MappedFile file(entry.path().string());
-            files[(below / name).string()].assign(reinterpret_cast<const char*>(file.data()), file.bytes());
+            files[(below / name).string()] = MappedFile(entry.path().string()).text();
         }
     return files;
 }

@@ -2,10 +2,6 @@
 // model.safetensors (the weights), or several model-*.safetensors. What is not implemented, or contradicts
 // itself, is an Error: transformers would load another model.
 #pragma once
-#include <map>
-#include <string>
-#include <vector>
-
 #include "../program/model.h"
 #include "safetensors.h"
 

@@ -1,7 +1,6 @@
 // data/safetensors.cpp - files, JSON and safetensors, read and written (safetensors.h).
 #include "safetensors.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -90,14 +89,13 @@ void Fields::reject(const std::string& field, const std::string& expected) const
 
 // The library parses nested values iteratively, but prints and copies them recursively, and its values take
 // many times the memory of the text. So depth and size are limited before it parses.
-Fields parse_json(const std::string& path, const void* data, int64_t bytes) {
+static Fields parse_json(const std::string& path, std::string_view text) {
     constexpr int MAX_DEPTH = 32;
-    constexpr int64_t MAX_BYTES = 32 << 20;
-    const std::string_view text(static_cast<const char*>(data), size_t(bytes));
+    constexpr size_t MAX_BYTES = 32 << 20;
     auto require = [&](bool ok, const char* expected) {
         if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
     };
-    require(bytes <= MAX_BYTES, "of at most 32 MiB");
+    require(text.size() <= MAX_BYTES, "of at most 32 MiB");
     int depth = 0;
     bool in_string = false;
     for (size_t i = 0; i < text.size(); i++) {
@@ -113,7 +111,7 @@ Fields parse_json(const std::string& path, const void* data, int64_t bytes) {
 
 Fields read_json(const std::string& path) {
     const MappedFile file(path);
-    return parse_json(path, file.data(), file.bytes());
+    return parse_json(path, file.text());
 }
 
 // Bytes of a tensor; -1 if its dtype is unknown or the product overflows. The number in a dtype is its bits.
@@ -148,7 +146,7 @@ void Safetensors::add(const std::string& path) {
     const uint8_t* const start = file.data() + 8 + length;
     const int64_t room = file.bytes() - 8 - int64_t(length);
     int64_t left = room;
-    Fields header = parse_json(path, file.data() + 8, int64_t(length));
+    Fields header = parse_json(path, file.text().substr(8, length));
     header.object.erase("__metadata__");
     for (const auto& [name, entry] : header.object.items()) {
         const Fields f{path + ", tensor " + name.substr(0, 100), entry};

@@ -38,6 +38,7 @@ public:
     ~MappedFile();
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
+    std::string_view text() const { return {static_cast<const char*>(memory_), size_t(bytes_)}; }
     void require_whole() const;  // Error if the file has become shorter
 
 private:
@@ -66,7 +67,6 @@ struct Fields {
     nlohmann::json object;
 
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
-    // The one error of a field.
     [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
     // The field as a T (int64_t: a whole number up to 10^15, so that sums do not overflow; float: a positive
     // number; double; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is
@@ -93,7 +93,6 @@ struct Fields {
 };
 
 // Error if the text is not an object, is nested too deep, or takes too much memory.
-Fields parse_json(const std::string& path, const void* data, int64_t bytes);
 Fields read_json(const std::string& path);
 
 struct Tensor {

@@ -2,9 +2,7 @@
 // (tokens.h).
 #include "tokens.h"
 
-#include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <set>
 #include <sstream>
 
@@ -120,9 +118,9 @@ void read_texts(const std::vector<std::string>& files, Corpus& c) {
     std::set<uint64_t> seen;  // hashes
     for (const std::string& path : files) {
         const MappedFile file(path);
-        const bool is_text = file.bytes() && !std::memchr(file.data(), 0, file.bytes());
+        const bool is_text = file.bytes() && file.text().find('\0') == std::string_view::npos;
         if (is_text && seen.insert(hash_bytes(file.data(), file.bytes(), 0)).second)
-            texts.emplace_back(reinterpret_cast<const char*>(file.data()), file.bytes());
+            texts.emplace_back(file.text());
     }
     const auto train = std::make_shared<std::string>(), validation = std::make_shared<std::string>();
     for (size_t i = 0; i < texts.size(); i++)
