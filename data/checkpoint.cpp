@@ -5,9 +5,6 @@
 #include "../program/ranks.h"
 
 namespace coat {
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 namespace {
 
 const std::string OPTIMIZER_FILE = "optimizer.state", TRAINER_FILE = "trainer.json";
@@ -21,12 +18,12 @@ std::string hash_of_fields(json trainer) {
 }
 
 void write_trainer(const std::string& folder, const LoopState& s) {
-    nlohmann::ordered_json trainer = {{"format", "coat checkpoint"},
-                                      {"version", 3},
-                                      {"step", s.step},
-                                      {"updates", s.updates},
-                                      {"first_validation", s.first_validation},
-                                      {"settings", s.settings}};
+    ordered_json trainer = {{"format", "coat checkpoint"},
+                            {"version", 3},
+                            {"step", s.step},
+                            {"updates", s.updates},
+                            {"first_validation", s.first_validation},
+                            {"settings", s.settings}};
     for (const std::string& name : HASHED) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
     save_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");

@@ -10,10 +10,10 @@ namespace coat {
 
 // The state of the training loop, in trainer.json.
 struct LoopState {
-    int64_t step = 0;                 // optimizer steps done; the place in the data follows from it
-    int64_t updates = 0;              // steps that were not skipped: the step of AdamW's bias correction
-    double first_validation = 0;      // loss before the first step
-    nlohmann::ordered_json settings;  // of the run, by the names of flags; compared on resume
+    int64_t step = 0;             // optimizer steps done; the place in the data follows from it
+    int64_t updates = 0;          // steps that were not skipped: the step of AdamW's bias correction
+    double first_validation = 0;  // loss before the first step
+    ordered_json settings;        // of the run, by the names of flags; compared on resume
 };
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.

@@ -7,10 +7,6 @@
 #include "../program/ranks.h"
 
 namespace coat {
-namespace fs = std::filesystem;
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 namespace {
 
 // The fields of config.json that are values of our model: visit(name in all models but GPT-2, name in GPT-2,
@@ -51,26 +47,15 @@ template <class Values> void write_fields(Values& values, bool gpt2, ordered_jso
 
 // Fields that change a model's arithmetic but not its tensors, with the values that are implemented.
 const json IMPLEMENTED = {
-    {"hidden_act", {"silu", "swish"}}, {"use_sliding_window", {false}},
-    {"partial_rotary_factor", {1.0}},  {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},    {"scale_attn_by_inverse_layer_idx", {false}}};
+    {"hidden_act", {"silu", "swish"}},    {"use_sliding_window", {false}},
+    {"partial_rotary_factor", {1.0}},     {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
+    {"scale_attn_weights", {true}},       {"scale_attn_by_inverse_layer_idx", {false}},
+    {"rope_type", {"default", "llama3"}}, {"type", {"default", "llama3"}}};
 
-void require_implemented(const Fields& f, const json& table) {
-    for (const auto& [field, values] : table.items())
+void require_implemented(const Fields& f) {
+    for (const auto& [field, values] : IMPLEMENTED.items())
         if (f.has(field) && !std::count(values.begin(), values.end(), f.object[field]))
             f.reject(field, "one of " + values.dump());
-}
-
-RopeScaling read_rope_scaling(const Fields& rope) {
-    const std::string field = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
-    require_implemented(rope, {{field, {"default", "llama3"}}});
-    require_implemented(rope, IMPLEMENTED);
-    RopeScaling s;
-    if (rope.get<std::string>(field, "default") == "default") return s;
-    s.type = RopeScaling::Llama3;
-    read_fields(s, false, rope);
-    if (s.low_freq_factor >= s.high_freq_factor) rope.reject("high_freq_factor", "above low_freq_factor");
-    return s;
 }
 
 // config.json of a named model.
@@ -202,7 +187,7 @@ ModelConfig read_model_config(const std::string& folder) {
     c.name = folder;
     c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
                       (f.path + ": the field model_type").c_str());
-    require_implemented(f, IMPLEMENTED);
+    require_implemented(f);
     const bool gpt2 = !c.arch.rope;
     c.max_T = gpt2 ? 1024 : 2048, c.norm_eps = gpt2 ? 1e-5f : 1e-6f, c.tied = gpt2;
     read_fields(c, gpt2, f);
@@ -214,7 +199,13 @@ ModelConfig read_model_config(const std::string& folder) {
     Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
     if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
     c.rope_theta = rope.get<float>("rope_theta", c.rope_theta);
-    c.rope_scaling = read_rope_scaling(rope);
+    require_implemented(rope);
+    const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
+    if (RopeScaling& s = c.rope_scaling; rope.get<std::string>(type, "default") == "llama3") {
+        s.type = RopeScaling::Llama3;
+        read_fields(s, false, rope);
+        if (s.low_freq_factor >= s.high_freq_factor) rope.reject("high_freq_factor", "above low_freq_factor");
+    }
     validate(c);
     return c;
 }

@@ -12,8 +12,6 @@
 
 namespace coat {
 
-using nlohmann::json;
-
 MappedFile::MappedFile(const std::string& path) : path_(path) {
     file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
     struct stat status {};
@@ -125,7 +123,6 @@ static int64_t bytes_of(const Tensor& t) {
 }
 
 Safetensors::Safetensors(const std::string& path) : path_(path) {
-    namespace fs = std::filesystem;
     if (!fs::is_directory(path)) add(path);
     else
         for (const fs::path& file : fs::directory_iterator(path))
@@ -180,8 +177,7 @@ std::string safetensors_header(const std::vector<Tensor>& tensors) {
     for (const Tensor& t : tensors) {
         const int64_t begin = end;
         end += bytes_of(t);
-        const nlohmann::ordered_json entry = {
-            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {begin, end}}};
+        const ordered_json entry = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {begin, end}}};
         text += "," + json(t.name).dump() + ":" + entry.dump();
     }
     text += "}";

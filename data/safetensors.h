@@ -21,12 +21,16 @@
 
 namespace coat {
 
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;  // its fields keep their order
+
 inline bool ends_with(const std::string& text, const std::string& end) {
     return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
 inline std::string path_in(const std::string& folder, const std::string& file) {
-    return (std::filesystem::path(folder) / file).string();
+    return (fs::path(folder) / file).string();
 }
 
 // A whole file as memory, read only. Pages are read when they are touched, so it may be larger than memory.
@@ -64,7 +68,7 @@ void sync(const std::string& path);
 // The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.
 struct Fields {
     std::string path;  // of the file, for errors
-    nlohmann::json object;
+    json object;
 
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
     [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
@@ -73,7 +77,7 @@ struct Fields {
     // `otherwise`, or an Error if there is none.
     template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
         if (otherwise && !has(field)) return *otherwise;
-        const nlohmann::json x = has(field) ? object[field] : nlohmann::json();
+        const json x = has(field) ? object[field] : json();
         auto natural = [](auto& n) { return n.is_number_unsigned() && n.template get<double>() <= 1e15; };
         auto require = [&](bool ok, const char* expected) {
             if (!ok) reject(field, expected);

@@ -10,7 +10,6 @@
 #include "safetensors.h"
 
 namespace coat {
-namespace fs = std::filesystem;
 
 constexpr uint32_t NOT_COUNTED = 1u << 31;
 

@@ -5,7 +5,6 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstdlib>
 #include <random>
 
@@ -18,7 +17,6 @@
 namespace {
 
 using namespace coat;
-namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 // What a run is made of; run_program() completes it stage by stage.
@@ -26,13 +24,11 @@ struct Run {
     Flags flags;
     Setup setup{};
     ProcessGroup* processes = nullptr;  // all ranks, also if there is only this one
-    std::string weights;     // the folder that the run starts from, or continues; empty: random weights
-    std::string checkpoint;  // the last one of this run; empty: there is none
-    LoopState state;         // its settings are those of the run that is continued, until require_same()
-    Companions companions;   // of `weights`, for the checkpoints
+    std::string weights;    // the folder that the run starts from, or continues; empty: random weights
+    LoopState state;        // its settings are those of the run that is continued, until require_same()
+    Companions companions;  // of `weights`, for the checkpoints
     Corpus corpus;
     std::unique_ptr<Model> model;
-    double flops = 0;  // of training on a token
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
@@ -72,7 +68,7 @@ std::string duration(double seconds) {
 bool save(Run& run) {
     if (run.flags.out.empty()) return true;
     try {
-        run.checkpoint =
+        run.processes->checkpoint =
             save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
     } catch (const Error& error) {
         if (run.setup.rank == 0)
@@ -80,8 +76,7 @@ bool save(Run& run) {
         return false;
     }
     run.unsaved = false;
-    run.processes->checkpoint = run.checkpoint;
-    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.checkpoint).c_str());
+    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->checkpoint).c_str());
     return true;
 }
 
@@ -215,6 +210,7 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
+    const Setup& s = run.setup;
     const double rate = run.step_tokens() / took;
     const std::string steps = std::to_string(run.flags.steps);
     Json line = {{"skipped", result.skipped}};
@@ -225,7 +221,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
           {"lr", " | lr %.3e", lr},
           {"ms", " | %.0f ms", took * 1e3},
           {"tokens_per_second", " | %.0f tok/s", rate},
-          {"tflops", " | %.3g TFLOP/s", rate * run.flops / run.setup.ranks * 1e-12}}) {
+          {"tflops", " | %.3g TFLOP/s", flops_per_token(s.config, s.T) * rate / s.ranks * 1e-12}}) {
         std::printf(format, value);
         line[name] = value;
     }
@@ -243,7 +239,8 @@ int loop(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     const int64_t resumed_at = state.step;
     auto every = [&](int64_t steps) { return steps && state.step % steps == 0; };
-    run.processes->checkpoint = run.checkpoint;  // errors name it from here on
+    std::string& checkpoint = run.processes->checkpoint;  // errors name it from here on
+    if (!flags.out.empty()) checkpoint = find_checkpoint(flags.out);
     if (state.step == 0) state.first_validation = validate(run);
     const double started = now();
     double timed = 0, saved_at = started;  // timed: all steps but the first, which warms caches
@@ -258,7 +255,7 @@ int loop(Run& run) {
         if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
         // A skip may mean that an earlier update made weights overflow. Such weights must not replace a good
         // checkpoint.
-        run.unsaved = !skipped_in_a_row || run.checkpoint.empty();
+        run.unsaved = !skipped_in_a_row || checkpoint.empty();
         const double took = now() - before, steps = state.step - resumed_at;
         if (steps > 1) timed += took;
         print_step(run, result, lr, took, (now() - started) / steps * (flags.steps - state.step));
@@ -275,8 +272,8 @@ int loop(Run& run) {
         if (signal && !last) {
             if (run.unsaved) save_last(run);
             std::printf("Interrupted after step %ld%s\n", state.step,
-                        run.checkpoint.empty() ? "; nothing was saved."
-                                               : printable(": continue with --resume " + flags.out).c_str());
+                        checkpoint.empty() ? "; nothing was saved."
+                                           : printable(": continue with --resume " + flags.out).c_str());
             return 128 + signal;
         }
         if (!last && every(flags.eval_every)) validate(run);
@@ -319,18 +316,17 @@ void lock_folder(const std::string& out) {
 void choose_checkpoint(Run& run) {
     Flags& flags = run.flags;
     const bool resumes = flags.given("resume");
-    auto find = [&] { return resumes ? find_checkpoint(flags.resume) : ""; };
-    run.weights = find();
+    if (resumes) run.weights = find_checkpoint(flags.resume);
     if (resumes && run.weights.empty())
         throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
     if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
     if (flags.out.empty() || flags.plan || flags.steps == 0) return;
     if (run.setup.rank == 0) lock_folder(flags.out);
     run.processes->all_gather(0);
-    run.weights = find();  // again, now under the lock
-    run.checkpoint = find_checkpoint(flags.out);
-    if (!run.checkpoint.empty() && !(resumes && fs::equivalent(run.checkpoint, run.weights)))
-        throw Error("--out ", flags.out, " already holds the checkpoint ", run.checkpoint,
+    if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
+    const std::string newest = find_checkpoint(flags.out);
+    if (!newest.empty() && !(resumes && fs::equivalent(newest, run.weights)))
+        throw Error("--out ", flags.out, " already holds the checkpoint ", newest,
                     "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
 }
 
@@ -456,15 +452,14 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
 }
 
 // Files and flags are checked before the model is made, which can take minutes.
-void make_model(Run& run, bool gpu) {
+void make_model(Run& run) {
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
     if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
     if (!run.flags.log.empty() && run.setup.rank == 0) {
         run.log.open(run.flags.log, std::ios::app);
         if (!run.log) throw Error("--log ", run.flags.log, " cannot be written; choose another file.");
     }
-    run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
-    run.flops = flops_per_token(run.setup.config, run.setup.T);
+    run.model = run.flags.device == "gpu" ? make_gpu(run.setup) : make_reference(run.setup);
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
@@ -500,8 +495,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     if (flags.device == "gpu" && !why_cpu.empty() && !flags.plan)  // a plan needs no GPU
         throw Error("--device gpu cannot be used: ", why_cpu, ".");
     if (flags.device == "auto") flags.device = why_cpu.empty() ? "gpu" : "cpu";
-    const bool gpu = flags.device == "gpu";
-    if (gpu) flags.take_gpu_defaults();
+    if (flags.device == "gpu") flags.take_gpu_defaults();
     choose_checkpoint(run);
     if (!flags.resume.empty()) take_checkpoint(run);
     make_setup(run);
@@ -512,7 +506,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     last.rank = last.ranks - 1;
     print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
     if (flags.plan) return print_plan(last), 0;
-    make_model(run, gpu);
+    make_model(run);
     Json settings = flags.settings(true);
     settings["parameters"] = parameter_count(run.setup.config), settings["ranks"] = run.setup.ranks;
     run.print_log("settings", settings);
