@@ -270,9 +270,8 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
         sync(companion.parent_path().string());
     }
     // The config.json that the model came with stays as it is, but for the dtype, which has two names.
-    const auto original = companions.find("config.json");
     ordered_json config =
-        original == companions.end() ? config_json(c) : ordered_json::parse(original->second);
+        companions.count("config.json") ? ordered_json::parse(companions.at("config.json")) : config_json(c);
     config["torch_dtype"] = "bfloat16";
     config.erase("dtype");
     save_file(path_in(folder, "config.json"), config.dump(2) + "\n");

@@ -47,8 +47,7 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* t
     for (uint32_t word : words(first, count)) {
         *tokens = int32_t(word & ~NOT_COUNTED);
         if (*tokens > largest_)
-            throw Error("--data was changed while it was in use, and now has token ", *tokens,
-                        "; restore it.");
+            throw Error("--data was changed during the run, and now has token ", *tokens, "; restore it.");
         *targets++ = word & NOT_COUNTED ? NO_TARGET : *tokens;
         tokens++;
     }

@@ -11,13 +11,11 @@
 #include "../data/checkpoint.h"
 #include "../data/tokens.h"
 #include "model.h"
-#include "plan.h"
 #include "ranks.h"
 
 namespace {
 
 using namespace coat;
-using Json = nlohmann::ordered_json;
 
 // What a run is made of; run_program() completes it stage by stage.
 struct Run {
