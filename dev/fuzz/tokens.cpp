@@ -12,7 +12,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
     (data[0] == 't' ? tokens : vocabulary).write(data + 1, size - 1);
     coat::fuzz::check_reader([&] {
-        const coat::Corpus corpus = coat::load_corpus(tokens.path);
+        coat::Corpus corpus = coat::load_corpus(tokens.path);
         const coat::Loader loader(corpus.train, 2, 3, 1);
         const int64_t largest = corpus.train.facts().largest;
         int32_t in[6], out[6];
