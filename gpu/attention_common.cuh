@@ -95,6 +95,7 @@ struct Scratch {
         added = reinterpret_cast<int*>(dq + all * queries * s.HS);
         next = added + all;
     }
+    dim3 grid(const AttentionShape& s) const { return dim3(unsigned(s.NH), unsigned(tiles), unsigned(s.B)); }
 };
 
 // Computes Scratch::stats from lse and delta = rowsum(dout * out). COLS / 8 neighbouring threads share a row;
@@ -107,23 +108,22 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     constexpr int LANES = COLS / CHUNK, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
     const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
-    const Dense<Real> convert{};
     typename Dense<Real>::Raw o[ROWS], g[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
         const int64_t at = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
         const bool live = t < d.T && lane * CHUNK < d.HS;
-        o[i] = live ? Dense<Real>{const_cast<Real*>(out)}.load(at) : typename Dense<Real>::Raw{};
-        g[i] = live ? Dense<Real>{const_cast<Real*>(dout)}.load(at) : typename Dense<Real>::Raw{};
+        o[i] = live ? dense<Real>(out).load(at) : typename Dense<Real>::Raw{};
+        g[i] = live ? dense<Real>(dout).load(at) : typename Dense<Real>::Raw{};
     }
     float* const stats = scratch.stats + tile * 2 * QUERIES;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         Values x, y;
-        convert.values(o[i], x);
-        convert.values(g[i], y);
+        Dense<Real>::values(o[i].words, x);
+        Dense<Real>::values(g[i].words, y);
         float delta = 0;
         for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
         for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
@@ -136,9 +136,8 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
 template <class Real, int COLS, int QUERIES>
 void prepare(const AttentionShape& s, const Scratch& scratch, const void* out, const void* dout,
              const float* lse, bool hopper, cudaStream_t stream) {
-    const dim3 grid(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
-    launch("attention", prepare_kernel<Real, COLS, QUERIES>, grid, PREPARE_THREADS, 0, stream, dims(s),
-           scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
+    launch("attention", prepare_kernel<Real, COLS, QUERIES>, scratch.grid(s), PREPARE_THREADS, 0, stream,
+           dims(s), scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
 }
 
 // The kernels of attention.cuh for one format and range of head sizes. queries: of a tile of Scratch.

@@ -276,9 +276,7 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
         encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        throw Error("TMA rejected the tensors of attention (driver error " + std::to_string(result) +
-                    "); their addresses must be multiples of 16.");
+    require(result == CUDA_SUCCESS, "TMA wants tensors at multiples of 16 bytes");
     return map;
 }
 
@@ -296,12 +294,11 @@ __device__ void release(Barrier empty) {
 // -----------------------------------------------------------------------------------------------------------
 // Forward
 
-template <int HS_, int CONSUMERS_> struct Forward {  // sizes, and where things are in shared memory
-    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128;
+template <int HS_> struct Forward {  // sizes, and where things are in shared memory
+    static constexpr int HS = HS_, CONSUMERS = HS == 64 ? 3 : 2, QUERIES = CONSUMERS * 64, KEYS = 128;
     static constexpr int STAGES = HS == 64 ? 3 : 2;  // as many as fit in shared memory
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-    static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160,
-                         PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+    static constexpr int REGISTERS = HS == 64 ? 160 : 240, PRODUCER_REGISTERS = HS == 64 ? 32 : 24;
     static constexpr int Q_BYTES = QUERIES * HS * 2, KV_BYTES = KEYS * HS * 2;
     static constexpr int K = STAGES * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
     static constexpr int ITEMS = O + Q_BYTES, BARRIERS = ITEMS + 16 * STAGES;
@@ -528,8 +525,10 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
 // -----------------------------------------------------------------------------------------------------------
 // Backward: prepare_kernel, backward_kernel, finish_kernel
 
-template <int HS_, int QUERIES_> struct Backward {  // sizes, and where things are in shared memory
-    static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, QUERIES = QUERIES_, STAGES = 2;
+template <int HS_> struct Backward {  // sizes, and where things are in shared memory
+    static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, STAGES = 2;
+    // As many as registers allow: fewer barriers per query.
+    static constexpr int QUERIES = HS == 64 ? 128 : 64;
     static constexpr int THREADS = 3 * WARPGROUP;
     // A consumer warpgroup computes 64 rows of a tile of dq, or half of its columns if QUERIES is 64.
     static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
@@ -562,12 +561,6 @@ template <int HS_, int QUERIES_> struct Backward {  // sizes, and where things a
         fence_barrier_init();
     }
 };
-
-using Backward64 = Backward<64, 128>;  // as many queries as registers allow: fewer barriers per query
-using Backward128 = Backward<128, 64>;
-
-// prepare_kernel and finish_kernel: grid (NH, tiles, B), one block per tile (QUERIES, HS).
-constexpr int TILE_THREADS = 256;
 
 // What one block does: its tile of keys, and a walk over every query head of the group and, in each,
 // the tiles of queries that see these keys. Each role of the block has its own copy. The block's
@@ -791,10 +784,10 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     }
 }
 
-// Multiplies dq by the scale and writes it in BF16.
+// Multiplies dq by the scale and writes it in BF16. Grid and block are those of prepare_kernel.
 template <class F>
-__global__ void __launch_bounds__(TILE_THREADS) finish_kernel(Dims d, Scratch scratch, bf16* dqkv) {
-    constexpr int LANES = F::HS / 4, STEP = TILE_THREADS / LANES, ROWS = F::QUERIES / STEP;
+__global__ void __launch_bounds__(PREPARE_THREADS) finish_kernel(Dims d, Scratch scratch, bf16* dqkv) {
+    constexpr int LANES = F::HS / 4, STEP = PREPARE_THREADS / LANES, ROWS = F::QUERIES / STEP;
     const int h = blockIdx.x, b = blockIdx.z, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
     const int64_t tile = (int64_t(b) * d.NH + h) * scratch.tiles + blockIdx.y;
     const float* from = scratch.dq + tile * F::QUERIES * F::HS;
@@ -818,20 +811,19 @@ template <class F>
 void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
               void* dqkv, void* workspace, cudaStream_t stream) {
     const Scratch scratch(s, F::QUERIES, workspace);
-    const dim3 tiles(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
     prepare<bf16, F::HS, F::QUERIES>(s, scratch, out, dout, lse, true, stream);
     launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
            F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
            tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);
-    launch("attention", finish_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
+    launch("attention", finish_kernel<F>, scratch.grid(s), PREPARE_THREADS, 0, stream, dims(s), scratch,
            static_cast<bf16*>(dqkv));
 }
 
 }  // namespace
 
 Kernels flash::hopper_kernels(int64_t HS) {
-    if (HS == 64) return {forward<Forward<64, 3>>, backward<Backward64>, Backward64::QUERIES};
-    return {forward<Forward<128, 2>>, backward<Backward128>, Backward128::QUERIES};
+    if (HS == 64) return {forward<Forward<64>>, backward<Backward<64>>, Backward<64>::QUERIES};
+    return {forward<Forward<128>>, backward<Backward<128>>, Backward<128>::QUERIES};
 }
 
 }  // namespace coat
