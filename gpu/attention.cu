@@ -99,35 +99,27 @@ struct Fragment {   // a 16 x 16 operand, spread over a warp; two BF16 values pe
     uint32_t r[4];  // of a right operand r[0..1] are the first 8 columns, r[2..3] the others
 };
 
-__device__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
+template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
+    Fragment x;
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x.r[0]), "=r"(x.r[1]), "=r"(x.r[2]), "=r"(x.r[3])
+                     : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x.r[0]), "=r"(x.r[1]), "=r"(x.r[2]), "=r"(x.r[3])
+                     : "r"(address));
+    return x;
 }
-__device__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-template <class T> __device__ Fragment load_a(T tile, int row, int k) {
-    Fragment a;
+template <bool TRANSPOSED, class T>  // a left operand or, transposed, a right one: the tile is (k, n)
+__device__ Fragment load(T tile, int row, int col) {
     const int lane = threadIdx.x % WARP;
-    ldmatrix(a.r, tile.at(row + lane % 16, k + lane / 16 * 8));
-    return a;
+    return ldmatrix<TRANSPOSED>(tile.at(row + lane % 16, col + lane / 16 * 8));
 }
-template <class T>  // b = tile^T: the tile is (n, k)
-__device__ Fragment load_b_transposed(T tile, int k, int n) {
-    Fragment b;
+template <class T>  // a right operand: the tile is (n, k)
+__device__ Fragment load_right(T tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
-    ldmatrix(b.r, tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
-    return b;
-}
-template <class T>  // the tile is (k, n)
-__device__ Fragment load_b(T tile, int k, int n) {
-    Fragment b;
-    const int lane = threadIdx.x % WARP;
-    ldmatrix_transposed(b.r, tile.at(k + lane % 16, n + lane / 16 * 8));
-    return b;
+    return ldmatrix<false>(tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
 
 // c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns. c is spread as
@@ -146,19 +138,19 @@ template <int COLS, int R>
 __device__ void scores(Tile<bf16, COLS> x, int row, Tile<bf16, COLS> y, float (&s)[R]) {
 #pragma unroll
     for (int k = 0; k < COLS; k += 16) {
-        const Fragment a = load_a(x, row, k);
+        const Fragment a = load<false>(x, row, k);
 #pragma unroll
-        for (int n = 0; n < y.ROWS; n += 16) mma(&s[n / 2], a, load_b_transposed(y, k, n));
+        for (int n = 0; n < y.ROWS; n += 16) mma(&s[n / 2], a, load_right(y, n, k));
     }
 }
 template <int COLS, int R>
 __device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y, float (&s)[R]) {
     for (int k = 0; k < COLS; k += 4) {
         float4 a[2];
-        for (int i = 0; i < 2; i++) a[i] = load_shared4(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
+        for (int i = 0; i < 2; i++) a[i] = shared<float4>(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
 #pragma unroll
         for (int i = 0; i < R / 2; i++) {  // columns of s that this lane holds
-            const float4 b = load_shared4(y.at(i / 2 * 8 + fragment_col() + i % 2, k));
+            const float4 b = shared<float4>(y.at(i / 2 * 8 + fragment_col() + i % 2, k));
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 float& sum = s[i / 2 * 4 + j * 2 + i % 2];
@@ -176,7 +168,7 @@ __device__ void accumulate(const float (&p)[P], Tile<bf16, COLS> y, float (&acc)
         Fragment a;
         for (int i = 0; i < 4; i++) a.r[i] = pack(p[k / 2 + i * 2], p[k / 2 + i * 2 + 1]);
 #pragma unroll
-        for (int n = 0; n < COLS; n += 16) mma(&acc[n / 2], a, load_b(y, k, n));
+        for (int n = 0; n < COLS; n += 16) mma(&acc[n / 2], a, load<true>(y, k, n));
     }
 }
 template <int COLS, int P, int R>
@@ -187,7 +179,7 @@ __device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc
         for (int i = 0; i < 2; i++) a[i] = __shfl_sync(~0u, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
 #pragma unroll
         for (int n = 0; n < COLS; n += 8) {
-            const float2 b = load_shared2(y.at(k, n + fragment_col()));
+            const float2 b = shared<float2>(y.at(k, n + fragment_col()));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float* const sum = &acc[n / 2 + i * 2];
@@ -220,8 +212,8 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 template <class T>
 __global__ void __launch_bounds__(T::THREADS)
     forward_kernel(Heads d, const typename T::Real* qkv, typename T::Real* out, float* lse) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    extern __shared__ __align__(128) uint8_t all[];
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(all));
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
     const int first = (gridDim.z - 1 - blockIdx.z) * T::ROWS, warp_row = threadIdx.x / WARP * 16;
@@ -283,8 +275,8 @@ __global__ void __launch_bounds__(T::THREADS)
     backward_kernel(Heads d, const typename T::Real* qkv, const typename T::Real* gradient,
                     typename T::Real* dqkv, Scratch scratch) {
     constexpr bool KEYS = OWNER == Owner::Keys;
-    extern __shared__ __align__(128) uint8_t shared[];
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    extern __shared__ __align__(128) uint8_t all[];
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(all));
     const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
     auto stage = [&](int i) { return Stage<T>(base + 2 * T::BYTES + i % 2 * Stage<T>::BYTES); };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
@@ -334,7 +326,7 @@ __global__ void __launch_bounds__(T::THREADS)
         for (int n = 0; n < T::ROWS / 8; n++) {
             const int col = n * 8 + fragment_col();
             float2 lse{}, delta{};
-            if (KEYS) lse = load_shared2(in.lse + col * 4), delta = load_shared2(in.delta + col * 4);
+            if (KEYS) lse = shared<float2>(in.lse + col * 4), delta = shared<float2>(in.delta + col * 4);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float l = KEYS ? (i % 2 ? lse.y : lse.x) : own_lse[i / 2];

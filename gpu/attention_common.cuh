@@ -19,18 +19,9 @@ inline Dims dims(const AttentionShape& s) {
     return {int(s.T), int(s.NH), int(s.NKV), int(s.HS), 1.0f / std::sqrt(float(s.HS))};
 }
 
-inline __device__ float2 load_shared2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-    return x;
-}
-
-inline __device__ float4 load_shared4(uint32_t address) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address));
-    return x;
+// What lies at an address in shared memory; such addresses have 32 bits.
+template <class V> __device__ V& shared(uint32_t address) {
+    return *static_cast<V*>(__cvta_shared_to_generic(address));
 }
 
 // A tensor core spreads its output (16 rows, 2 R columns) over the registers of a warp. Lane l holds,

@@ -321,7 +321,7 @@ template <int HS_> struct Forward {  // sizes, and where things are in shared me
 // The work of a forward pass: one item is a tile of queries of one head. Blocks take items from a
 // counter, so that no multiprocessor is idle until the end. The longest tiles come first. Heads are
 // handled in sections whose keys and values fit in the L2 cache.
-struct Item {
+struct alignas(16) Item {
     int b, h, first, end;  // queries from first to end, or less than a tile of them; end 0: no item is left
 };
 struct Work {
@@ -354,9 +354,7 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
         const Item item = work.find<F>(d, atomicAdd(&counter->next, 1));
         const Barrier q_full = smem.barrier(F::Q_FULL, q.stage);
         smem.barrier(F::Q_EMPTY, q.stage).wait(q.parity ^ 1);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem.item(q.stage)), "r"(item.b),
-                     "r"(item.h), "r"(item.first), "r"(item.end)
-                     : "memory");
+        shared<Item>(smem.item(q.stage)) = item;
         if (item.end == 0) {
             q_full.arrive();  // the consumers leave
             break;
@@ -399,10 +397,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
 
     auto begin_item = [&] {
         smem.barrier(F::Q_FULL, q.stage).wait(q.parity);
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.b), "=r"(item.h), "=r"(item.first), "=r"(item.end)
-                     : "r"(smem.item(q.stage))
-                     : "memory");
+        item = shared<Item>(smem.item(q.stage));
         n = (item.end - 1) / F::KEYS;
         return item.end > 0;
     };
@@ -646,7 +641,7 @@ __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int
     for (int i = 0; i < R; i += 2) {
         const int block = (first_col / 8 + i / 4) ^ (row & 3);
         const uint32_t to = tile + ((row + i / 2 % 2 * 8) * HS + block * 8 + fragment_col()) * 4;
-        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(dq[i]), "f"(dq[i + 1]) : "memory");
+        shared<float2>(to) = {dq[i], dq[i + 1]};
     }
 }
 
@@ -657,7 +652,7 @@ template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float sca
 #pragma unroll
     for (int i = 0; i < R; i += 4) {
         const int col = i * 2 + fragment_col();
-        const float2 lse = load_shared2(stats + col * 4);
+        const float2 lse = shared<float2>(stats + col * 4);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             s[i + j] = fast_exp2(s[i + j] * scale - (j % 2 ? lse.y : lse.x));
@@ -671,7 +666,7 @@ template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float sca
 template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
 #pragma unroll
     for (int i = 0; i < R; i += 4) {
-        const float2 delta = load_shared2(deltas + (i * 2 + fragment_col()) * 4);
+        const float2 delta = shared<float2>(deltas + (i * 2 + fragment_col()) * 4);
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
             const float2 pair = unpack(p[i / 8][i / 2 % 4 + j / 2]);
