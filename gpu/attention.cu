@@ -15,7 +15,7 @@
 // dk and dv are sums over queries, dq is a sum over keys. Atomic additions would make the bits depend
 // on timing, so there are two passes. The first owns tiles of keys and loops over queries (dk, dv);
 // the second owns tiles of queries and loops over keys (dq). One kernel does both, because they
-// differ only in which side is the rows: see Owner. The price is that s and dp are computed twice.
+// differ only in which side is the rows: see KEYS. The price is that s and dp are computed twice.
 #include "attention_common.cuh"
 
 namespace coat {
@@ -32,7 +32,7 @@ template <class Real> struct Head {
 
 // Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
 struct Heads : Dims {
-    explicit Heads(const AttentionShape& s) : Dims(dims(s)) {}
+    using Dims::Dims;
     template <class Real> __device__ Head<Real> of(Real* x, int heads, int b, int h) const {
         return {x + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
@@ -42,7 +42,6 @@ struct Heads : Dims {
     template <class Real> __device__ Head<Real> k(Real* x, int b, int kv) const { return q(x, b, NH + kv); }
     template <class Real> __device__ Head<Real> v(Real* x, int b, int kv) const { return k(x, b, NKV + kv); }
     template <class Real> __device__ Head<Real> out(Real* x, int b, int h) const { return of(x, NH, b, h); }
-    __device__ int64_t row(int b, int h) const { return (int64_t(b) * NH + h) * T; }  // of (B, NH, T)
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -56,8 +55,7 @@ template <class Real_, int COLS_> struct Tile {
     using Real = Real_;
     static constexpr int COLS = COLS_, ROW_BYTES = COLS * int(sizeof(Real));
     static constexpr int ROWS = std::min(64, (16 << 10) / ROW_BYTES), BYTES = ROWS * ROW_BYTES;
-    static constexpr int WARPS = ROWS / 16,
-                         THREADS = WARPS * WARP;          // of a block: a warp owns 16 rows of a tile
+    static constexpr int THREADS = ROWS / 16 * WARP;      // of a block: a warp owns 16 rows of a tile
     static constexpr int CHUNK = 16 / int(sizeof(Real));  // elements
     uint32_t base;
     __device__ uint32_t at(int row, int col) const {
@@ -249,16 +247,14 @@ __global__ void __launch_bounds__(T::THREADS)
     for (int r = 0; r < 2; r++) {
         const int query = row + r * 8;
         sum[r] = quad_sum(sum[r]);
-        if (lane % 4 == 0 && query < d.T) lse[d.row(b, h) + query] = max[r] * d.scale + logf(sum[r]);
+        if (lane % 4 == 0 && query < d.T)
+            lse[(int64_t(b) * d.NH + h) * d.T + query] = max[r] * d.scale + logf(sum[r]);
     }
     write(d, d.out(out, b, h), first + warp_row, acc, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Backward
-
-// The pass that owns keys computes dk and dv; the pass that owns queries computes dq.
-enum class Owner { Keys, Queries };
 
 // What a pass of backward loads per step. There are two stages: one is loaded while the other is used.
 template <class T> struct Stage {
@@ -269,12 +265,12 @@ template <class T> struct Stage {
         : tile1{base}, tile2{base + T::BYTES}, lse(base + 2 * T::BYTES), delta(lse + T::ROWS * 4) {}
 };
 
+// KEYS: the pass that owns keys computes dk and dv; the pass that owns queries computes dq.
 // grid (NKV or NH, B, tiles of owned rows)
-template <class T, Owner OWNER>
+template <class T, bool KEYS>
 __global__ void __launch_bounds__(T::THREADS)
     backward_kernel(Heads d, const typename T::Real* qkv, const typename T::Real* gradient,
                     typename T::Real* dqkv, Scratch scratch) {
-    constexpr bool KEYS = OWNER == Owner::Keys;
     extern __shared__ __align__(128) uint8_t all[];
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(all));
     const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
@@ -350,7 +346,7 @@ __global__ void __launch_bounds__(T::THREADS)
 template <class T>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
-    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, Heads(s),
+    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s,
            static_cast<const typename T::Real*>(qkv), static_cast<typename T::Real*>(out), lse);
 }
 
@@ -363,12 +359,12 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     const dim3 queries(unsigned(s.NH), unsigned(s.B), unsigned(scratch.tiles));
     const dim3 keys(unsigned(s.NKV), queries.y, queries.z);
     auto pass = [&](auto kernel, dim3 grid) {
-        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * Stage<T>::BYTES, stream, Heads(s),
+        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * Stage<T>::BYTES, stream, s,
                static_cast<const Real*>(qkv), static_cast<const Real*>(dout), static_cast<Real*>(dqkv),
                scratch);
     };
-    pass(backward_kernel<T, Owner::Keys>, keys);
-    pass(backward_kernel<T, Owner::Queries>, queries);
+    pass(backward_kernel<T, true>, keys);
+    pass(backward_kernel<T, false>, queries);
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ constexpr int WARP = 32;
 
 struct Dims {
     int T, NH, NKV, HS;
-    float scale;                                                // 1 / sqrt(HS)
-    __host__ __device__ int group() const { return NH / NKV; }  // query heads that share a key/value head
+    float scale;  // 1 / sqrt(HS)
+    Dims(const AttentionShape& s)
+        : T(int(s.T)), NH(int(s.NH)), NKV(int(s.NKV)), HS(int(s.HS)), scale(1.0f / std::sqrt(float(s.HS))) {}
+    __device__ int group() const { return NH / NKV; }  // query heads that share a key/value head
 };
-inline Dims dims(const AttentionShape& s) {
-    return {int(s.T), int(s.NH), int(s.NKV), int(s.HS), 1.0f / std::sqrt(float(s.HS))};
-}
 
 // What lies at an address in shared memory; such addresses have 32 bits.
 template <class V> __device__ V& shared(uint32_t address) {
@@ -127,8 +126,8 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
 template <class Real, int COLS, int QUERIES>
 void prepare(const AttentionShape& s, const Scratch& scratch, const void* out, const void* dout,
              const float* lse, bool hopper, cudaStream_t stream) {
-    launch("attention", prepare_kernel<Real, COLS, QUERIES>, scratch.grid(s), PREPARE_THREADS, 0, stream,
-           dims(s), scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
+    launch("attention", prepare_kernel<Real, COLS, QUERIES>, scratch.grid(s), PREPARE_THREADS, 0, stream, s,
+           scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
 }
 
 // The kernels of attention.cuh for one format and range of head sizes. queries: of a tile of Scratch.

@@ -513,7 +513,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
     const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads),
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
     launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
-           stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), work,
+           stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), s, work,
            int(launches++ % COUNTERS), lse);
 }
 
@@ -809,8 +809,8 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     prepare<bf16, F::HS, F::QUERIES>(s, scratch, out, dout, lse, true, stream);
     launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
            F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
-           tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);
-    launch("attention", finish_kernel<F>, scratch.grid(s), PREPARE_THREADS, 0, stream, dims(s), scratch,
+           tensor_map(s, dqkv, s.qkv_cols()), s, scratch);
+    launch("attention", finish_kernel<F>, scratch.grid(s), PREPARE_THREADS, 0, stream, s, scratch,
            static_cast<bf16*>(dqkv));
 }
 

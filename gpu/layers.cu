@@ -287,7 +287,8 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
     with_dense(logits, [&](auto x) {
         using T = typename decltype(x)::Compute;
         const int row = static_cast<int>(logits.cols * sizeof(T));
-        const bool cached = row <= shared_memory_limit() - 2048;  // beside the block's sums
+        static const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
+        const bool cached = row <= limit - 2048;  // beside the block's sums
         const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
         launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
                x, logits.cols, V, targets, scale, losses);
@@ -411,7 +412,11 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
             for (int j = 0; j < CHUNK; j++) total[j] += sums[r][threadIdx.x][j];
         __syncthreads();
     }
-    if (threadIdx.y == 0 && col < C) gradient.add(rows.token * C + col, total);
+    if (threadIdx.y != 0 || col >= C) return;
+    Values sum;
+    gradient.load_values(rows.token * C + col, sum);
+    for (int j = 0; j < CHUNK; j++) sum[j] += total[j];
+    gradient.round_and_store(rows.token * C + col, sum, true);
 }
 
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,

@@ -9,32 +9,24 @@
 namespace coat::gpu {
 namespace {
 
-// Where the scale of an element is: one for the tensor, in a grid of blocks, or (where neither is given) its
-// group's own.
-struct ScaleSource {
-    const AmaxAndScale* tensor = nullptr;
-    ScaleGrid blocks{};
-
-    __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
-        if (blocks.scales) return *blocks.at(row, col);
-        if (!tensor) return group;
-        return tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax);
-    }
-};
-
+// The scale of an element is that of the tensor, of its block or (where both are null) of its group.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS)
-    measure_kernel(Producer x, int64_t rows, ScaleSource scales, bool e5m2, float fmax, QuantStats* stats) {
+    measure_kernel(Producer x, int64_t rows, const AmaxAndScale* tensor, ScaleGrid blocks, bool e5m2,
+                   float fmax, QuantStats* stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            const float group = Groups::group_scale(v[p]);  // both threads of a group compute it
+            float scale = Groups::group_scale(v[p]);  // both threads of a group compute it
+            if (tensor)
+                scale = tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax);
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
-                const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
-                const float back = quantize_and_decode(e5m2, v[p][j], scale);
+                if (blocks.scales) scale = *blocks.at(at.row + i, p * x.width + at.col + j);
+                const uint32_t code = encode2(e5m2, __fmul_rn(v[p][j], __frcp_rn(scale)), 0);
+                const float back = decode2(e5m2, code).x * scale;
                 // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
                 const double error = double(v[p][j]) - double(back);
@@ -61,19 +53,19 @@ __global__ void __launch_bounds__(TILE_THREADS)
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     if (!stats || x.rows == 0) return;
     const Quant& q = out.view.quant;
-    auto with_scales = [&](const ScaleSource& scales) {
+    auto with_scales = [&](const AmaxAndScale* tensor, const ScaleGrid& blocks) {
         with_producer<true>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-                   TILE_THREADS, 0, s, producer, x.rows, scales, q.format == Format::E5M2, info(q.format).max,
-                   stats);
+                   TILE_THREADS, 0, s, producer, x.rows, tensor, blocks, q.format == Format::E5M2,
+                   info(q.format).max, stats);
         });
     };
-    if (in_groups(q)) return with_scales({});
-    if (q.granularity == PER_TENSOR) return with_scales({amax_and_scale(out.view), {}});
+    if (in_groups(q)) return with_scales(nullptr, {});
+    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale(out.view), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones
-        if (grid.scales && !same) with_scales({nullptr, grid});
+        if (grid.scales && !same) with_scales(nullptr, grid);
     }
 }
 

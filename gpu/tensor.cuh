@@ -92,10 +92,6 @@ inline int multiprocessors() {
     static const int count = device_attribute(cudaDevAttrMultiProcessorCount, 132);
     return count;
 }
-inline int shared_memory_limit() {  // bytes of one block
-    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
-    return bytes;
-}
 
 #ifdef __CUDACC__
 
@@ -198,10 +194,6 @@ inline __device__ float scale_of(float fmax, float amax) {
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
-}
-// x, quantized and decoded again.
-inline __device__ float quantize_and_decode(bool e5m2, float x, float scale) {
-    return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
 }
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
@@ -350,13 +342,13 @@ struct EitherDense {
     bool f32;
 
     template <class F> __device__ void with(F f) const {
-        if (f32) f(Dense<float>{static_cast<float*>(data)});
-        else f(Dense<bf16>{static_cast<bf16*>(data)});
+        if (f32) f(dense<float>(data));
+        else f(dense<bf16>(data));
     }
     using Raw = Dense<float>::Raw;  // of BF16 elements the first half
     __device__ Raw load(int64_t i) const {
-        if (f32) return Dense<float>{static_cast<float*>(data)}.load(i);
-        const auto half = Dense<bf16>{static_cast<bf16*>(data)}.load(i);
+        if (f32) return dense<float>(data).load(i);
+        const auto half = dense<bf16>(data).load(i);
         return {half.words[0], half.words[1], half.words[2], half.words[3]};
     }
     __device__ void values(const Raw& raw, Values& v) const {
@@ -365,15 +357,6 @@ struct EitherDense {
     __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
     __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         with([&](auto x) { x.round_and_store(i, v, live); });
-    }
-    __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
-        with([&](auto x) {
-            Values v;
-            x.values(x.load(i), v);
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) v[j] += sum[j];
-            x.round_and_store(i, v, true);
-        });
     }
 };
 inline EitherDense either_dense(const void* data, Format f) {
