@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
                      QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
-    measure_groups(stored(x), stats, s);
+    measure(stored(x), {groups}, stats, s);
     auto run = [&](auto producer, auto takes_amax) {
         const auto kernel = quantize_groups_kernel<decltype(producer), takes_amax()>;
         launch("quantize_groups", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
@@ -189,7 +189,7 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS,
                    0, s, producer, x.rows, either_dense(out.view));
         });
-    if (in_groups(q)) return quantize_groups(x.input, out.view, false, {}, stats, s);
+    if (q == Q_GROUP) return quantize_groups(x.input, out.view, false, {}, stats, s);
     const bool in_blocks = !(q.granularity == PER_TENSOR);
     if (in_blocks) block_scales(x, out, s);
     measure(x, out, stats, s);  // first, because the codes may overwrite x

@@ -267,7 +267,7 @@ private:
         measure_norm_input(next);
     }
     void measure_norm_input(const Norm& n) const {
-        if (n.in.quant.fp8()) measure_groups(stored(stream_at(n)), stats_of(Kind::NormInput), cuda_);
+        if (n.in.quant.fp8()) measure(stored(stream_at(n)), {n.in}, stats_of(Kind::NormInput), cuda_);
     }
     // residual_gradient() = g_in + the gradient of the norm's input. In a block g_in is the same memory; at
     // the head, where the residual stream ends, it is no tensor.

@@ -210,8 +210,7 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 template <class T>
 __global__ void __launch_bounds__(T::THREADS)
     forward_kernel(Heads d, const typename T::Real* qkv, typename T::Real* out, float* lse) {
-    extern __shared__ __align__(128) uint8_t all[];
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(all));
+    const uint32_t base = dynamic_shared_memory(1);
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
     const int first = (gridDim.z - 1 - blockIdx.z) * T::ROWS, warp_row = threadIdx.x / WARP * 16;
@@ -271,8 +270,7 @@ template <class T, bool KEYS>
 __global__ void __launch_bounds__(T::THREADS)
     backward_kernel(Heads d, const typename T::Real* qkv, const typename T::Real* gradient,
                     typename T::Real* dqkv, Scratch scratch) {
-    extern __shared__ __align__(128) uint8_t all[];
-    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(all));
+    const uint32_t base = dynamic_shared_memory(1);
     const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
     auto stage = [&](int i) { return Stage<T>(base + 2 * T::BYTES + i % 2 * Stage<T>::BYTES); };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();

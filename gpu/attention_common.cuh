@@ -23,6 +23,11 @@ template <class V> __device__ V& shared(uint32_t address) {
     return *static_cast<V*>(__cvta_shared_to_generic(address));
 }
 
+inline __device__ uint32_t dynamic_shared_memory(uint32_t alignment) {
+    extern __shared__ uint8_t all[];
+    return (static_cast<uint32_t>(__cvta_generic_to_shared(all)) + alignment - 1) & ~(alignment - 1);
+}
+
 // A tensor core spreads its output (16 rows, 2 R columns) over the registers of a warp. Lane l holds,
 // at index i, the element of row l / 4 + (i & 2) * 4 and column i / 4 * 8 + l % 4 * 2 + (i & 1). So a
 // quad of lanes (four neighbours) holds two rows, 8 apart, and a sum over a row is a sum over a quad.

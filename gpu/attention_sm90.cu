@@ -280,11 +280,6 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
-__device__ uint32_t dynamic_shared_memory() {  // from a multiple of 1024 on, the period of the swizzle
-    extern __shared__ uint8_t raw[];
-    return (static_cast<uint32_t>(__cvta_generic_to_shared(raw)) + 1023) & ~1023u;
-}
-
 // To be called by all lanes of a warp: the warp no longer needs the buffer that the barrier guards.
 __device__ void release(Barrier empty) {
     __syncwarp();
@@ -493,7 +488,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d,
                    Work work, int counter, float* lse) {
     if (!HOPPER) return __trap();
-    const F smem{dynamic_shared_memory()};
+    const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
     __syncthreads();
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
@@ -760,7 +755,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout,
                     const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch) {
     if (!HOPPER) return __trap();
-    const F smem{dynamic_shared_memory()};
+    const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     __shared__ int number;
     if (threadIdx.x == 0) {
         number = atomicAdd(scratch.next, 1);

@@ -11,11 +11,6 @@ namespace coat::gpu {
 // row-major, and transposed. Nothing where stats is null.
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
-// The same for groups that are not stored.
-inline void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s) {
-    measure(x, {View{nullptr, nullptr, x.rows, x.cols, Q_GROUP}}, stats, s);
-}
-
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. Of a large parameter only a part is measured; the report then says so. Waits for the stream.
 void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,

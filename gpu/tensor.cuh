@@ -322,7 +322,6 @@ template <class T> __host__ __device__ Dense<T> dense(const void* p) {
 inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
-inline bool in_groups(const Quant& q) { return q == Q_GROUP; }
 
 // Calls f with the Storage of a tensor: BF16 or FP32.
 template <class F> void with_dense(const View& v, F f) {
@@ -331,7 +330,7 @@ template <class F> void with_dense(const View& v, F f) {
 }
 // The same, or groups.
 template <class F> void with_storage(const View& v, F f) {
-    if (!in_groups(v.quant)) return with_dense(v, f);
+    if (!(v.quant == Q_GROUP)) return with_dense(v, f);
     f(groups_of(v));
 }
 
