@@ -516,10 +516,9 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
 // Backward: prepare_kernel, backward_kernel, finish_kernel
 
 template <int HS_> struct Backward {  // sizes, and where things are in shared memory
-    static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, STAGES = 2;
+    static constexpr int HS = HS_, CONSUMERS = 2, THREADS = 3 * WARPGROUP, KEYS = 128, STAGES = 2;
     // As many as registers allow: fewer barriers per query.
     static constexpr int QUERIES = HS == 64 ? 128 : 64;
-    static constexpr int THREADS = 3 * WARPGROUP;
     // A consumer warpgroup computes 64 rows of a tile of dq, or half of its columns if QUERIES is 64.
     static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
     static constexpr int KV_BYTES = KEYS * HS * 2, Q_BYTES = QUERIES * HS * 2, DS_BYTES = KEYS * QUERIES * 2;

@@ -287,7 +287,7 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
     with_dense(logits, [&](auto x) {
         using T = typename decltype(x)::Compute;
         const int row = static_cast<int>(logits.cols * sizeof(T));
-        static const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
+        const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
         const bool cached = row <= limit - 2048;  // beside the block's sums
         const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
         launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,

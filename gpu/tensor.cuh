@@ -88,10 +88,7 @@ inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
-inline int multiprocessors() {
-    static const int count = device_attribute(cudaDevAttrMultiProcessorCount, 132);
-    return count;
-}
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 #ifdef __CUDACC__
 
