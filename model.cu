@@ -28,23 +28,15 @@ namespace {
 using namespace gpu;
 
 struct Block {
-    View saved[6];        // by Saved (coat.h, saved_per_layer)
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     size_t qk_norm;       // Qwen3's
     LinearLayer qkv, attention_out, gate_up, down;
+    View saved[6]{};  // by Saved (coat.h, saved_per_layer)
 };
 
 class Network final : public GpuModel {
 public:
-    Network(const Setup& s, int64_t bytes, bool cache_weights)
-        : GpuModel(s, bytes, cache_weights), embedding_(state_.number("embedding")),
-          final_norm_(state_.number("final_norm.weight")),
-          positions_(rotary_ ? embedding_ : state_.number("positions")),
-          final_input_(arena_.take(gpu_tokens(setup_) * config_.C * info(recipe_.compute).bytes)),
-          norm_partials_(arena_.take<float>(norm_backward_workspace(config_.C) / sizeof(float))),
-          norm_statistics_(arena_.take<float2>(gpu_tokens(setup_))),
-          losses_(arena_.take<float>(setup_.B * setup_.T)),
-          rope_table_(arena_.take<float2>(rotary_ ? setup_.T * config_.HS() / 2 : 0)) {
+    Network(const Setup& s, int64_t bytes, bool cache_weights) : GpuModel(s, bytes, cache_weights) {
         blocks_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) blocks_.push_back(make_block(l));
         if (rotary_) rope_table(config_, setup_.T, rope_table_, cuda_);
@@ -60,15 +52,17 @@ private:
         recipe_.x.granularity == PER_TENSOR;
     const bool qkv_in_place_ = Quant{recipe_.compute}.bytes(16, config_.qkv_cols()) <=
                                recipe_.nonlinear.bytes(16, config_.gate_up_cols());
-    const size_t embedding_, final_norm_, positions_;  // parameters
+    // Numbers of parameters.
+    const size_t embedding_ = state_.number("embedding"), final_norm_ = state_.number("final_norm.weight"),
+                 positions_ = rotary_ ? embedding_ : state_.number("positions");
     std::vector<Block> blocks_;
     // Memory that is used in every phase of a step: the final norm's input, then the gradient of the residual
     // stream; sums and statistics of norms; losses.
-    uint8_t* const final_input_;
-    float* const norm_partials_;
-    float2* const norm_statistics_;
-    float* const losses_;
-    float2* const rope_table_;
+    void* const final_input_ = arena_.take(gpu_tokens(setup_) * config_.C * info(recipe_.compute).bytes);
+    float* const norm_partials_ = arena_.take<float>(norm_backward_workspace(config_.C) / sizeof(float));
+    float2* const norm_statistics_ = arena_.take<float2>(gpu_tokens(setup_));
+    float* const losses_ = arena_.take<float>(setup_.B * setup_.T);
+    float2* const rope_table_ = arena_.take<float2>(rotary_ ? setup_.T * config_.HS() / 2 : 0);
     void* residual_ = nullptr;  // the residual stream, where inputs of norms are saved in groups
 
     // --- The passes, as gpu_model.cuh calls them
@@ -103,7 +97,8 @@ private:
         forward();
         exchange_.make_ready(exchange_.head_stage(), Exchange::NONE);
         const Arena::Scope scope(arena_);
-        convert(head_part(N_ - 1, 1).logits, {logits, nullptr, 1, config_.padded_V(), Q_F32}, cuda_);
+        const View last = logits_of(N_ - 1, compute_view(1, config_.C));
+        convert(last, {logits, nullptr, 1, last.cols, Q_F32}, cuda_);
     }
     void make_cached_weights() override {
         for (Block& b : blocks_)
@@ -166,21 +161,21 @@ private:
             {
                 // down projection: wgrad, then dgrad: dact (N, F), the gradient of the activation's output
                 const Arena::Scope scope(arena_);
-                begin_bucket(b.down.bucket);
+                begin_bucket(b.down.bucket());
                 const Operand g8 = b.down.gradient_operand(stored(g), nullptr);
                 b.down.wgrad(g8, activation(gated_, gate_up));
                 const View dact = compute_view(N_, config_.F);
                 b.down.dgrad(g8, dact);
-                end_bucket(b.down.bucket);
+                end_bucket(b.down.bucket());
                 // activation
-                begin_bucket(b.gate_up.bucket);
+                begin_bucket(b.gate_up.bucket());
                 b.gate_up.gradient_operand(activation_backward(gated_, gate_up, dact), b.gate_up.g_amax(),
                                            &dgate_up);
             }
             // gate and up projection, dgrad; norm 2; wgrad
             dgrad_and_norm(b.gate_up, dgate_up, norm2, b.norm2, b.attention_out.g_amax());
             b.gate_up.wgrad(dgate_up, norm(norm2));
-            end_bucket(b.gate_up.bucket);
+            end_bucket(b.gate_up.bucket());
         }
         // The memory of gate and up is free now: dqkv lies there if it fits
         const Arena::Scope scope(arena_);
@@ -190,16 +185,16 @@ private:
             const Arena::Scope scope(arena_);
             const View dout = compute_view(N_, config_.q_cols());
             // attention output projection: wgrad, then dgrad
-            begin_bucket(b.attention_out.bucket);
+            begin_bucket(b.attention_out.bucket());
             {
                 const Arena::Scope scope(arena_);
                 const Operand g8 = b.attention_out.gradient_operand(stored(g), nullptr);
                 b.attention_out.wgrad(g8, stored(saved_out));
                 b.attention_out.dgrad(g8, dout);
             }
-            end_bucket(b.attention_out.bucket);
+            end_bucket(b.attention_out.bucket());
             // attention
-            begin_bucket(b.qkv.bucket);
+            begin_bucket(b.qkv.bucket());
             const View qkv = load_attention(saved(b, Saved::Qkv)), out = load_attention(saved_out);
             void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention())));
             attention_backward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), dout.data,
@@ -215,7 +210,7 @@ private:
             b.qkv.gradient_operand(stored(dqkv), rotary_ && !qk_norm_ ? nullptr : b.qkv.g_amax());
         dgrad_and_norm(b.qkv, g8, norm1, b.norm1, l > 0 ? blocks_[l - 1].down.g_amax() : nullptr);
         b.qkv.wgrad(g8, norm(norm1));
-        end_bucket(b.qkv.bucket);
+        end_bucket(b.qkv.bucket());
     }
 
     // g8 -> dx -> the gradient of the norm's input, which is added to that of the residual stream.
@@ -302,18 +297,15 @@ private:
     }
 
     // --- Head
-    // The final norm's output and the logits (n, padded_V) of the tokens from `first` on.
-    struct HeadPart {
-        View y, logits;
-    };
-    HeadPart head_part(int64_t first, int64_t n) {
-        const HeadPart part{compute_view(n, config_.C), compute_view(n, config_.padded_V())};
+    // The logits (n, padded_V) of the tokens from `first` on; y (n, C) becomes the final norm's output.
+    View logits_of(int64_t first, const View& y) {
+        const View logits = compute_view(y.rows, config_.padded_V());
         Norm of_part = final_norm();
-        of_part.in = rows(of_part.in, first, n);
+        of_part.in = rows(of_part.in, first, y.rows);
         of_part.stats += first;
-        quantize(norm(of_part), {part.y}, stats_of(Kind::LinearInput), cuda_);
-        gemms_.run(Gemm::Fprop, {part.y}, {state_.weight(head_weight_)}, part.logits, false, nullptr, cuda_);
-        return part;
+        quantize(norm(of_part), {y}, stats_of(Kind::LinearInput), cuda_);
+        gemms_.run(Gemm::Fprop, {y}, {state_.weight(head_weight_)}, logits, false, nullptr, cuda_);
+        return logits;
     }
     // In backward also the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time;
     // their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
@@ -323,30 +315,29 @@ private:
         const View gradient = state_.gradient(head_weight_);
         const View dy = backward ? compute_view(N_, config_.C) : View{};
         const bool in_fp32 = backward && head_sum_apart(setup_);
-        const int64_t elements = gradient.rows * gradient.cols;
         View sum = gradient;
-        if (in_fp32) sum.data = arena_.take<float>(elements), sum.quant = Q_F32;
-        exchange_.make_ready(exchange_.head_stage(), backward ? exchange_.head_stage() - 1 : Exchange::NONE);
+        if (in_fp32) sum.data = arena_.take<float>(sum.rows * sum.cols), sum.quant = Q_F32;
+        const int64_t head_stage = exchange_.head_stage();
+        exchange_.make_ready(head_stage, backward ? head_stage - 1 : Exchange::NONE);
         if (backward) exchange_.wait_for_bucket(state_.params[head_weight_].bucket);
-        if (in_fp32 && !assigns()) convert(gradient, sum, cuda_);  // BF16 to FP32
+        if (in_fp32 && !linear_.assigns) convert(gradient, sum, cuda_);  // BF16 to FP32
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const Arena::Scope scope(arena_);
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
-            const HeadPart part = head_part(first, n);
-            cross_entropy(part.logits, config_.V, targets_ + first,
+            const View y = compute_view(n, config_.C), logits = logits_of(first, y);
+            cross_entropy(logits, config_.V, targets_ + first,
                           backward ? &device_.results->loss_scale : nullptr, losses_ + first, cuda_);
             if (!backward) continue;
-            gemms_.run(Gemm::Wgrad, {part.logits}, {part.y}, sum, !(assigns() && first == 0), nullptr, cuda_);
-            gemms_.run(Gemm::Dgrad, {part.logits}, {state_.weight(head_weight_)}, rows(dy, first, n), false,
+            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(linear_.assigns && first == 0), nullptr, cuda_);
+            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_weight_)}, rows(dy, first, n), false,
                        nullptr, cuda_);
         }
         loss_sum(losses_, N_, &device_.results->loss_scale, &device_.results->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) convert(sum, gradient, cuda_);  // FP32 to BF16
-        const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
-        begin_bucket(bucket);  // clears gradients of the final norm; a GEMM has written the head's
+        begin_bucket(head_stage);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, blocks_.back().down.g_amax());
-        end_bucket(bucket);
+        end_bucket(head_stage);
     }
 
     // --- Views
@@ -367,12 +358,8 @@ private:
     View residual_gradient() const { return final_input(); }
     Norm norm_of(size_t weight, const View& in) const {
         const bool rms = config_.arch.rms;
-        return {in,
-                state_.weight(weight).data,
-                rms ? nullptr : state_.weight(weight + 1).data,
-                norm_statistics_,
-                rms,
-                config_.norm_eps};
+        const void* const bias = rms ? nullptr : state_.weight(weight + 1).data;
+        return {in, state_.weight(weight).data, bias, norm_statistics_, rms, config_.norm_eps};
     }
     Norm norm1_of(const Block& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
     Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
@@ -387,15 +374,10 @@ private:
 
     Block make_block(int64_t l) {
         const int64_t N = gpu_tokens(setup_);
-        const std::string name = "layers." + std::to_string(l) + ".";
-        auto linear = [&](const char* of) { return LinearLayer(linear_, state_.number(name + of)); };
-        Block b{{},
-                state_.number(name + "norm1.weight"),
-                state_.number(name + "norm2.weight"),
-                qk_norm_ ? state_.number(name + "qk_norm.weight") : 0,
-                linear("qkv"),
-                linear("attention_out"),
-                linear("gate_up"),
+        auto number = [&](const char* of) { return state_.number(concat("layers.", l, ".", of)); };
+        auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
+        Block b{number("norm1.weight"), number("norm2.weight"),  qk_norm_ ? number("qk_norm.weight") : 0,
+                linear("qkv"),          linear("attention_out"), linear("gate_up"),
                 linear("down")};
         uint8_t* here = state_.saved(l);
         for (const SavedTensor& t : saved_per_layer(setup_)) {

@@ -14,12 +14,8 @@ class GpuModel : public Model {
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
-        : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.fast),
-          connected_(connect_gpus(setup_, arena_, cuda_)), exchange_(device_, state_, peers_),
-          state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
-                                           caches_weights},
-          tokens_(arena_.take<int32_t>(batch_tokens())), targets_(arena_.take<int32_t>(batch_tokens())),
-          order_(arena_.take<int32_t>(batch_tokens())), token_rows_(arena_.take<TokenRows>(batch_tokens())) {
+        : device_(s, bytes), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
+                                     caches_weights} {
         clear(device_.results, sizeof(Results), cuda_);
         weights_changed();
     }
@@ -63,9 +59,7 @@ public:
         begin(1);
         start_pass(tokens, tokens, 1, n);
         last_logits(gemms_.scratch());
-        device_.wait();
-        copy(logits, gemms_.scratch(), config_.V * 4, cuda_);
-        device_.wait();
+        fetch(logits, gemms_.scratch(), config_.V * 4);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -74,11 +68,9 @@ public:
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
         run(0, tokens, targets);
         peers_.make_compute_wait();
-        device_.wait();
+        fetch(report_.kinds, device_.results->stats, sizeof(device_.results->stats));
         report_.k_m = state_.expansion_factors(false);
         report_.k_v = state_.expansion_factors(true);
-        copy(report_.kinds, device_.results->stats, sizeof(device_.results->stats), cuda_);
-        device_.wait();
         // Where weights travel as codes, each rank has measured those that it made.
         QuantStats& weights = report_.kinds[static_cast<int>(Kind::Weight)];
         if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
@@ -114,24 +106,21 @@ protected:
     const ModelConfig& config_ = setup_.config;
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t cuda_ = device_.stream;
-    Gemms gemms_;
-    const std::unique_ptr<Peers> connected_;
+    Gemms gemms_{arena_.take(Gemms::SCRATCH), recipe_.fast};
+    const std::unique_ptr<Peers> connected_ = connect_gpus(setup_, arena_, cuda_);
     Peers& peers_ = *connected_;
-    Exchange exchange_;
-    State state_;
+    Exchange exchange_{device_, state_, peers_};
+    State state_{device_, peers_};
     LinearContext linear_;
     const size_t head_weight_ = state_.number(config_.tied ? "embedding" : "head");
     int64_t B_ = 0, T_ = 0, N_ = 0;  // of the pass that runs: sequences, tokens of each, tokens in all
 
-    // Whether gradients are assigned, not added: by the first micro-batch of a step. Several ranks sum what
-    // each micro-batch gives right away, so every one assigns.
-    bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
-    // Where assigns(), GEMMs write gradients and do not add. All other kernels add, so their gradients are
-    // cleared first. A tied embedding has the head's part already.
+    // Where linear_.assigns, GEMMs write gradients and do not add. All other kernels add, so their gradients
+    // are cleared first. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
         exchange_.wait_for_bucket(number);
         const BucketRange& bucket = state_.buckets[number];
-        for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
+        for (size_t i = bucket.first; linear_.assigns && i < bucket.last; i++) {
             const Param& p = state_.params[i];
             if (!p.role.linear && i != head_weight_)
                 clear(state_.gradient(i).data, p.padded_size() * state_.gradient_bytes, cuda_);
@@ -149,8 +138,10 @@ protected:
     }
 
     // Of the pass that runs, on the device.
-    int32_t *const tokens_, *const targets_, *const order_;
-    TokenRows* const token_rows_;
+    int32_t* const tokens_ = arena_.take<int32_t>(batch_tokens());
+    int32_t* const targets_ = arena_.take<int32_t>(batch_tokens());
+    int32_t* const order_ = arena_.take<int32_t>(batch_tokens());
+    TokenRows* const token_rows_ = arena_.take<TokenRows>(batch_tokens());
 
 private:
     CudaGraph first_micro_batch_, later_micro_batch_;
@@ -170,7 +161,12 @@ private:
     }
 
     // Copies from and to the host may wait for what runs, and would not notice that another rank has ended.
-    // So what runs is waited for first, here and above.
+    // So what runs is waited for first.
+    void fetch(void* to, const void* from, int64_t bytes) const {
+        device_.wait();
+        copy(to, from, bytes, cuda_);
+        device_.wait();
+    }
     void start_pass(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         device_.wait();
@@ -204,12 +200,12 @@ private:
     // its delayed scale. Meanwhile the host sorts the tokens for the gradient of the embedding.
     void run(int64_t micro_batch, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = micro_batch;
-        linear_.assigns = assigns();
+        linear_.assigns = micro_batch == 0 || peers_.several();
         start_pass(tokens, targets, setup_.B, setup_.T);
         auto work = [&] { pass(true); };
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         if (!all_loaded_ || state_.stats || buckets_travel || state_.some_without_history) work();
-        else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
+        else (linear_.assigns ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         const EmbeddingOrder sorted = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());
         device_.wait();
@@ -224,9 +220,7 @@ private:
     }
     Outcome finish() {
         Outcome outcome{};
-        device_.wait();
-        copy(&outcome, &device_.results->outcome, sizeof outcome, cuda_);
-        device_.wait();
+        fetch(&outcome, &device_.results->outcome, sizeof outcome);
         return outcome;
     }
 };

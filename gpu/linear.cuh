@@ -19,24 +19,18 @@ struct LinearContext {
     Gemms& gemms;
     const LinearFormats formats;
     const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
-    bool assigns = true;        // in the pass that runs, gradients are assigned, not added
+    // In the pass that runs, gradients are assigned, not added: in that of a step's first micro-batch.
+    // Several ranks sum what each micro-batch gives right away, so every one assigns.
+    bool assigns = true;
 };
 
 class LinearLayer {
 public:
     // param: number of the weight (out, in). A bias (out) is the parameter that follows it.
-    LinearLayer(LinearContext& context, size_t param)
-        : bucket(context.state.params[param].bucket), c_(context), param_(param),
-          biased_(c_.state.params[param + 1].name == c_.state.params[param].name + ".bias"),
-          out_(c_.state.params[param].rows), in_(c_.state.params[param].cols),
-          cached_(c_.caches_weights ? arena().take(c_.formats.w.operand_bytes(out_, in_) +
-                                                   c_.formats.w.operand_bytes(in_, out_))
-                                    : nullptr),
-          x_scale_(c_.state.operand_scales(LinearOperand::X) + bucket - 1),
-          w_scale_(c_.state.weight_scale(param)),
-          g_scale_(c_.state.operand_scales(LinearOperand::G) + bucket - 1) {}
+    LinearLayer(LinearContext& context, size_t param) : c_(context), param_(param) {}
 
-    const int64_t bucket;  // of its gradients (0: embeddings); the stage in which its weight is gathered
+    // Of its gradients (0: embeddings); it is also the stage in which its weight is gathered.
+    int64_t bucket() const { return weight().bucket; }
 
     // Where the producers of the input and of the output's gradient must put their amaxes; null if nobody
     // needs them.
@@ -47,26 +41,23 @@ public:
     // y = x w^T + bias
     void forward(const Lazy& x, const View& y) {
         const Arena::Scope scope(arena());
-        const Operand x8 = input_operand(x, Gemm::Fprop), w8 = weight_operand(Gemm::Fprop);
+        const Operand x8 = make_operand(x, Kind::LinearInput, false), w8 = weight_operand(false);
         const void* const bias = biased_ ? c_.state.weight(param_ + 1).data : nullptr;
         c_.gemms.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias, stream());
     }
     void dgrad(const Operand& g8, const View& dx) {
         const Arena::Scope scope(arena());
-        c_.gemms.run(Gemm::Dgrad, g8, weight_operand(Gemm::Dgrad), dx, false, nullptr, stream());
+        c_.gemms.run(Gemm::Dgrad, g8, weight_operand(true), dx, false, nullptr, stream());
     }
     void wgrad(const Operand& g8, const Lazy& x) {
         const Arena::Scope scope(arena());
-        c_.gemms.run(Gemm::Wgrad, g8, input_operand(x, Gemm::Wgrad), c_.state.gradient(param_), !c_.assigns,
-                     nullptr, stream());
+        c_.gemms.run(Gemm::Wgrad, g8, make_operand(x, Kind::LinearInput, true), c_.state.gradient(param_),
+                     !c_.assigns, nullptr, stream());
     }
 
     // Memory for g8 (n, out), in the caller's scope. place: of the codes for dgrad, if they go elsewhere.
     Operand take_gradient(int64_t n, void* place = nullptr) {
-        const Quant& q = c_.formats.g;
-        void* const codes = place ? place : arena().take(q.operand_bytes(n, out_));
-        void* const transposed = q.fp8() ? arena().take(q.operand_bytes(out_, n)) : nullptr;
-        return operand_at(n, out_, q, codes, transposed, g_scale_);
+        return take_operand(n, out_, c_.formats.g, true, c_.formats.g.fp8(), g_scale_, place);
     }
     // g8, for dgrad (which reduces over its columns) and wgrad (over its rows), in memory that was taken for
     // it or is taken now; and the gradient of the bias. The amax of g is taken here, into *amax, unless that
@@ -84,41 +75,48 @@ public:
 
     void make_cached_weight() {
         measure_weight_amax();
-        quantize(stored(c_.state.weight(param_)), cached_operand(), c_.state.stats_of(Kind::Weight),
-                 stream());
+        quantize(stored(c_.state.weight(param_)), cached_, c_.state.stats_of(Kind::Weight), stream());
     }
 
 private:
     LinearContext& c_;
     const size_t param_;
-    const bool biased_;
-    const int64_t out_, in_;
-    uint8_t* const cached_;  // codes and scales of the weight, and behind them the transposed ones; or null
-    AmaxAndScale *const x_scale_, *const w_scale_, *const g_scale_;
+    const bool biased_ = c_.state.params[param_ + 1].name == weight().name + ".bias";
+    const int64_t out_ = weight().rows, in_ = weight().cols;
+    AmaxAndScale* const x_scale_ = c_.state.operand_scales(LinearOperand::X) + bucket() - 1;
+    AmaxAndScale* const w_scale_ = c_.state.weight_scale(param_);
+    AmaxAndScale* const g_scale_ = c_.state.operand_scales(LinearOperand::G) + bucket() - 1;
+    const Operand cached_ =
+        c_.caches_weights ? take_operand(out_, in_, c_.formats.w, true, true, w_scale_) : Operand{};
 
+    const Param& weight() const { return c_.state.params[param_]; }
     Arena& arena() const { return c_.device.arena; }
     cudaStream_t stream() const { return c_.device.stream; }
 
     // --- Operands
     // A dense tensor that is stored in the wanted format is used in place.
     static bool stored_dense(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
-    // A per-tensor scale is in its AmaxAndScale; other scales lie right behind the codes.
-    static Operand operand_at(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed,
-                              AmaxAndScale* scale) {
-        if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, transposed};
+    // Memory for an operand's codes, at `place` if that is not null, and for its transposed codes, or for one
+    // of these. A per-tensor scale is in its AmaxAndScale; other scales lie right behind the codes.
+    Operand take_operand(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed,
+                         AmaxAndScale* scale, void* place = nullptr) const {
+        void* const codes = place || !plain ? place : arena().take(q.operand_bytes(rows, cols));
+        void* const others = transposed ? arena().take(q.operand_bytes(cols, rows)) : nullptr;
+        if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, others};
         auto behind = [&](void* p) {
             return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr;
         };
-        return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), scale};
+        return {{codes, behind(codes), rows, cols, q}, others, behind(others), scale};
     }
-    // x as an operand for a GEMM that reduces over its columns or (transposed) its rows.
-    Operand make_operand(const Lazy& x, const Quant& q, bool transposed, AmaxAndScale* scale, Kind kind) {
+    // The input or the weight for a GEMM that reduces over its columns, or over its rows: FP8 codes then are
+    // transposed.
+    Operand make_operand(const Lazy& x, Kind kind, bool over_rows) {
+        const bool input = kind == Kind::LinearInput;
+        const Quant& q = input ? c_.formats.x : c_.formats.w;
         if (!q.fp8() && stored_dense(x)) return {x.input};
-        const int64_t n = transposed ? x.rows : round_up(x.rows, 16);
-        const int64_t bytes = transposed ? q.operand_bytes(x.cols, n) : q.operand_bytes(n, x.cols);
-        void* const place = arena().take(bytes);
-        const Operand made = operand_at(q.fp8() ? n : x.rows, x.cols, q, transposed ? nullptr : place,
-                                        transposed ? place : nullptr, scale);
+        const bool transposed = q.fp8() && over_rows;
+        const int64_t n = q.fp8() ? round_up(x.rows, 16) : x.rows;
+        const Operand made = take_operand(n, x.cols, q, !transposed, transposed, input ? x_scale_ : w_scale_);
         quantize(x, made, c_.state.stats_of(kind), stream());
         return made;
     }
@@ -126,33 +124,23 @@ private:
     // whose values are undefined and never used.
     View gemm_rows(View v) const { return v.rows = c_.formats.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
 
-    // The input: fprop reduces over its columns, wgrad over its rows.
-    Operand input_operand(const Lazy& x, Gemm use) {
-        const bool transposed = c_.formats.x.fp8() && use == Gemm::Wgrad;
-        return make_operand(x, c_.formats.x, transposed, x_scale_, Kind::LinearInput);
-    }
     // The weight: fprop reduces over its columns, dgrad over its rows. It may be in the cache; it may have
     // been gathered from other GPUs as codes; otherwise its codes are made here.
-    Operand weight_operand(Gemm use) {
+    Operand weight_operand(bool over_rows) {
         const Quant& q = c_.formats.w;
-        if (q.fp8() && cached_) return cached_operand();
-        const bool transposed = use == Gemm::Dgrad;
+        if (q.fp8() && c_.caches_weights) return cached_;
         // Waits for the weight, if other GPUs send it, and asks for the one that this pass needs next.
-        const int64_t before = bucket > 1 ? bucket - 1 : Exchange::NONE;
-        c_.exchange.make_ready(bucket, transposed ? before : bucket + 1);
+        const int64_t stage = bucket(), before = stage > 1 ? stage - 1 : Exchange::NONE;
+        c_.exchange.make_ready(stage, over_rows ? before : stage + 1);
         const View whole = c_.state.weight(param_);
-        if (whole.quant.fp8() && !transposed) return {whole};
+        if (whole.quant.fp8() && !over_rows) return {whole};
         if (whole.quant.fp8()) {
-            void* const codes = arena().take(q.operand_bytes(in_, out_));
-            transpose_codes(whole, codes, stream());
-            return operand_at(out_, in_, q, nullptr, codes, w_scale_);
+            const Operand made = take_operand(out_, in_, q, false, true, w_scale_);
+            transpose_codes(whole, made.transposed, stream());
+            return made;
         }
         measure_weight_amax();
-        return make_operand(stored(whole), q, q.fp8() && transposed, w_scale_, Kind::Weight);
-    }
-    Operand cached_operand() const {
-        const Quant& q = c_.formats.w;
-        return operand_at(out_, in_, q, cached_, cached_ + q.operand_bytes(out_, in_), w_scale_);
+        return make_operand(stored(whole), Kind::Weight, over_rows);
     }
     void bias_gradient(const Lazy& g, AmaxAndScale* amax) {
         const Arena::Scope scope(arena());
