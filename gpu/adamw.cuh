@@ -4,7 +4,7 @@
 // Parameters, their order and the table of an update are those of gpu/parameters.cuh. No function allocates
 // or waits; all launch on the given CUDA stream.
 #pragma once
-#include "gradients.cuh"
+#include "parameters.cuh"
 
 namespace coat::gpu {
 

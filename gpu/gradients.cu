@@ -1,6 +1,6 @@
-// gpu/gradients.cu - first values of weights (interface: parameters.cuh); the gradient norm, clipping, steps
-// that are skipped, and sums over ranks (interface: gradients.cuh).
-#include "gradients.cuh"
+// gpu/gradients.cu - first values of weights; the gradient norm, clipping, steps that are skipped, and sums
+// over ranks (interface: parameters.cuh).
+#include "parameters.cuh"
 
 #include "cuda.cuh"
 

@@ -8,7 +8,6 @@
 #include "coat.cuh"
 #include "../program/plan.h"
 #include "arena.cuh"
-#include "gradients.cuh"
 #include "peers.cuh"
 #include "report.cuh"
 
@@ -38,9 +37,10 @@ struct Device {
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
     // What runs may need what another rank sends: if that has ended, so does this process.
     void wait(const char* what = "The GPU failed") const {
-        if (setup.processes && stream != DRY_RUN)
+        if (stream == DRY_RUN) return;
+        if (setup.processes)
             setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
-        stream.wait(what);
+        check(cudaStreamSynchronize(stream), what);
     }
 };
 

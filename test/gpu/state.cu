@@ -1,5 +1,5 @@
 // state.cu - what the kernels of gradients.cu write: first values of weights, norms and sums of gradients.
-#include "../../gpu/gradients.cuh"
+#include "../../gpu/parameters.cuh"
 #include "../help/gpu.h"
 
 using namespace coat;
