@@ -58,7 +58,6 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     const bool transpose = over_rows != contiguous;
     if (!v.quant.fp8()) return {v.data, nullptr, v.cols, v.rows, transpose, v.quant.format};
     const void* codes = over_rows ? x.transposed : v.data;
-    require(codes, "an FP8 operand lacks the orientation that this GEMM reads");
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
@@ -66,11 +65,11 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     return {codes, scales, depth, width, contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
-constexpr char DESCRIBING[] = "Describing a GEMM to cuBLASLt failed";
+void described(cublasStatus_t status) { succeed(status, "Describing a GEMM to cuBLASLt failed"); }
 cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
+    const auto init = LOADED(cublasLtMatrixLayoutInit_internal);
     cublasLtMatrixLayoutOpaque_t layout;
-    succeed(LOADED(cublasLtMatrixLayoutInit_internal)(&layout, sizeof layout, data_type(f), rows, cols, rows),
-            DESCRIBING);
+    described(init(&layout, sizeof layout, data_type(f), rows, cols, rows));
     return layout;
 }
 
@@ -99,9 +98,8 @@ struct Problem {
     Problem(const Side& x, const Side& y, const View& to, const void* bias, bool fast)
         : a(layout(x.format, x.rows, x.cols)), b(layout(y.format, y.rows, y.cols)),
           out(layout(to.quant.format, to.cols, to.rows)) {
-        succeed(LOADED(cublasLtMatmulDescInit_internal)(&operation, sizeof operation, CUBLAS_COMPUTE_32F,
-                                                        CUDA_R_32F),
-                DESCRIBING);
+        const auto init = LOADED(cublasLtMatmulDescInit_internal);
+        described(init(&operation, sizeof operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, x.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, y.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(x.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
@@ -115,17 +113,16 @@ struct Problem {
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class T> void set(cublasLtMatmulDescAttributes_t name, T value) {
-        succeed(LOADED(cublasLtMatmulDescSetAttribute)(&operation, name, &value, sizeof value), DESCRIBING);
+        described(LOADED(cublasLtMatmulDescSetAttribute)(&operation, name, &value, sizeof value));
     }
 
     // cuBLASLt's algorithms, by their tiles or in its own order. Partial sums in the output's format are
     // excluded; by tile all are, so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
-        succeed(LOADED(cublasLtMatmulPreferenceInit_internal)(&preference, sizeof preference), DESCRIBING);
+        described(LOADED(cublasLtMatmulPreferenceInit_internal)(&preference, sizeof preference));
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            succeed(LOADED(cublasLtMatmulPreferenceSetAttribute)(&preference, name, &value, sizeof value),
-                    DESCRIBING);
+            described(LOADED(cublasLtMatmulPreferenceSetAttribute)(&preference, name, &value, sizeof value));
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(Gemms::SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,

@@ -5,12 +5,13 @@
 #include "cuda.cuh"
 
 namespace coat::gpu {
-constexpr int INITIALIZE_THREADS = 256;
+constexpr int THREADS = 256;  // of a block
+
 // i counts from the slice's first element. The weight is the master rounded to nearest; ties go away from
 // zero, so that the remainder fits.
 static __global__ void initialize_kernel(Weights w, ShardPlace at, int64_t padded, float std, bool ones,
                                          int64_t used, uint64_t seed, uint64_t index) {
-    const int64_t i = int64_t(blockIdx.x) * INITIALIZE_THREADS + threadIdx.x;
+    const int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= padded) return;
     const float value = i < at.own.count ? initial(std, ones, used, seed, index, at.own.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
@@ -34,13 +35,13 @@ static __device__ double sum_of_squares(const Values& v) {
 
 // One warp for each shard unit, which is SHARD_UNIT elements (model.h). The warps take turns with the shard
 // units of all segments.
-constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
-static __global__ void __launch_bounds__(NORM_THREADS)
+constexpr int NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
+static __global__ void __launch_bounds__(THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
                    int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
-    const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
-                  warps = int64_t(gridDim.x) * NORM_THREADS / 32;
+    const int64_t warp = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32,
+                  warps = int64_t(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
     int64_t before = 0;  // shard units of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
@@ -99,11 +100,10 @@ static __global__ void __launch_bounds__(STATE_THREADS)
 }
 
 // Several ranks: gradients are added in the order of the ranks.
-constexpr int ADD_THREADS = 256;
-static __global__ void __launch_bounds__(ADD_THREADS)
+static __global__ void __launch_bounds__(THREADS)
     add_gradients_kernel(EitherDense sum, bool assign, EitherDense own, EitherDense received, int64_t n,
                          int64_t rank, int64_t ranks) {
-    const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
+    const int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK;
     if (i >= n) return;
     Values total = {};
     if (!assign) sum.load_values(i, total);
@@ -127,11 +127,10 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAnd
     scales[i].scale = scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax);
 }
 
-constexpr int CHECK_THREADS = 256;
-static __global__ void __launch_bounds__(CHECK_THREADS)
+static __global__ void __launch_bounds__(THREADS)
     checked_loss_kernel(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked) {
     bool finite = true;
-    for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
 }
@@ -139,13 +138,13 @@ static __global__ void __launch_bounds__(CHECK_THREADS)
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
     const int64_t n = padded(at.own);
-    launch("initialize", initialize_kernel, blocks(n, INITIALIZE_THREADS), INITIALIZE_THREADS, 0, s, w, at, n,
-           p.init_std, p.role.weight, used, seed, index);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, n, p.init_std,
+           p.role.weight, used, seed, index);
 }
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
                   cudaStream_t s) {
-    launch("checked_loss", checked_loss_kernel, 1, CHECK_THREADS, 0, s, scales, n, loss, checked);
+    launch("checked_loss", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
@@ -153,10 +152,9 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
                       double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     clear(sums, (1 + shard_units) * int64_t(sizeof(double)), s);
-    const int64_t wanted = ceil_div(32 * shard_units + 32, NORM_THREADS);
-    const unsigned grid =
-        static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
-    launch("gradient_squares", squares_kernel, grid, NORM_THREADS, 0, s, segments, number_of_segments,
+    const unsigned at_once = static_cast<unsigned>(NORM_BLOCKS_PER_SM * multiprocessors()),
+                   grid = std::min(blocks(32 * shard_units + 32, THREADS), at_once);
+    launch("gradient_squares", squares_kernel, grid, THREADS, 0, s, segments, number_of_segments,
            either_dense(gradients, format), first, first_shard_unit, loss, sums);
 }
 
@@ -168,7 +166,7 @@ void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float
 
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    int64_t rank, int64_t ranks, cudaStream_t s) {
-    launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s,
+    launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, THREADS), THREADS, 0, s,
            either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
            rank, ranks);
 }

@@ -179,8 +179,6 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 // ===========================================================================================================
 // Cross-entropy
 
-static __device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
-
 // The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
 // parts are merged by rescaling the sum of the one with the smaller maximum.
 struct Softmax {
@@ -190,7 +188,9 @@ struct Softmax {
         sum = sum * factor(top, t) + o.sum * factor(o.top, t);
         top = t;
     }
-    static __device__ float factor(float from, float to) { return from == to ? 1.0f : fast_exp(from - to); }
+    static __device__ float factor(float from, float to) {
+        return from == to ? 1.0f : fast_exp2((from - to) * LOG2_E);
+    }
 };
 
 constexpr int LOSS_THREADS = 512;
@@ -424,8 +424,7 @@ void embedding_backward(const View& g, const int32_t* order, const TokenRows* to
     const int64_t n = tokens ? count : std::min(count, g.rows);
     const dim3 grid(static_cast<unsigned>(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
     launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
-           s, either_dense(g), static_cast<int>(g.rows), g.cols, order, tokens, static_cast<int>(count),
-           either_dense(gradient));
+           s, either_dense(g), g.rows, g.cols, order, tokens, count, either_dense(gradient));
 }
 
 }  // namespace coat::gpu
