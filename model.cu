@@ -119,7 +119,7 @@ private:
             // saved input (in coat-saved from the residual stream) while its codes are made
             b.qkv.forward(norm(as_forward_reads(norm1)), qkv);
             // rotary positions
-            if (rotary_ && !qk_norm_) rope_forward(rope(), qkv, cuda_);
+            if (rotary_ && !qk_norm_) rope(angles(), qkv, false, nullptr, cuda_);
             save_attention(qkv, saved_qkv);
             // attention: causal, within each sequence of T tokens -> (N, q_cols)
             attention_forward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), cuda_);
@@ -200,10 +200,10 @@ private:
             attention_backward(attention(), attention_input(b, qkv).data, out.data, log_sum_exp(b), dout.data,
                                dqkv.data, workspace, cuda_);
             // rotary positions; norm of each head of q and k
-            if (rotary_) rope_backward(rope(), dqkv, qk_norm_ ? nullptr : b.qkv.g_amax(), cuda_);
+            if (rotary_) rope(angles(), dqkv, true, qk_norm_ ? nullptr : b.qkv.g_amax(), cuda_);
             if (qk_norm_)
                 head_norm_backward(head_norm(b), qkv, dqkv, state_.gradient(b.qk_norm),
-                                   arena_.take<float>(COLUMN_PARTIALS * rope().rotated_cols), cuda_);
+                                   arena_.take<float>(COLUMN_PARTIALS * angles().rotated_cols), cuda_);
         }
         // q, k, v projection, dgrad; norm 1; wgrad
         const Operand g8 =
@@ -292,7 +292,7 @@ private:
         const View x = compute_view(N_, qkv.cols);
         copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), cuda_);
         head_norm_forward(head_norm(b), x, cuda_);
-        rope_forward(rope(), x, cuda_);
+        rope(angles(), x, false, nullptr, cuda_);
         return x;
     }
 
@@ -364,7 +364,7 @@ private:
     Norm norm1_of(const Block& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
     Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
-    Rope rope() const { return {rope_table_, T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
+    Rope angles() const { return {rope_table_, T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
     HeadNorm head_norm(const Block& b) const {
         return {state_.weight(b.qk_norm).data, config_.norm_eps, config_.HS(), config_.q_cols(),
                 config_.kv_cols()};

@@ -414,12 +414,12 @@ private:
     }
     void attention_operands() {
         const View qkv = random(N_, c_.qkv_cols());
-        const Rope rope{memory_.take<float2>(setup_.T * c_.HS() * 4), setup_.T, c_.HS(),
-                        c_.q_cols() + c_.kv_cols()};
+        const Rope angles{memory_.take<float2>(setup_.T * c_.HS() * 4), setup_.T, c_.HS(),
+                          c_.q_cols() + c_.kv_cols()};
         if (c_.arch.rope) {
-            rope_table(c_, setup_.T, const_cast<float2*>(rope.table), nullptr);
-            const double rotated = size(qkv) * double(rope.rotated_cols) / double(qkv.cols);
-            pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope_forward(rope, qkv, nullptr); });
+            rope_table(c_, setup_.T, const_cast<float2*>(angles.table), nullptr);
+            const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
+            pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope(angles, qkv, false, nullptr, nullptr); });
         }
         const Lazy o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
         amax_pass("attention out", layers_, o);
@@ -427,7 +427,7 @@ private:
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         if (c_.arch.rope)
             pass(BETWEEN, "RoPE backward, and the amax", layers_, 2 * size(qkv),
-                 [&] { rope_backward(rope, qkv, slot_, nullptr); });
+                 [&] { rope(angles, qkv, true, slot_, nullptr); });
         bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, !c_.arch.rope);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }

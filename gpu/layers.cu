@@ -36,7 +36,7 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
 }
 
 // A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
-// are rotated by the same angles. sign: 1 forward, -1 backward. Heads from `rotated_heads` on (v) only enter
+// are rotated by the same angles. sign: of the angles. Heads from `rotated_heads` on (v) only enter
 // the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
@@ -85,13 +85,14 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
 
 // The angles depend on position and pair only: those of all heads of a thread are the same. Without an amax,
 // columns that are not rotated are not touched.
-static void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax, cudaStream_t s) {
+void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using T = typename decltype(x)::Compute;
         launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, Dense<T, 4>{x.data}, r,
-               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), sign, amax);
+               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
+               amax);
     });
 }
 
@@ -99,10 +100,6 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
     const int64_t half = c.HS() / 2;
     launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
            static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
-}
-void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }
-void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s) {
-    launch_rope(r, dqkv, -1, amax, s);
 }
 
 // ===========================================================================================================

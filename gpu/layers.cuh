@@ -16,10 +16,9 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
-void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv_cols), in place
-// The inverse rotation of the gradient, in place. Takes the amax of the whole of dqkv in passing, if amax is
-// not null.
-void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s);
+// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of the whole result in
+// passing, if amax is not null.
+void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s);
 
 // --- Norms of heads (Qwen3): RMSNorm of each head of q and of k in (N, qkv_cols), in place
 

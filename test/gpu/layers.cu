@@ -172,7 +172,7 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
         }
 }
 
-GPU_TEST_CASE("rope_forward and rope_backward: q and k are rotated, v is not; backward takes the amax") {
+GPU_TEST_CASE("rope and its inverse: q and k are rotated, v is not; backward takes the amax") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -194,8 +194,7 @@ GPU_TEST_CASE("rope_forward and rope_backward: q and k are rotated, v is not; ba
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, Quant{compute});
                 AmaxAndScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
-                if (direction == FORWARD) gpu::rope_forward(rope, got.view(), 0);
-                else gpu::rope_backward(rope, got.view(), amax, 0);
+                gpu::rope(rope, got.view(), direction != FORWARD, amax, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
                 CHECK(got.amax() == (amax ? reference::amax(values.data(), N * cols) : 0));
