@@ -2,7 +2,6 @@
 // micro-batches, evaluation, logits and the quantization report; and what happens to the gradients of a
 // bucket before and after backward computes them.
 #pragma once
-#include <algorithm>
 #include <cstddef>
 
 #include "layers.cuh"

@@ -196,8 +196,7 @@ static __device__ Softmax block_softmax(Softmax mine) {
     __shared__ Softmax parts[LOSS_THREADS / 32];
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2)
-        mine.merge(
-            {__shfl_down_sync(0xFFFFFFFFu, mine.top, lanes), __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes)});
+        mine.merge({__shfl_down_sync(~0u, mine.top, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
     Softmax all{-INFINITY, 0};
@@ -261,9 +260,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
-        if (target >= col && target < col + CHUNK) {
+        if (target >= col && target < col + CHUNK)
             for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
-        }
         mask(col, x, 0.0f);
         logits.round_and_store(first + col, x, true);
     }

@@ -14,8 +14,7 @@ namespace coat::gpu {
 // (coat.cu).
 
 constexpr int LOG_128 = 7, ALL = 62;
-static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 &&
-              PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
+static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
     const Granularity& g = v.quant.granularity;
