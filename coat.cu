@@ -28,8 +28,8 @@ namespace coat::gpu {
 // costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) has the arithmetic.
 //
 // The kernel quantizes what attention saves (--attention groups), and the input of the activation. In the
-// same pass it may take the amax of the activation's output, the operand of the next GEMM. embedding_forward
-// and residual_add write all other groups in passing.
+// same pass it may take the amax of the activation's output, the operand of the next GEMM. residual_add
+// writes all other groups in passing.
 
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)

@@ -76,12 +76,11 @@ private:
         const Arena::Scope scope(arena_);
         if (recipe_.nonlinear.fp8()) residual_ = compute_view(N_, config_.C).data;
         if (!state_.delayed_scaling()) state_.clear_amaxes();
-        const Norm norm1 = norm1_of(blocks_[0]);
         exchange_.make_ready(0, 1);
+        // embedding; it saves the input of the first norm 1
         const View positions = rotary_ ? View{} : state_.weight(positions_);
-        embedding_forward(tokens_, state_.weight(embedding_), positions, T_, stream_to_write(norm1), norm1,
-                          reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
-        measure_norm_input(norm1);
+        residual_forward(state_.weight(embedding_), positions, norm1_of(blocks_[0]), blocks_[0].qkv.x_amax(),
+                         tokens_);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
     void embedding_backward(int64_t tokens) override {
@@ -129,7 +128,7 @@ private:
             const View branch = compute_view(N_, config_.C);
             b.attention_out.forward(stored(saved_out), branch);
             // residual add; it saves the input of norm 2
-            residual_forward(norm1, branch, norm2, b.gate_up.x_amax());
+            residual_forward(stream_at(norm1), branch, norm2, b.gate_up.x_amax());
         }
         const Arena::Scope scope(arena_);
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
@@ -140,7 +139,7 @@ private:
         const View branch = compute_view(N_, config_.C);
         b.down.forward(activation(gated_, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(norm2, branch, next ? norm1_of(*next) : final_norm(),
+        residual_forward(stream_at(norm2), branch, next ? norm1_of(*next) : final_norm(),
                          next ? next->qkv.x_amax() : nullptr);
     }
 
@@ -254,15 +253,13 @@ private:
         if (!reads_saved(n)) n.in = stream_at(n);
         return n;
     }
-    View stream_to_write(const Norm& n) const { return n.in.quant.fp8() ? stream_at(n) : View{}; }
-    // The input of `next` is saved; the amax of its output goes to y_amax.
-    void residual_forward(const Norm& before, const View& branch, const Norm& next, AmaxAndScale* y_amax) {
-        residual_add(stream_at(before), branch, stream_to_write(next), next, reads_saved(next), y_amax,
-                     cuda_);
-        measure_norm_input(next);
-    }
-    void measure_norm_input(const Norm& n) const {
-        if (n.in.quant.fp8()) measure(stored(stream_at(n)), {n.in}, stats_of(Kind::NormInput), cuda_);
+    // x + branch, or of the embedding x[token] + branch[position], is saved as the input of `next`; the amax
+    // of that norm's output goes to y_amax.
+    void residual_forward(const View& x, const View& branch, const Norm& next, AmaxAndScale* y_amax,
+                          const int32_t* tokens = nullptr) {
+        const View stream = next.in.quant.fp8() ? stream_at(next) : View{};
+        residual_add(x, branch, stream, next, reads_saved(next), y_amax, cuda_, tokens, T_);
+        if (stream.data) measure(stored(stream), {next.in}, stats_of(Kind::NormInput), cuda_);
     }
     // residual_gradient() = g_in + the gradient of the norm's input. In a block g_in is the same memory; at
     // the head, where the residual stream ends, it is no tensor.

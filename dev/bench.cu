@@ -495,8 +495,8 @@ private:
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRows* pieces = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true, slot_,
-                              nullptr);
+            residual_add(table, positions, groups_ ? x : View{}, first, true, slot_, nullptr, on_device,
+                         setup_.T);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes),

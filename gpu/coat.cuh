@@ -71,15 +71,10 @@ void convert(const View& x, const View& out, cudaStream_t s);
 // sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
 // is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
 // the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
-// (coat.h, forward_reads_groups).
+// (coat.h, forward_reads_groups). With tokens (N), x is the embedding and branch the positions, if they are a
+// tensor: sum = x[token] + branch[row % T].
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens = nullptr, int64_t T = 1);
-// The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).
-inline void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
-                              const View& x_out, const Norm& next, bool reads_saved, AmaxAndScale* y_amax,
-                              cudaStream_t s) {
-    residual_add(embedding, positions, x_out, next, reads_saved, y_amax, s, tokens, T);
-}
 
 // g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
 // C). g_in may be no tensor, g_out may be g_in. Leaves n.stats again and, if g_amax is not null, the amax of

@@ -131,7 +131,7 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and stat
             }
 }
 
-GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") {
+GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positions") {
     FRESH_RANDOM(rng);
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool positions : {true, false}) {
@@ -145,8 +145,8 @@ GPU_TEST_CASE("embedding_forward and embedding_backward: tokens and positions") 
             const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
-            gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{},
-                                   T, x.view(), c.norm(c.in.view()), true, nullptr, 0);
+            gpu::residual_add(device_e.view(), positions ? device_p.view() : View{}, x.view(),
+                              c.norm(c.in.view()), true, nullptr, 0, device_tokens.get(), T);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
                 sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
