@@ -53,8 +53,7 @@ private:
     const bool qkv_in_place_ = Quant{recipe_.compute}.bytes(16, config_.qkv_cols()) <=
                                recipe_.nonlinear.bytes(16, config_.gate_up_cols());
     // Numbers of parameters.
-    const size_t embedding_ = state_.number("embedding"), final_norm_ = state_.number("final_norm.weight"),
-                 positions_ = rotary_ ? embedding_ : state_.number("positions");
+    const size_t embedding_ = state_.number("embedding"), final_norm_ = state_.number("final_norm.weight");
     std::vector<Block> blocks_;
     // Memory that is used in every phase of a step: the final norm's input, then the gradient of the residual
     // stream; sums and statistics of norms; losses.
@@ -78,7 +77,7 @@ private:
         if (!state_.delayed_scaling()) state_.clear_amaxes();
         exchange_.make_ready(0, 1);
         // embedding; it saves the input of the first norm 1
-        const View positions = rotary_ ? View{} : state_.weight(positions_);
+        const View positions = rotary_ ? View{} : state_.weight(state_.number("positions"));
         residual_forward(state_.weight(embedding_), positions, norm1_of(blocks_[0]), blocks_[0].qkv.x_amax(),
                          tokens_);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
@@ -88,8 +87,8 @@ private:
         gpu::embedding_backward(residual_gradient(), order_, token_rows_, tokens, state_.gradient(embedding_),
                                 cuda_);
         if (!rotary_)
-            gpu::embedding_backward(residual_gradient(), nullptr, nullptr, T_, state_.gradient(positions_),
-                                    cuda_);
+            gpu::embedding_backward(residual_gradient(), nullptr, nullptr, T_,
+                                    state_.gradient(state_.number("positions")), cuda_);
         end_bucket(0);
     }
     void last_logits(void* logits) override {
@@ -237,7 +236,7 @@ private:
         const View values = reads_groups ? compute_view(N_, gate_up.cols) : kept;
         b.gate_up.forward(x, values);
         quantize_groups(values, gate_up, false, {b.down.x_amax(), gated_, reads_groups},
-                        stats_of(Kind::ActivationInput), cuda_);
+                        state_.stats_of(Kind::ActivationInput), cuda_);
         return reads_groups ? gate_up : kept;
     }
 
@@ -259,7 +258,7 @@ private:
                           const int32_t* tokens = nullptr) {
         const View stream = next.in.quant.fp8() ? stream_at(next) : View{};
         residual_add(x, branch, stream, next, reads_saved(next), y_amax, cuda_, tokens, T_);
-        if (stream.data) measure(stored(stream), {next.in}, stats_of(Kind::NormInput), cuda_);
+        if (stream.data) measure(stored(stream), {next.in}, state_.stats_of(Kind::NormInput), cuda_);
     }
     // residual_gradient() = g_in + the gradient of the norm's input. In a block g_in is the same memory; at
     // the head, where the residual stream ends, it is no tensor.
@@ -275,7 +274,7 @@ private:
         return saved.quant.fp8() ? compute_view(N_, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_groups(x, saved, true, {}, stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_groups(x, saved, true, {}, state_.stats_of(Kind::Attention), cuda_);
     }
     View load_attention(const View& saved) {
         const View x = attention_view(saved);
@@ -300,7 +299,7 @@ private:
         Norm of_part = final_norm();
         of_part.in = rows(of_part.in, first, y.rows);
         of_part.stats += first;
-        quantize(norm(of_part), {y}, stats_of(Kind::LinearInput), cuda_);
+        quantize(norm(of_part), {y}, state_.stats_of(Kind::LinearInput), cuda_);
         gemms_.run(Gemm::Fprop, {y}, {state_.weight(head_weight_)}, logits, false, nullptr, cuda_);
         return logits;
     }
@@ -367,7 +366,6 @@ private:
                 config_.kv_cols()};
     }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
-    QuantStats* stats_of(Kind k) const { return state_.stats_of(k); }
 
     Block make_block(int64_t l) {
         const int64_t N = gpu_tokens(setup_);
