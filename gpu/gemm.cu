@@ -148,8 +148,6 @@ struct Problem {
 
 }  // namespace
 
-Gemms::Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
-    : scratch_(scratch), fast_accumulation_(fast_accumulation) {}
 Gemms::~Gemms() {
     if (handle_) LOADED(cublasLtDestroy)(handle_);
 }
@@ -169,7 +167,7 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = accumulate ? 1 : 0;
         status = LOADED(cublasLtMatmul)(handle_, &p.operation, &one, x.data, &p.a, y.data, &p.b, &beta,
-                                        out.data, &p.out, out.data, &p.out, &algorithm, scratch_, SCRATCH, s);
+                                        out.data, &p.out, out.data, &p.out, &algorithm, scratch, SCRATCH, s);
         if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
         return status == CUBLAS_STATUS_SUCCESS;
     };

@@ -22,10 +22,11 @@ enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
-    // scratch: SCRATCH bytes; between GEMMs others may use it. fast_accumulation: by Gemm, as in Recipe.
-    Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation);
+    void* const scratch;                         // SCRATCH bytes; between GEMMs others may use it
+    // fast_accumulation: by Gemm, as in Recipe.
+    Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
+        : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~Gemms();
-    void* scratch() const { return scratch_; }
 
     // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate` adds to
     // it. bias (out), in out's format, or null: for Fprop. What no GEMM supports is an Error.
@@ -37,7 +38,6 @@ private:
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
     cublasLtHandle_t handle_ = nullptr;
-    void* scratch_;
     const std::array<bool, 3> fast_accumulation_;
     std::map<Key, cublasLtMatmulAlgo_t> algorithms_;  // as the first GEMM of a shape has chosen them
 };

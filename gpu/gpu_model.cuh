@@ -13,8 +13,7 @@ class GpuModel : public Model {
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
-        : device_(s, bytes), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
-                                     caches_weights} {
+        : device_(s, bytes), linear_{device_, state_, exchange_, gemms_, caches_weights} {
         clear(device_.results, sizeof(Results), cuda_);
         weights_changed();
     }
@@ -57,8 +56,8 @@ public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         begin(1);
         start_pass(tokens, tokens, 1, n);
-        last_logits(gemms_.scratch());
-        fetch(logits, gemms_.scratch(), config_.V * 4);
+        last_logits(gemms_.scratch);
+        fetch(logits, gemms_.scratch, config_.V * 4);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {

@@ -17,8 +17,8 @@ struct LinearContext {
     State& state;
     Exchange& exchange;
     Gemms& gemms;
-    const LinearFormats formats;
     const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
+    const LinearFormats formats = linear_formats(device.setup);
     // In the pass that runs, gradients are assigned, not added: in that of a step's first micro-batch.
     // Several ranks sum what each micro-batch gives right away, so every one assigns.
     bool assigns = true;
