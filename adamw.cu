@@ -60,7 +60,6 @@ __device__ bool encodes_fast(const MomentFormat& f, const GroupScale& g) {
 // Eight magnitudes FMAX (|x| / max)^k, before they are rounded to codes. encode_moment() adds the signs.
 __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values& x, Values& y) {
     if (encodes_fast(f, g)) {
-#pragma unroll
         for (int j = 0; j < CHUNK; j++)  // x = 0: log2 is -infinity, the result 0
             y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_of_normal(fabsf(x[j]) * g.inverse), f.log_max));
         return;
@@ -85,7 +84,6 @@ __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 code
     const float inverse_k = fast_reciprocal(g.k);
     auto log_of = [&](int j) { return table[code_of(codes, j) & 0x7Fu]; };
     if (!wide(f, g.k)) {
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(log_of(j) * inverse_k);
         return g.max;
     }
@@ -102,24 +100,17 @@ __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 code
 template <bool SECOND>
 __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const Values& x) {
     Values y;
-    if (f.expand) {
-        expand(f, g, x, y);
-    } else {
-#pragma unroll
+    if (f.expand) expand(f, g, x, y);
+    else
         for (int j = 0; j < CHUNK; j++) y[j] = fabsf(x[j]) * g.inverse;
-    }
-    if constexpr (!SECOND) {
-#pragma unroll
+    if (!SECOND)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
-    }
     uint2 codes = encode(f.e5m2, y, 1.0f);
     // Not needed in expand()'s fast way. There max / min is below 2^120, and k at most 1/512 too large: that
     // leaves the smallest value at (min / max)^(1/512) > 0.85 of the smallest code, to which it is rounded.
-    if (SECOND && !(f.expand && encodes_fast(f, g))) {
-        for (int j = 0; j < CHUNK; j++) {
+    if (SECOND && !(f.expand && encodes_fast(f, g)))
+        for (int j = 0; j < CHUNK; j++)
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
-        }
-    }
     return codes;
 }
 // Writes the values of eight codes to x, but for a factor that it returns. Without expansion `table` has
@@ -132,15 +123,11 @@ __device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2
         scale = contract(f, g, codes, table, x);
     } else {
         scale = scale_of(f.max, g.max);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) & 0x7Fu];
     }
-    if constexpr (!SECOND) {
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
+    if (!SECOND)
+        for (int j = 0; j < CHUNK; j++)
             x[j] = __uint_as_float(__float_as_uint(x[j]) | (code_of(codes, j) << 24 & 0x80000000u));
-        }
-    }
     return scale;
 }
 __device__ void fill_table(const MomentFormat& f, float* table) {
@@ -167,16 +154,13 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the lane's column of the table
     auto exchange = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
     uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
-#pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits[2] = {magnitude(m[j]), __float_as_uint(v[j])};  // v is not negative
-#pragma unroll
         for (int i = 0; i < 2; i++) tops[i] = max(tops[i], bits[i]), lows[i] = min(lows[i], bits[i] - 1);
     }
     const uint32_t top = max(has_v ? tops[1] : tops[0], exchange(has_v ? tops[0] : tops[1], 1));
     const uint32_t inverted = ~min(has_v ? lows[1] : lows[0], exchange(has_v ? lows[0] : lows[1], 1));
     uint32_t largest = max(has_min ? inverted : top, exchange(has_min ? top : inverted, 2));
-#pragma unroll
     for (int lanes = 4; lanes < GROUP_LANES; lanes *= 2) largest = max(largest, exchange(largest, lanes));
     const uint32_t other = exchange(largest, 2);
     const float group_max = __uint_as_float(has_min ? other : largest),
@@ -300,7 +284,6 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
             const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
             const float keep_v = a.f.beta2 * decode_moment<true>(a.v, gv, next_v, table_v, v);
             fetch(at + WARP_GROUPS < stop ? at + WARP_GROUPS : next_window);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             const bool live = at + group_of_lane() < groups;

@@ -40,12 +40,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
         auto take_amax = [&] {
-#pragma unroll
             for (int j = 0; j < CHUNK; j++)
                 top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
         };
         if (TAKES_AMAX && !reads_saved) take_amax();
-#pragma unroll
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
@@ -87,7 +85,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     amax_kernel(Producer x, int64_t rows, AmaxAndScale* out) {
     float top = 0;
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
-#pragma unroll
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
     update_amax_by_warp(&out->amax, magnitude(top));
@@ -129,10 +126,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     }
     uint8_t* to[PLANES];
     Values inverses[PLANES] = {};  // in blocks: of the thread's columns, for the transposed codes
-#pragma unroll
     for (int p = 0; p < PLANES; p++) {
         to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-#pragma unroll
         for (int j = 0; j < CHUNK; j++)
             if (BLOCKS && transposes && at.col < x.width)
                 inverses[p][j] =
@@ -140,7 +135,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
     }
     uint2 last_four[PLANES][4];
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-#pragma unroll
         for (int p = 0; p < PLANES; p++) {
             if (delayed) {  // a dead place may have read codes where values were: it does not count
                 const uint32_t top = __reduce_max_sync(~0u, live ? magnitude(larger_magnitude(0, v[p])) : 0);
@@ -153,7 +147,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
             if (stores) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
             if (!transposes) continue;
             if (BLOCKS) {
-#pragma unroll
                 for (int j = 0; j < CHUNK; j++) v[p][j] = __fmul_rn(v[p][j], inverses[p][j]);
                 last_four[p][i % 4] = encode(e5m2, v[p], 1.0f);
             }
@@ -176,7 +169,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     round_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
-#pragma unroll
         for (int p = 0; p < Producer::PLANES; p++)
             out.round_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
     });

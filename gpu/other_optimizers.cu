@@ -90,7 +90,6 @@ static __global__ void __launch_bounds__(THREADS)
         a.gradients.load_values(segment.offset - a.first + i, g);
         const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, m);
         const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
