@@ -174,14 +174,9 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     Quantized q{{}, {}, rows, cols, quant};
     q.codes.resize(quant.code_bytes(rows, cols));
     q.scales.resize(quant.scales(rows, cols) * info(quant.scale_format).bytes);
-    if (!quant.fp8()) {
-#pragma omp parallel for if (rows * cols > 1 << 16)
-        for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
-        return q;
-    }
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t across = quant.scale_cols(cols), blocks = scale ? 0 : quant.scales(rows, cols);
-    if (scale) put(quant.scale_format, q.scales.data(), 0, *scale);
+    if (scale && quant.fp8()) put(quant.scale_format, q.scales.data(), 0, *scale);
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t r0 = b / across * height, c0 = b % across * width;
@@ -197,11 +192,11 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const float inverse = 1.0f / q.scale(r, c0);
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
-            for (int64_t i = first; i < last; i++) q.codes[i] = uint8_t(encode(format, x[i] * inverse));
+            for (int64_t i = first; i < last; i++) put(format, q.codes.data(), i, x[i] * inverse);
         }
     // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
-    for (int64_t i = 0; stats && i < rows * cols; i++) {
+    for (int64_t i = 0; stats && quant.fp8() && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
         stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
     }
@@ -816,10 +811,9 @@ private:
     const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
 
-    static Tensor sum(const Tensor& x, const Tensor& y) {
-        Tensor z(x.size());
-        for (size_t i = 0; i < x.size(); i++) z[i] = x[i] + y[i];
-        return z;
+    static Tensor sum(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[index_.at(name)];
