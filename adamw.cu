@@ -28,21 +28,16 @@ __device__ int first_of_lane() { return threadIdx.x % GROUP_LANES * CHUNK; }  //
 MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     if (!is_scaled(f)) return {};
     const double max = info(f).max;
-    const float log_max = static_cast<float>(std::log2(max)),
-                log_range = static_cast<float>(std::log2(max / info(f).min));
+    const float log_max = float(std::log2(max)), log_range = float(std::log2(max / info(f).min));
     return {f == Format::E5M2, o.expands(f), o.group == 0, !is_fp8(o.m), info(f).max, log_max, log_range};
 }
 
-// Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
-// is rounded to a multiple of 1/256, from 1/16 to 64. A group of zeros has k = 1; one of equal magnitudes 64.
+// k is a multiple of 1/256 in [1/16, 64]. A group of zeros has k = 1, one of equal magnitudes k = 64.
 __device__ float expansion_factor(float log_range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
     return fminf(fmaxf(rintf(256.0f * log_range * fast_reciprocal(log_ratio)) * 0x1p-8f, 0.0625f), 64.0f);
 }
-
-// Code j of eight.
-__device__ uint32_t code_of(uint2 codes, int j) { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu; }
 
 struct GroupScale {  // what the elements of a group share
     float max, k;
@@ -152,7 +147,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
     const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the lane's column of the table
-    auto exchange = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
+    auto exchange = [](auto x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
     uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits[2] = {magnitude(m[j]), __float_as_uint(v[j])};  // v is not negative
@@ -174,8 +169,7 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
         inverse = __fmaf_rn(inverse, __fmaf_rn(-group_max, inverse, 1.0f), inverse);  // one Newton step
     else inverse = __frcp_rn(scale_of(has_v ? fv.max : fm.max, group_max));
     const GroupScale mine{group_max, k, inverse};
-    const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_max, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1),
-                            __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
+    const GroupScale theirs{exchange(group_max, 1), exchange(k, 1), exchange(inverse, 1)};
     gm = has_v ? theirs : mine;
     gv = has_v ? mine : theirs;
 }
@@ -249,7 +243,7 @@ template <class W>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last,
                                    const float* table_m, const float* table_v) {
     if (first >= last) return 0;
-    const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
+    const int groups = int((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
     const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
     const Weights weights = a.w.from<typename W::Value>(start);
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + first_of_lane();
@@ -324,9 +318,8 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
         if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, start), last = min(end, stop);
         const int warp = threadIdx.x / 32,
-                  window = static_cast<int>((first - start + WINDOW - 1) / WINDOW + warp) * WINDOW;
-        const uint32_t top =
-            update_segment<W>(a, segment, window, static_cast<int>(last - start), table_m, table_v);
+                  window = int((first - start + WINDOW - 1) / WINDOW + warp) * WINDOW;
+        const uint32_t top = update_segment<W>(a, segment, window, int(last - start), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
 }
@@ -336,14 +329,13 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
 unsigned fp8_grid(int64_t groups) {
     const int64_t at_once = multiprocessors() * FP8_BLOCKS_PER_SM,
                   rounds = std::max<int64_t>(1, groups / (at_once * FP8_GROUPS_PER_BLOCK));
-    return static_cast<unsigned>(std::min(ceil_div(groups, FP8_GROUPS), at_once * rounds));
+    return unsigned(std::min(ceil_div(groups, FP8_GROUPS), at_once * rounds));
 }
 
 Factors factors(const AdamW& a) {
-    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
-    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
-                scaled_eps = static_cast<float>(bias1 * a.eps);
+    const double bias1 = 1 - std::pow(double(a.beta1), double(a.step));
+    const double bias2 = 1 - std::pow(double(a.beta2), double(a.step));
+    const float root_factor = float(bias1 / std::sqrt(bias2)), scaled_eps = float(bias1 * a.eps);
     return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, scaled_eps};
 }
 

@@ -37,6 +37,10 @@ inline __device__ bool scaled(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
 }
 
+inline __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
+    return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
+}
+
 struct AdamArguments {
     Factors f;
     MomentFormat m, v;

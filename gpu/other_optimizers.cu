@@ -10,16 +10,15 @@ namespace coat::gpu {
 // FlashOptim's formats (coat.h). A group is that of four neighbouring lanes; it is divided by its maximum.
 constexpr int COMPANDED_GROUP = 4 * CHUNK;
 static __device__ float decode_companded(Format f, uint32_t code) {
-    if (f == Format::Root) return __fdiv_rn(static_cast<float>(code * code), 65025.0f);
-    const float steps = static_cast<float>(code & 0x7F);
+    if (f == Format::Root) return __fdiv_rn(float(code * code), 65025.0f);
+    const float steps = float(code & 0x7F);
     return __fdiv_rn(steps, 254.0f - steps) * (code & 0x80 ? -1.0f : 1.0f);
 }
 static __device__ uint32_t encode_companded(Format f, float x) {
     const float size = fminf(fabsf(x), 1.0f);
-    if (f == Format::Root)
-        return max(static_cast<uint32_t>(rintf(255.0f * __fsqrt_rn(size))), uint32_t(x > 0));
+    if (f == Format::Root) return max(uint32_t(rintf(255.0f * __fsqrt_rn(size))), uint32_t(x > 0));
     const float steps = rintf(127.0f * __fdiv_rn(2.0f * size, 1.0f + size));
-    return static_cast<uint32_t>(steps) | (__float_as_uint(x) >> 24 & 0x80);
+    return uint32_t(steps) | (__float_as_uint(x) >> 24 & 0x80);
 }
 // live: false behind the end of a tensor, where lanes have the rest of a group
 static __device__ void store_companded(const MomentView& m, int64_t i, const Values& x, bool live) {
@@ -43,8 +42,7 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
     }
     if (f.companded) {
         const uint2 codes = __ldca(static_cast<const uint2*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++)
-            x[j] = decode_companded(m.format, (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFF);
+        for (int j = 0; j < CHUNK; j++) x[j] = decode_companded(m.format, code_of(codes, j));
         return scale_of(1.0f, m.max[i / COMPANDED_GROUP]);
     }
     if (m.format == Format::F16) {
@@ -127,7 +125,7 @@ void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t
     if (a.groups == 0) return;
     const int64_t wanted = ceil_div(a.groups * MOMENT_GROUP, THREADS * CHUNK),
                   each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * multiprocessors());
-    const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
+    const dim3 grid(unsigned(each), unsigned(a.number_of_segments));
     with_weights(a.w, [&](auto w) {
         const auto kernel = adamw_plain_kernel<decltype(w)>;
         if (per_tensor) launch("adamw, maxima", kernel, grid, THREADS, 0, s, a, true);
