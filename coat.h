@@ -88,8 +88,7 @@ struct Quant {
     // As Hopper reads a GEMM operand: rows of 128x128 scales are padded to a multiple of 4.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
-        const int64_t across = scale_cols(cols);
-        return scale_rows(rows) * (granularity == PER_128x128 ? round_up(across, 4) : across);
+        return scale_rows(rows) * round_up(scale_cols(cols), granularity == PER_128x128 ? 4 : 1);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
@@ -379,7 +378,6 @@ struct Param {
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
-    int64_t groups() const { return ceil_div(size(), MOMENT_GROUP); }
     Format moment(Format wanted) const { return role.fp8_state ? wanted : Format::F32; }
 };
 

@@ -160,7 +160,6 @@ float Quantized::value(int64_t r, int64_t c) const {
     return get(quant.format, codes.data(), r * cols + c) * scale(r, c);
 }
 
-// Adds one element to the statistics: x, and what quantization makes of it.
 static void add_stats(QuantStats& s, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
     s.signal += double(x) * x;
@@ -219,14 +218,23 @@ Floats dequantize(const Quantized& q) {
     return x;
 }
 
-// (rows, cols) -> (cols, rows); rows of x begin `stride` elements apart
+// Copies a matrix (rows, depth) to panels of `width` rows, panel[k][row], with zeros beyond the last row.
+template <class Real>
+static std::vector<Real> pack(int64_t width, const Real* x, int64_t row, int64_t col, int64_t rows,
+                              int64_t depth) {
+    std::vector<Real> panels(round_up(rows, width) * depth);
+#pragma omp parallel for collapse(2) if (rows * depth > 1 << 14)
+    for (int64_t r0 = 0; r0 < rows; r0 += width)
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t r = r0; r < std::min(rows, r0 + width); r++)
+                panels[r0 * depth + k * width + r - r0] = x[r * row + k * col];
+    return panels;
+}
+
+// (rows, cols) -> (cols, rows), which is one panel; rows of x begin `stride` elements apart
 template <class Real>
 static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, int64_t stride) {
-    std::vector<Real> y(rows * cols);
-#pragma omp parallel for if (rows * cols > 1 << 14)
-    for (int64_t c = 0; c < cols; c++)
-        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * stride + c];
-    return y;
+    return pack(rows, x, stride, 1, rows, cols);
 }
 
 // Tensor cores multiply codes and scale the result. Here the GEMM is in FP32: its operands are the decoded
@@ -308,7 +316,6 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Each group gets its max and k, then its codes (equation 4). FP32 and BF16 are stored as they are.
 void Moment::store(const float* x, bool second, QuantStats* stats) {
     const bool scaled = is_scaled(format);
     const int64_t size = group ? group : std::max<int64_t>(n, 1);  // of a group
@@ -358,25 +365,8 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 
 // ===========================================================================================================
 // 4. Operators
-//
-// The three GEMMs of a linear layer have x (N, in), w (out, in) and the gradient g (N, out) of its output.
-// They differ in strides only:
-//   fprop y = x w^T      dgrad dx = g w      wgrad dw = g^T x
 
 constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K
-
-// Copies a matrix (rows, depth) to panels of `width` rows, panel[k][row], with zeros beyond the last row.
-template <class Real>
-static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col, int64_t rows,
-                              int64_t depth) {
-    std::vector<Real> panels(round_up(rows, width) * depth);
-#pragma omp parallel for if (rows * depth > 1 << 14)
-    for (int64_t r0 = 0; r0 < rows; r0 += width)
-        for (int64_t k = 0; k < depth; k++)
-            for (int64_t r = r0; r < std::min(rows, r0 + width); r++)
-                panels[r0 * depth + k * width + r - r0] = x[r * row + k * col];
-    return panels;
-}
 
 // C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
 // the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
@@ -660,9 +650,7 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
         row[targets[n]] -= scale;
         std::fill(row + V, row + V_stride, Real(0));
     }
-    double total = 0;
-    for (double loss : losses) total += loss;
-    return total;
+    return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
 
 // The compiler generates a template only where it is used. These uses are for the callers in other files.
@@ -1037,7 +1025,6 @@ public:
         }
     }
 
-    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         begin();

@@ -294,7 +294,7 @@ private:
         clear(zeros, saved_ - zeros, cuda_);
         expect_missing_histories();
         int64_t most_groups = 0;
-        for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
+        for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
         const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) {
