@@ -32,7 +32,8 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     return {f == Format::E5M2, o.expands(f), o.group == 0, !is_fp8(o.m), info(f).max, log_max, log_range};
 }
 
-// k is a multiple of 1/256 in [1/16, 64]. A group of zeros has k = 1, one of equal magnitudes k = 64.
+// Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
+// is rounded to a multiple of 1/256, from 1/16 to 64. A group of zeros has k = 1; one of equal magnitudes 64.
 __device__ float expansion_factor(float log_range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
