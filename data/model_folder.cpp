@@ -104,8 +104,7 @@ struct Piece {
     }
 };
 
-// The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as a column: a bias
-// of q, k and v has their rows, too.
+// The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as a column.
 std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
     char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
     int64_t layer = -1, first = 0;

@@ -1,9 +1,8 @@
 // data/safetensors.h - files: read as memory, written and synced; JSON; and tensors (safetensors.cpp).
 //
 // A file may come from anywhere and be wrong about everything. What is wrong is an Error that names the file
-// and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): an
-// 8-byte little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; then the bytes of all
-// tensors.
+// and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): in 8
+// bytes the little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; the bytes of all tensors.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -56,13 +55,11 @@ private:
 uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 std::string hash_file(const std::string& path);
 
-// Closes a file, and waits until it is on the disk; Error if one of its writes failed. After such a write the
-// others do nothing.
+// Closes a file and waits until it is on the disk; Error if a write failed, after which others do nothing.
 void finish(std::ofstream& file, const std::string& path);
 void save_file(const std::string& path, const std::string& bytes);
 
-// Waits until a file, or the names in a folder, are on the disk. A new or renamed file survives a power
-// failure only once its folder is synced.
+// Waits until a file, or the names in a folder, are on the disk: a new name survives a power failure then.
 void sync(const std::string& path);
 
 // The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.

@@ -1,5 +1,4 @@
-// data/tokens.cpp - text and token files become streams of tokens, and streams become micro-batches
-// (tokens.h).
+// data/tokens.cpp - text and token files become streams of tokens, streams become micro-batches (tokens.h).
 #include "tokens.h"
 
 #include <cstring>
@@ -108,8 +107,7 @@ std::vector<std::string> files_of(const std::string& data) {
     return all;
 }
 
-// A text that occurs twice is used once: a copy of a text that is trained on would make validation easier
-// than it is. Files with NUL bytes are no text.
+// A text that occurs twice is used once: its copy would make validation easier. NUL bytes are no text.
 void read_texts(const std::vector<std::string>& files, Corpus& c) {
     constexpr size_t HELD_OUT = 20;  // every 20th
     std::vector<std::string> texts;
@@ -168,8 +166,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     const std::string name = fs::path(path).filename().string();
     const bool held_out = name.find("val") != std::string::npos && name.find("train") == std::string::npos;
     TokenStream& stream = held_out ? c.validation : c.train;
-    // A packed file ends with a token after its last window, which is only a target that does not count. The
-    // windows of the next file follow without it.
+    // The token after a packed file's last window is no target that counts: the next file begins there.
     if (seq && stream.size()) stream.take_end(1);
     stream.append({file, file->data() + HEADER, width, count, file.get()});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
@@ -202,9 +199,8 @@ static uint64_t mix(uint64_t z) {  // splitmix64's finalizer
     return z ^ (z >> 31);
 }
 
-// Element i of a random permutation of [0, n), without a table of n elements. A Feistel network permutes [0,
-// 4^half), whatever its round function. It is applied again until the result is below n, which makes a
-// permutation of [0, n).
+// Element i of a random permutation of [0, n), without a table. A Feistel network permutes [0, 4^half),
+// whatever its round function; it is applied again until the result is below n.
 static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     constexpr uint64_t ROUNDS = 6;
     int half = 1;

@@ -133,9 +133,8 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// Delayed scaling, for each operand of each linear layer: the amaxes of the last steps, the newest first, and
-// the scale of the next step. The scale is 0 as long as the history is empty: then the operand is scaled just
-// in time.
+// Delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest first, and
+// the scale of the next step; 0 as long as the history is empty: then it is scaled just in time.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr int OPERANDS = 3;
 inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};

@@ -1,13 +1,11 @@
-// plan.cpp - the tables of plan.h, computed from those of coat.h and model.h: a new recipe or model is a new
-// row there.
+// plan.cpp - the tables of plan.h, computed from coat.h and model.h: a new recipe or model is a row there.
 #include "plan.h"
 
 #include <map>
 
 namespace coat {
 
-// It ends at a tenth of the peak, as in the paper's runs (alpha_f = 0.1). The first step already has a
-// learning rate above 0, so no step of the warm-up is lost.
+// As in the paper's runs, it ends at a tenth of the peak. The first step's rate is above 0: no step is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double FLOOR = 0.1, PI = 3.14159265358979323846;
     if (step < warmup) return float(peak * (step + 1) / warmup);

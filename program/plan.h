@@ -94,8 +94,7 @@ bool caches_weights(const Setup& s);
 // memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
-// The recipe as a GPU of this compute capability (90 is 9.0) runs it, or an Error; dev/README.md has the
-// table.
+// The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
 // The logits do not exist for all tokens at once.
 inline constexpr int64_t HEAD_TOKENS = 4096;

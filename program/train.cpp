@@ -61,8 +61,7 @@ std::string duration(double seconds) {
 // -----------------------------------------------------------------------------------------------------------
 // What happens between steps. Every rank calls these functions; rank 0 alone prints, logs and saves.
 
-// Returns whether it was saved. Where it was not, say on a full disk, the run goes on, and the last
-// checkpoint stays. All ranks get the same answer.
+// Whether it was saved, on all ranks. If not, say on a full disk, the run goes on with the last checkpoint.
 bool save(Run& run) {
     if (run.flags.out.empty()) return true;
     try {
@@ -193,8 +192,7 @@ int save_last(Run& run) {
     return 0;
 }
 
-// One optimizer step. Of `ranks` consecutive micro-batches every rank has one, as one rank has with a larger
-// --accumulate.
+// One optimizer step. Of `ranks` micro-batches in a row every rank has one, as with --accumulate on one rank.
 StepResult train_step(Run& run, const Loader& loader, float lr) {
     const Setup& s = run.setup;
     read_batches(run, loader, run.state.step * micro_batches(s) + s.rank, s.accumulate);
@@ -247,12 +245,10 @@ int loop(Run& run) {
         const double before = now();
         const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step);
         const StepResult result = train_step(run, loader, lr);
-        // A skipped step counts for the schedule and the data, or the same batch would be skipped again. It
-        // does not for the bias correction.
+        // A skipped step counts for schedule and data, or it would come again; not for bias correction.
         state.step++, state.updates += !result.skipped;
         if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        // A skip may mean that an earlier update made weights overflow. Such weights must not replace a good
-        // checkpoint.
+        // A skip may mean that weights have overflowed. They must not replace a good checkpoint.
         run.unsaved = !skipped_in_a_row || checkpoint.empty();
         const double took = now() - before, steps = state.step - resumed_at;
         if (steps > 1) timed += took;
@@ -342,8 +338,7 @@ void take_checkpoint(Run& run) {
     if (!changes.empty()) settings["changes"].push_back(concat("after step ", run.state.step, ":", changes));
 }
 
-// The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
-// written into it.
+// The rows of tables that the flags choose, or an Error. What a flag left open is written into it.
 void make_setup(Run& run) {
     Flags& flags = run.flags;
     Setup& s = run.setup;
@@ -397,15 +392,13 @@ void require_equal(const std::string& who, const Json& mine, const Json& theirs)
                         "); give the same flags, data and model.");
 }
 
-// What every rank must have, and every run that continues this one: other flags or data would change what the
-// state means.
+// What all ranks must have, and every run that continues this one: else the state would mean something else.
 void require_same(Run& run, const Json& data) {
     Json settings = run.flags.settings(false);
     settings["data_found"] = data;
     Json mine = settings;
     mine["resume"] = run.weights, mine["device"] = run.flags.device;
-    // Ranks of another machine may find other files in a folder of the same name: the first rank of each
-    // machine hashes them.
+    // Another machine may have other files under the same name: the first rank of each hashes them.
     const std::vector<int> places = run.processes->all_gather(run.processes->local());
     if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
         !run.weights.empty())
@@ -516,9 +509,8 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
 }  // namespace
 
 int main(int argc, char** argv) {
-    // GNU's OpenMP spins at the end of every parallel loop unless it is told otherwise before main. On a
-    // machine with other work, a step then takes several times as long. So the program starts itself again
-    // with the setting; if that fails, it goes on.
+    // GNU's OpenMP spins after every parallel loop unless it is told otherwise before main. On a busy machine
+    // a step then takes several times as long. So the program starts itself again with the setting, if it can.
     if (!std::getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
