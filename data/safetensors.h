@@ -2,7 +2,7 @@
 //
 // A file may come from anywhere and be wrong about everything. What is wrong is an Error that names the file
 // and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): in 8
-// bytes the little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; the bytes of all tensors.
+// bytes the little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; the tensors' bytes.
 #pragma once
 #include <algorithm>
 #include <cmath>

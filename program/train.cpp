@@ -510,7 +510,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
 
 int main(int argc, char** argv) {
     // GNU's OpenMP spins after every parallel loop unless it is told otherwise before main. On a busy machine
-    // a step then takes several times as long. So the program starts itself again with the setting, if it can.
+    // a step then takes several times as long. So the program starts itself again with the setting.
     if (!std::getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
