@@ -24,11 +24,9 @@ static __global__ void initialize_kernel(Weights w, ShardPlace at, int64_t padde
 // squares in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
-#pragma unroll
     for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
     if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
     double exact = 0;
-#pragma unroll
     for (int j = 0; j < CHUNK; j++) exact += double(v[j]) * v[j];
     return exact;
 }
@@ -56,10 +54,8 @@ static __global__ void __launch_bounds__(THREADS)
             double sum = 0;
             for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
                 EitherDense::Raw raw[NORM_UNROLL] = {};
-#pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++)
                     if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
-#pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++) {
                     Values v;
                     gradients.values(raw[u], v);
@@ -111,7 +107,6 @@ static __global__ void __launch_bounds__(THREADS)
         Values v;
         if (r == rank) own.load_values(i, v);
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
     sum.round_and_store(i, total, true);

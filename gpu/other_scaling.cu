@@ -46,10 +46,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-#pragma unroll
         for (int p = 0; p < PLANES; p++) {
             uint32_t top = 0;
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t bits = magnitude(v[p][j]);  // a place outside copies its block's last row
                 top = max(top, bits);
@@ -124,11 +122,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
     uint2 raw[ROWS / 4][4] = {};
-#pragma unroll
     for (int i = 0; i < ROWS; i++)
         if (at.row + i < rows && at.col < cols)
             raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-#pragma unroll
     for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
     store_transposed(tiles, rows, cols, transposed);
 }
