@@ -28,12 +28,10 @@ static __device__ int64_t row_column(int chunk) {
 // the first when another writes the second.
 template <int PLACE, int K> static __device__ void row_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
-#pragma unroll
     for (int k = 0; k < K; k++) x[k] = sum_of_warp(x[k]);
     const int warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (warps == 1) return;
     if (threadIdx.x % 32 == 0)
-#pragma unroll
         for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
     __syncthreads();
 #pragma unroll
@@ -52,14 +50,12 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
 static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
-#pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
         row_sum<0>(sum);
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
-#pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
         for (int j = 0; j < CHUNK; j++) {
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
@@ -84,7 +80,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t x_row = tokens && row < rows ? tokens[row] : row,
                   y_row = tokens ? uint32_t(row) % uint32_t(period) : row;
     typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
-#pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row >= rows || row_column(c) >= C) continue;
         raw_x[c] = x.load(x_row * C + row_column(c));
@@ -110,7 +105,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     if (row < rows && threadIdx.x == 0) next.stats[row] = st;
     if (!y_amax) return;
     uint32_t top = 0;
-#pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row >= rows || row_column(c) >= C) continue;
         Values weight, bias;
@@ -188,7 +182,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         const Dense<T> dy = dy_out.from(element), g = g_in.from(element);
         typename Storage::Raw raw_x[ROW_CHUNKS] = {};
         typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
-#pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             raw_x[c] = in.load(offset(c));
@@ -200,14 +193,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             weight.values(weight.load(row_column(c)), w);
         };
         Values x[ROW_CHUNKS];
-#pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
         if (!RMS) st = row_stats(x, C, false, n.eps);
         // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
         // so that the threads of a row exchange both sums at once.
         float sum[2] = {0, 0};
-#pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values d, w;
@@ -224,7 +215,6 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (RMS) st.y = inverse_root(sum[0], C, n.eps);
         if (row < rows && threadIdx.x == 0) n.stats[row] = st;
         const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
-#pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values d, w, dx;
