@@ -51,24 +51,20 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (row < rows) {
         const Dense<T, 4> at = qkv.from(row * cols + first * rope.HS + angle);
         typename Dense<T, 4>::Raw raw[ROPE_HEADS][2] = {};
-#pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++)
             if (first + h < heads) raw[h][0] = at.load(h * rope.HS), raw[h][1] = at.load(h * rope.HS + half);
         const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
         float cosines[4], sines[4];
-#pragma unroll
         for (int j = 0; j < 4; j++) {
             const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
             cosines[j] = j % 2 ? two.z : two.x, sines[j] = sign * (j % 2 ? two.w : two.y);
         }
-#pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
             float x[4], y[4];
             at.values(raw[h][0], x);
             at.values(raw[h][1], y);
             if (first + h < rotated_heads) {  // (x, y) -> (x cos - y sin, y cos + x sin)
-#pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const float own = x[j];
                     x[j] = __fmaf_rn(own, cosines[j], __fmul_rn(y[j], -sines[j]));
@@ -194,7 +190,6 @@ constexpr int LOSS_THREADS = 512;
 // Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
 static __device__ Softmax block_softmax(Softmax mine) {
     __shared__ Softmax parts[LOSS_THREADS / 32];
-#pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2)
         mine.merge({__shfl_down_sync(~0u, mine.top, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
@@ -231,10 +226,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     Softmax mine{-INFINITY, 0};
     for (int begin = threadIdx.x * CHUNK; begin < live; begin += IN_FLIGHT * STEP) {
         typename Dense<T>::Raw raw[IN_FLIGHT];
-#pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++)
             if (begin + i * STEP < live) raw[i] = logits.load(first + begin + i * STEP);
-#pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             const int col = begin + i * STEP;
             if (col >= live) break;
@@ -309,9 +302,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
     float top = 0;
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
         for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
-#pragma unroll
             for (int p = 0; p < PLANES; p++)
-#pragma unroll
                 for (int j = 0; j < CHUNK; j++) {
                     if (live) sum[p][j] += v[p][j];
                     top = larger_magnitude(top, v[p][j]);
