@@ -57,9 +57,7 @@ template <int R> __device__ void mask(float (&s)[R], int ahead) {
 template <int R>
 __device__ void softmax(float (&s)[R], float (&max)[2], float (&sum)[2], float (&shrink)[2], float scale) {
     float top[2] = {max[0], max[1]}, base[2];
-#pragma unroll
     for (int i = 0; i < R; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-#pragma unroll
     for (int r = 0; r < 2; r++) {
         top[r] = quad_max(top[r]);
         base[r] = top[r] == -INFINITY ? 0.0f : top[r] * scale;
@@ -67,7 +65,6 @@ __device__ void softmax(float (&s)[R], float (&max)[2], float (&sum)[2], float (
         max[r] = top[r];
         sum[r] *= shrink[r];
     }
-#pragma unroll
     for (int i = 0; i < R; i++) {
         s[i] = fast_exp2(s[i] * scale - base[i / 2 % 2]);
         sum[i / 2 % 2] += s[i];
@@ -104,7 +101,6 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
     typename Dense<Real>::Raw o[ROWS], g[ROWS];
-#pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
         const int64_t at = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
@@ -113,7 +109,6 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         g[i] = live ? dense<Real>(dout).load(at) : typename Dense<Real>::Raw{};
     }
     float* const stats = scratch.stats + tile * 2 * QUERIES;
-#pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         Values x, y;

@@ -125,7 +125,6 @@ template <bool MASTER> struct Bf16Weights {
                                  bool live, uint32_t& top) {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t b[CHUNK];
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             b[j] = __float_as_uint(v[j]) +
                    (MASTER ? 0x8000u : static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF));
@@ -148,7 +147,6 @@ struct FloatWeights {  // the fp32 recipe
     static __device__ void store(const Weights& w, int64_t i, Values& v, uint64_t, uint64_t, bool live,
                                  uint32_t& top) {
         dense<float>(w.values).round_and_store(i, v, live);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
     }
 };

@@ -107,7 +107,7 @@ void launch(const char* what, void (*kernel)(P...), dim3 grid, dim3 block, int s
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
-using Values = float[CHUNK];  // Loops over them have eight turns: nvcc unrolls these without a pragma.
+using Values = float[CHUNK];  // nvcc unrolls short loops by itself; a pragma stands where it would not.
 
 // -----------------------------------------------------------------------------------------------------------
 // The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above
@@ -120,7 +120,6 @@ inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|)
     return y;
 }
 template <int N> __device__ float larger_magnitude(float top, const float (&v)[N]) {
-#pragma unroll
     for (int j = 0; j < N; j++) top = larger_magnitude(top, v[j]);
     return top;
 }
@@ -137,7 +136,6 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
 
 // Sums in the same order every time: over the lanes of a warp, each of which gets it; over a block's threads.
 template <class T> __device__ T sum_of_warp(T x) {
-#pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
     return x;
 }
@@ -166,14 +164,12 @@ inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
 inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {  // eight codes of v * inverse
     uint32_t half[4];
     auto encode_as = [&](bool e5m2) {
-#pragma unroll
         for (int i = 0; i < 4; i++) half[i] = encode2(e5m2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
     };
     e5m2 ? encode_as(true) : encode_as(false);  // one branch for all
     return {half[0] | half[1] << 16, half[2] | half[3] << 16};
 }
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 two = decode2(e5m2, (i < 2 ? codes.x : codes.y) >> (i & 1) * 16 & 0xFFFFu);
         v[2 * i] = two.x * scale;
@@ -246,7 +242,6 @@ template <class T, int N = CHUNK> struct Dense {
     __device__ Dense from(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
     static __device__ void values(const uint32_t* words, float (&v)[N]) {
-#pragma unroll
         for (int j = 0; j < WORDS; j++)
             if constexpr (F32) v[j] = __uint_as_float(words[j]);
             else v[2 * j] = unpack(words[j]).x, v[2 * j + 1] = unpack(words[j]).y;
@@ -255,11 +250,9 @@ template <class T, int N = CHUNK> struct Dense {
     // Writes only if live, rounds in any case.
     __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
         Raw raw;
-#pragma unroll
         for (int j = 0; j < WORDS; j++)
             if constexpr (F32) raw.words[j] = __float_as_uint(v[j]);
             else raw.words[j] = pack(v[2 * j], v[2 * j + 1]);
-#pragma unroll
         for (int j = 0; j < sizeof(Raw) / sizeof(Piece); j++)
             if (live)
                 put(reinterpret_cast<Piece*>(data + i) + j, reinterpret_cast<const Piece*>(raw.words)[j]);
@@ -370,7 +363,6 @@ inline __device__ float normalized(float x, float2 stats, float weight, float bi
 }
 template <class T> __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
     Dense<T>::values(dense<T>(n.weight).load(col).words, weight);
-#pragma unroll
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
     if (n.bias) Dense<T>::values(dense<T>(n.bias).load(col).words, bias);
 }

@@ -53,7 +53,6 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
 #pragma unroll
     for (int first = 0; first < ROWS; first += IN_FLIGHT) {
         typename Producer::Raw raw[IN_FLIGHT];
-#pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(inside - 1, 0)));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -69,10 +68,8 @@ template <class Producer, class T, class Combine, class Take>
 __device__ void combine_columns(const Producer& x, const TilePlace& at,
                                 const T (&mine)[Producer::PLANES][CHUNK], T (&columns)[ACROSS][TILE + 1],
                                 Combine combine, Take take) {
-#pragma unroll
     for (int p = 0; p < Producer::PLANES; p++) {
         __syncthreads();
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
         __syncthreads();
         const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
@@ -105,7 +102,6 @@ struct TransposeTile {
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
         uint32_t* to =
             words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) to[j * (TILE / 4)] = columns[j / 4][j % 4];
     }
     __device__ uint4 rows16(int col, int piece) const {  // rows 16 * piece ... + 15 of one column
@@ -125,7 +121,6 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
     const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
-#pragma unroll
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = row0 + piece * 16;
@@ -194,7 +189,6 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor at;
-#pragma unroll
         for (int h = 0; h < INPUTS; h++) at.in[h] = in.from((row * INPUTS + h) * width + col);
         if (BACKWARD) at.dact = dense<Compute>(of.dact.data).from(row * width + col);
         if (NORM) at.stats = of.norm.stats + row, load_parameters<Compute>(of.norm, col, at.weight, at.bias);
@@ -202,7 +196,6 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     }
     __device__ Raw load(const Cursor& at, int i) const {
         Raw raw;
-#pragma unroll
         for (int h = 0; h < INPUTS; h++) raw.in[h] = at.in[h].load(row_offset(i, INPUTS * width));
         if (BACKWARD) raw.dact = at.dact.load(row_offset(i, width));
         if (NORM) raw.stats = at.stats[i];
@@ -210,10 +203,8 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
         Values x[INPUTS], d;
-#pragma unroll
         for (int h = 0; h < INPUTS; h++) in.values(raw.in[h], x[h]);
         if (BACKWARD) at.dact.values(raw.dact, d);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             const float first = x[0][j], second = x[INPUTS - 1][j];
             if (NORM) v[0][j] = normalized(first, raw.stats, at.weight[j], at.bias[j]);
