@@ -224,14 +224,12 @@ template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint3
 
 // Rounds accumulators to BF16. They already have the layout of operand a of the next GEMM.
 template <int R> __device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R]) {
-#pragma unroll
     for (int i = 0; i < R / 2; i++) a[i / 4][i % 4] = pack(d[2 * i], d[2 * i + 1]);
 }
 
 // Writes this warpgroup's 64 rows of a tile (ROWS, HS) to shared memory, from address `tile` on.
 template <int ROWS, int K> __device__ void store_tile(uint32_t tile, const uint32_t (&a)[K][4]) {
     const int lane = threadIdx.x % WARP, row = threadIdx.x % WARPGROUP / WARP * 16 + lane % 16;
-#pragma unroll
     for (int k = 0; k < K; k++) {
         const int chunk = k % 4 * 2 + lane / 16;
         const uint32_t to = tile + k / 4 * ROWS * 128 + row * 128 + ((chunk ^ (row & 7)) * 16);
@@ -244,7 +242,6 @@ template <int ROWS, int K> __device__ void store_tile(uint32_t tile, const uint3
 template <int HS, int ROWS>
 __device__ void load_tile(uint32_t to, const CUtensorMap& map, Barrier full, int col, int row, int b) {
     constexpr int BOXES = ROWS / BOX;  // of a panel
-#pragma unroll
     for (int i = 0; i < HS / PANEL * BOXES; i++)
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -419,7 +416,6 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
         v.next();
     };
     auto scale_output = [&] {
-#pragma unroll
         for (int i = 0; i < HS / 2; i++) o[i] *= factor[i / 2 % 2];
     };
     auto finish_statistics = [&] {  // of the rows of an item; makes factor
@@ -631,7 +627,6 @@ __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch
 template <int HS, int R>
 __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int first_col) {
     const int row = first_row + fragment_row();  // and row + 8, whose last two bits are the same
-#pragma unroll
     for (int i = 0; i < R; i += 2) {
         const int block = (first_col / 8 + i / 4) ^ (row & 3);
         const uint32_t to = tile + ((row + i / 2 % 2 * 8) * HS + block * 8 + fragment_col()) * 4;
@@ -643,11 +638,9 @@ __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int
 // `ahead`: this thread's first key minus the tile's first query.
 template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float scale, int ahead) {
     const bool masked = ahead + 64 > 0;
-#pragma unroll
     for (int i = 0; i < R; i += 4) {
         const int col = i * 2 + fragment_col();
         const float2 lse = shared<float2>(stats + col * 4);
-#pragma unroll
         for (int j = 0; j < 4; j++) {
             s[i + j] = fast_exp2(s[i + j] * scale - (j % 2 ? lse.y : lse.x));
             if (masked && ahead + j / 2 * 8 > col + j % 2) s[i + j] = 0;
@@ -658,10 +651,8 @@ template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float sca
 // dp becomes ds = p (dp - delta), with p as rounded to BF16 for dv. The registers for p in FP32 are
 // better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268).
 template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
-#pragma unroll
     for (int i = 0; i < R; i += 4) {
         const float2 delta = shared<float2>(deltas + (i * 2 + fragment_col()) * 4);
-#pragma unroll
         for (int j = 0; j < 4; j += 2) {
             const float2 pair = unpack(p[i / 8][i / 2 % 4 + j / 2]);
             dp[i + j] = pair.x * (dp[i + j] - delta.x);
@@ -733,7 +724,6 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const 
     uint32_t result[HS / 16][4];
     to_operand(result, dv);
     store_tile<F::KEYS>(own_v, result);
-#pragma unroll
     for (float& x : dk) x *= d.scale;
     to_operand(result, dk);
     store_tile<F::KEYS>(own_k, result);
@@ -781,12 +771,10 @@ __global__ void __launch_bounds__(PREPARE_THREADS) finish_kernel(Dims d, Scratch
     const int64_t tile = (int64_t(b) * d.NH + h) * scratch.tiles + blockIdx.y;
     const float* from = scratch.dq + tile * F::QUERIES * F::HS;
     float4 x[ROWS];
-#pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, col = ((lane / 2) ^ (row & 3)) * 8 + lane % 2 * 4;
         x[i] = *reinterpret_cast<const float4*>(from + row * F::HS + col);
     }
-#pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * F::QUERIES + first + i * STEP;
         const uint32_t low = pack(x[i].x * d.scale, x[i].y * d.scale);
