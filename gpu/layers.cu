@@ -15,10 +15,10 @@ namespace coat::gpu {
 // f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
 // to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
-    const double f = pow(theta, -static_cast<double>(i) / half);
+    const double f = pow(theta, -double(i) / half);
     if (s.type == RopeScaling::Default) return f;
-    const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846),
-                 range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor,
+    const double rotations = double(s.original_positions) * f / (2 * 3.14159265358979323846),
+                 range = double(s.high_freq_factor) - s.low_freq_factor,
                  kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
     return f * (kept + (1 - kept) / s.factor);
 }
@@ -28,11 +28,11 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
                                          float2* table) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
-    const double angle = static_cast<double>(i / half) * f;
+    const double f = rope_frequency(theta, int(i % half), half, scaling);
+    const double angle = double(i / half) * f;
     double sine, cosine;
     sincos(angle, &sine, &cosine);
-    table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
+    table[i] = {float(cosine), float(sine)};
 }
 
 // A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
@@ -43,8 +43,8 @@ template <class T>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(Dense<T, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
                 AmaxAndScale* amax) {
-    const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
-    const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
+    const uint32_t half = uint32_t(rope.HS) / 2, quads = half / 4;
+    const uint32_t rotated_heads = uint32_t(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float top = 0;
@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
         typename Dense<T, 4>::Raw raw[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++)
             if (first + h < heads) raw[h][0] = at.load(h * rope.HS), raw[h][1] = at.load(h * rope.HS + half);
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        const float2* const table = rope.table + row % uint32_t(rope.T) * half + angle;
         float cosines[4], sines[4];
         for (int j = 0; j < 4; j++) {
             const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
@@ -86,16 +86,15 @@ void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cuda
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using T = typename decltype(x)::Compute;
-        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, Dense<T, 4>{x.data}, r,
-               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
-               amax);
+        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, Dense<T, 4>{x.data}, r, uint32_t(qkv.rows),
+               qkv.cols, uint32_t(heads), inverse ? -1 : 1, amax);
     });
 }
 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
     launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
-           static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
+           int(half), c.rope_theta, c.rope_scaling, table);
 }
 
 // ===========================================================================================================
@@ -216,9 +215,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
             logits.round_and_store(first + col, zeros, true);
         return;
     }
-    const float correct = static_cast<float>(logits.data[first + target]);
+    const float correct = float(logits.data[first + target]);
     constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
-    const int live = static_cast<int>(V);
+    const int live = int(V);
     auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
         if (col + CHUNK <= live) return;
         for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
@@ -246,10 +245,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (!scale_of_step) return;
-    const float scale = static_cast<float>(*scale_of_step);
+    const float scale = float(*scale_of_step);
     // (softmax - one_hot(target)) * scale
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
+    for (int col = threadIdx.x * CHUNK; col < int(stride); col += STEP) {
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
@@ -274,12 +273,12 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
                    cudaStream_t s) {
     with_dense(logits, [&](auto x) {
         using T = typename decltype(x)::Compute;
-        const int row = static_cast<int>(logits.cols * sizeof(T));
+        const int row = int(logits.cols * sizeof(T));
         const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
         const bool cached = row <= limit - 2048;  // beside the block's sums
         const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
-        launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
-               x, logits.cols, V, targets, scale, losses);
+        launch("cross_entropy", kernel, unsigned(logits.rows), LOSS_THREADS, cached ? row : 0, s, x,
+               logits.cols, V, targets, scale, losses);
     });
 }
 
@@ -408,7 +407,7 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
                         const View& gradient, cudaStream_t s) {
     const int64_t n = tokens ? count : std::min(count, g.rows);
-    const dim3 grid(static_cast<unsigned>(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
+    const dim3 grid(unsigned(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
     launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
            s, either_dense(g), g.rows, g.cols, order, tokens, count, either_dense(gradient));
 }
