@@ -18,6 +18,8 @@
 // differ only in which side is the rows: see KEYS. The price is that s and dp are computed twice.
 #include "attention_common.cuh"
 
+#include <cuda_pipeline.h>
+
 namespace coat {
 namespace {
 
@@ -31,17 +33,15 @@ template <class Real> struct Head {
 };
 
 // Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
-struct Heads : Dims {
+template <class Real> struct Heads : Dims {
     using Dims::Dims;
-    template <class Real> __device__ Head<Real> of(Real* x, int heads, int b, int h) const {
-        return {x + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
+    __device__ Head<Real> of(const void* x, int heads, int b, int h) const {
+        return {dense<Real>(x).data + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
-    template <class Real> __device__ Head<Real> q(Real* x, int b, int h) const {
-        return of(x, NH + 2 * NKV, b, h);
-    }
-    template <class Real> __device__ Head<Real> k(Real* x, int b, int kv) const { return q(x, b, NH + kv); }
-    template <class Real> __device__ Head<Real> v(Real* x, int b, int kv) const { return k(x, b, NKV + kv); }
-    template <class Real> __device__ Head<Real> out(Real* x, int b, int h) const { return of(x, NH, b, h); }
+    __device__ Head<Real> q(const void* x, int b, int h) const { return of(x, NH + 2 * NKV, b, h); }
+    __device__ Head<Real> k(const void* x, int b, int kv) const { return q(x, b, NH + kv); }
+    __device__ Head<Real> v(const void* x, int b, int kv) const { return k(x, b, NKV + kv); }
+    __device__ Head<Real> out(const void* x, int b, int h) const { return of(x, NH, b, h); }
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -55,8 +55,9 @@ template <class Real_, int COLS_> struct Tile {
     using Real = Real_;
     static constexpr int COLS = COLS_, ROW_BYTES = COLS * int(sizeof(Real));
     static constexpr int ROWS = std::min(64, (16 << 10) / ROW_BYTES), BYTES = ROWS * ROW_BYTES;
-    static constexpr int THREADS = ROWS / 16 * WARP;      // of a block: a warp owns 16 rows of a tile
-    static constexpr int CHUNK = 16 / int(sizeof(Real));  // elements
+    static constexpr int STAGE_BYTES = 2 * BYTES + 2 * ROWS * 4;  // of backward
+    static constexpr int THREADS = ROWS / 16 * WARP;              // of a block: a warp owns 16 rows of a tile
+    static constexpr int CHUNK = 16 / int(sizeof(Real));          // elements
     uint32_t base;
     __device__ uint32_t at(int row, int col) const {
         return base + row * ROW_BYTES + (((col / CHUNK) ^ (row & 7)) * 16) +
@@ -68,17 +69,8 @@ template <class Real_, int COLS_> struct Tile {
 __device__ void cp_async16(uint32_t to, const void* from, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0));
 }
-__device__ void cp_async4(uint32_t to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
-}
-__device__ void cp_commit() { asm volatile("cp.async.commit_group;"); }
-template <int PENDING>  // until at most PENDING groups of copies are in flight
-__device__ void cp_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING));
-}
 
-template <class T>
-__device__ void load_tile(T tile, const Dims& d, Head<const typename T::Real> head, int first) {
+template <class T> __device__ void load_tile(T tile, const Dims& d, Head<typename T::Real> head, int first) {
     constexpr int CHUNKS = T::COLS / T::CHUNK;
     for (int i = threadIdx.x; i < T::ROWS * CHUNKS; i += T::THREADS) {
         const int row = i / CHUNKS, col = i % CHUNKS * T::CHUNK;
@@ -120,8 +112,7 @@ __device__ Fragment load_right(T tile, int n, int k) {
     return ldmatrix<false>(tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
 
-// c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns. c is spread as
-// attention_common.cuh describes.
+// c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns.
 __device__ void mma(float* c, const Fragment& a, const Fragment& b) {
     for (int i = 0; i < 2; i++)
         asm volatile(
@@ -209,7 +200,7 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 // mask is the only mask.
 template <class T>
 __global__ void __launch_bounds__(T::THREADS)
-    forward_kernel(Heads d, const typename T::Real* qkv, typename T::Real* out, float* lse) {
+    forward_kernel(Heads<typename T::Real> d, const void* qkv, void* out, float* lse) {
     const uint32_t base = dynamic_shared_memory(1);
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
@@ -222,20 +213,20 @@ __global__ void __launch_bounds__(T::THREADS)
     int column = (min(first + T::ROWS, d.T) - 1) / T::ROWS * T::ROWS;
     load_tile(queries, d, d.q(qkv, b, h), first);
     load_tile(keys, d, k, column);
-    cp_commit();
+    __pipeline_commit();
     float acc[T::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
     for (; column >= 0; column -= T::ROWS) {
         const bool live = column < first + warp_row + 16;  // this warp sees some of these keys
-        cp_wait<0>();
+        __pipeline_wait_prior(0);
         __syncthreads();  // keys have arrived, values may be overwritten
         load_tile(values, d, v, column);
-        cp_commit();
+        __pipeline_commit();
         float s[T::ROWS / 2] = {};
         if (live) scores(queries, warp_row, keys, s);
-        cp_wait<0>();
+        __pipeline_wait_prior(0);
         __syncthreads();  // values have arrived, keys may be overwritten
         if (column > 0) load_tile(keys, d, k, column - T::ROWS);
-        cp_commit();
+        __pipeline_commit();
         if (!live) continue;
         if (column + T::ROWS - 1 > first + warp_row) mask(s, column - row);
         softmax(s, max, sum, shrink, scale);
@@ -255,24 +246,17 @@ __global__ void __launch_bounds__(T::THREADS)
 // -----------------------------------------------------------------------------------------------------------
 // Backward
 
-// What a pass of backward loads per step. There are two stages: one is loaded while the other is used.
-template <class T> struct Stage {
-    T tile1, tile2;       // q and dout, or k and v
-    uint32_t lse, delta;  // of the queries in tile1; only for the pass that owns keys
-    static constexpr int BYTES = 2 * T::BYTES + 2 * T::ROWS * 4;
-    __device__ explicit Stage(uint32_t base)
-        : tile1{base}, tile2{base + T::BYTES}, lse(base + 2 * T::BYTES), delta(lse + T::ROWS * 4) {}
-};
-
 // KEYS: the pass that owns keys computes dk and dv; the pass that owns queries computes dq.
 // grid (NKV or NH, B, tiles of owned rows)
 template <class T, bool KEYS>
 __global__ void __launch_bounds__(T::THREADS)
-    backward_kernel(Heads d, const typename T::Real* qkv, const typename T::Real* gradient,
-                    typename T::Real* dqkv, Scratch scratch) {
+    backward_kernel(Heads<typename T::Real> d, const void* qkv, const void* gradient, void* dqkv,
+                    Scratch scratch) {
     const uint32_t base = dynamic_shared_memory(1);
     const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
-    auto stage = [&](int i) { return Stage<T>(base + 2 * T::BYTES + i % 2 * Stage<T>::BYTES); };
+    // A step loads q and dout with their statistics (as in Scratch), or k and v; these are parts 0, 1 and 2.
+    // There are two stages: one is loaded while the other is used.
+    auto stage = [&](int step, int part) { return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES; };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
     const int first_head = KEYS ? kv * d.group() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
@@ -289,16 +273,16 @@ __global__ void __launch_bounds__(T::THREADS)
     const int steps = count * (KEYS ? d.group() : 1);
     auto load_stage = [&](int step) {
         if (step >= steps) return;
-        const Stage<T> to = stage(step);
         const int h = first_head + step / count, from = begin + step % count;
-        load_tile(to.tile1, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
-        load_tile(to.tile2, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
-        if (KEYS) cp_async4(to.lse + threadIdx.x * 4, stats(h, from) + threadIdx.x);
+        load_tile(T{stage(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
+        load_tile(T{stage(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
+        float* const to = &shared<float>(stage(step, 2) + threadIdx.x * 4);
+        if (KEYS) __pipeline_memcpy_async(to, stats(h, from) + threadIdx.x, 4);
     };
     load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * T::ROWS);
     load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * T::ROWS);
     load_stage(0);
-    cp_commit();
+    __pipeline_commit();
 
     float own_lse[2] = {}, own_delta[2] = {};  // of owned queries
     for (int r = 0; !KEYS && r < 2; r++) {
@@ -308,19 +292,20 @@ __global__ void __launch_bounds__(T::THREADS)
     float acc1[T::COLS / 2] = {}, acc2[T::COLS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
-        cp_commit();
-        cp_wait<1>();
+        __pipeline_commit();
+        __pipeline_wait_prior(1);
         __syncthreads();
-        const Stage<T> in = stage(step);
+        const T in1{stage(step, 0)}, in2{stage(step, 1)};
+        const uint32_t in_lse = stage(step, 2), in_delta = in_lse + T::ROWS * 4;
         const bool diagonal = begin + step % count == tile;
         float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
-        scores(own1, warp_row, in.tile1, p);
-        scores(own2, warp_row, in.tile2, ds);  // dp
+        scores(own1, warp_row, in1, p);
+        scores(own2, warp_row, in2, ds);  // dp
 #pragma unroll
         for (int n = 0; n < T::ROWS / 8; n++) {
             const int col = n * 8 + fragment_col();
             float2 lse{}, delta{};
-            if (KEYS) lse = shared<float2>(in.lse + col * 4), delta = shared<float2>(in.delta + col * 4);
+            if (KEYS) lse = shared<float2>(in_lse + col * 4), delta = shared<float2>(in_delta + col * 4);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float l = KEYS ? (i % 2 ? lse.y : lse.x) : own_lse[i / 2];
@@ -332,8 +317,8 @@ __global__ void __launch_bounds__(T::THREADS)
                 ds_i = p_i * (ds_i - dl);
             }
         }
-        if (KEYS) accumulate(p, in.tile2, acc2);
-        accumulate(ds, in.tile1, acc1);
+        if (KEYS) accumulate(p, in2, acc2);
+        accumulate(ds, in1, acc1);
         __syncthreads();  // the stage may be overwritten
     }
     const int top = tile * T::ROWS + warp_row;
@@ -344,25 +329,22 @@ __global__ void __launch_bounds__(T::THREADS)
 template <class T>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
-    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s,
-           static_cast<const typename T::Real*>(qkv), static_cast<typename T::Real*>(out), lse);
+    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
 }
 
 template <class T>
 void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
               void* dqkv, void* workspace, cudaStream_t stream) {
-    using Real = typename T::Real;
     const Scratch scratch(s, T::ROWS, workspace);
-    prepare<Real, T::COLS, T::ROWS>(s, scratch, out, dout, lse, false, stream);
-    const dim3 queries(unsigned(s.NH), unsigned(s.B), unsigned(scratch.tiles));
-    const dim3 keys(unsigned(s.NKV), queries.y, queries.z);
-    auto pass = [&](auto kernel, dim3 grid) {
-        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * Stage<T>::BYTES, stream, s,
-               static_cast<const Real*>(qkv), static_cast<const Real*>(dout), static_cast<Real*>(dqkv),
-               scratch);
+    launch("attention", prepare_kernel<typename T::Real, T::COLS, T::ROWS>, scratch.grid(s), PREPARE_THREADS,
+           0, stream, s, scratch, out, dout, lse, false);
+    auto pass = [&](auto kernel, int64_t heads) {
+        const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(scratch.tiles));
+        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s, qkv, dout,
+               dqkv, scratch);
     };
-    pass(backward_kernel<T, true>, keys);
-    pass(backward_kernel<T, false>, queries);
+    pass(backward_kernel<T, true>, s.NKV);
+    pass(backward_kernel<T, false>, s.NH);
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ struct Scratch {
 constexpr int PREPARE_THREADS = 256;
 template <class Real, int COLS, int QUERIES>
 __global__ void __launch_bounds__(PREPARE_THREADS)
-    prepare_kernel(Dims d, Scratch scratch, const Real* out, const Real* dout, const float* lse,
+    prepare_kernel(Dims d, Scratch scratch, const void* out, const void* dout, const float* lse,
                    bool hopper) {
     constexpr int LANES = COLS / CHUNK, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
     const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
@@ -122,12 +122,6 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         stats[QUERIES + row] = delta;
     }
     if (hopper && threadIdx.x == 0) scratch.added[tile] = 0, *scratch.next = 0;
-}
-template <class Real, int COLS, int QUERIES>
-void prepare(const AttentionShape& s, const Scratch& scratch, const void* out, const void* dout,
-             const float* lse, bool hopper, cudaStream_t stream) {
-    launch("attention", prepare_kernel<Real, COLS, QUERIES>, scratch.grid(s), PREPARE_THREADS, 0, stream, s,
-           scratch, static_cast<const Real*>(out), static_cast<const Real*>(dout), lse, hopper);
 }
 
 // The kernels of attention.cuh for one format and range of head sizes. queries: of a tile of Scratch.

@@ -788,7 +788,8 @@ template <class F>
 void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
               void* dqkv, void* workspace, cudaStream_t stream) {
     const Scratch scratch(s, F::QUERIES, workspace);
-    prepare<bf16, F::HS, F::QUERIES>(s, scratch, out, dout, lse, true, stream);
+    launch("attention", prepare_kernel<bf16, F::HS, F::QUERIES>, scratch.grid(s), PREPARE_THREADS, 0, stream,
+           s, scratch, out, dout, lse, true);
     launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
            F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
            tensor_map(s, dqkv, s.qkv_cols()), s, scratch);
