@@ -296,21 +296,24 @@ __global__ void __launch_bounds__(T::THREADS)
         __pipeline_wait_prior(1);
         __syncthreads();
         const T in1{stage(step, 0)}, in2{stage(step, 1)};
-        const uint32_t in_lse = stage(step, 2), in_delta = in_lse + T::ROWS * 4;
         const bool diagonal = begin + step % count == tile;
         float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
         scores(own2, warp_row, in2, ds);  // dp
+        // Of the queries in this lane's columns. Loaded inside the next loop, they cost registers that spill.
+        float2 lse[T::ROWS / 8], delta[T::ROWS / 8];
+#pragma unroll
+        for (int n = 0; KEYS && n < T::ROWS / 8; n++) {
+            const uint32_t at = stage(step, 2) + (n * 8 + fragment_col()) * 4;
+            lse[n] = shared<float2>(at), delta[n] = shared<float2>(at + T::ROWS * 4);
+        }
 #pragma unroll
         for (int n = 0; n < T::ROWS / 8; n++) {
-            const int col = n * 8 + fragment_col();
-            float2 lse{}, delta{};
-            if (KEYS) lse = shared<float2>(in_lse + col * 4), delta = shared<float2>(in_delta + col * 4);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float l = KEYS ? (i % 2 ? lse.y : lse.x) : own_lse[i / 2];
-                const float dl = KEYS ? (i % 2 ? delta.y : delta.x) : own_delta[i / 2];
-                const int own = row + i / 2 * 8, other = col + i % 2;
+                const float l = KEYS ? (i % 2 ? lse[n].y : lse[n].x) : own_lse[i / 2];
+                const float dl = KEYS ? (i % 2 ? delta[n].y : delta[n].x) : own_delta[i / 2];
+                const int own = row + i / 2 * 8, other = n * 8 + fragment_col() + i % 2;
                 const bool masked = diagonal && (KEYS ? own > other : other > own);
                 float &p_i = p[n * 4 + i], &ds_i = ds[n * 4 + i];
                 p_i = masked ? 0.0f : fast_exp2(p_i * scale - l);
