@@ -60,6 +60,17 @@ endif
 object  = $(patsubst %,$(O)/%.o,$(1))
 OBJECTS := $(call object,$(SOURCES))
 
+# Most of the time goes into headers: so tests of one kind are one file to the compiler, in which the first
+# includes the others.
+define together
+TESTS := $(firstword $(1)) $(filter-out $(1),$(TESTS))
+TOGETHER += $(1);
+$(call object,$(firstword $(1))): $(1)
+$(call object,$(firstword $(1))): private WITH := $(patsubst %,-include %,$(filter-out $(firstword $(1)),$(1)))
+endef
+$(foreach kind,test/model%.cpp test/reference/%.cpp test/dev/%.cpp test/train_%.cpp test/data/%.cpp,\
+  $(eval $(call together,$(filter $(kind),$(TESTS)))))
+
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
 .PHONY: test exercise figures bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
@@ -100,7 +111,7 @@ need-nvcc:
 
 $(O)/%.cpp.o: %.cpp $(O)/flags
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+	$(CXX) $(CXXFLAGS) $(WITH) -MMD -MP -c $< -o $@
 $(O)/%.cu.o: %.cu $(O)/flags
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
@@ -119,8 +130,8 @@ $(O)/test/%: OPT = -O0  # what takes time is in the files that they test
 # It changes when the flags do, so that objects of two kinds never meet in one program.
 $(O)/flags: FORCE | need-json
 	@mkdir -p $(@D)
-	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' | cmp -s - $@ || \
-	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' > $@
+	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(TOGETHER)' | cmp -s - $@ || \
+	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(TOGETHER)' > $@
 
 # $(call need,header,package): one sentence instead of a page of errors
 need = @echo '\#include <$(1)>' | $(CXX) -E -x c++ - > /dev/null 2>&1 || \

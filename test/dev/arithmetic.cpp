@@ -188,13 +188,13 @@ for name, stored in (("m", m), ("v", v), ("new_m", new_m), ("new_v", new_v)):
         save(name + part, x)
 save("new_w", new_w)
 )");
-    auto check = [&](const std::string& name, const Moment& expected) {
+    auto check = [&](const std::string& name, const reference::Moment& expected) {
         INFO(name);
         others(folder.get(name + ".max"), expected.max, 0, 0x1p-21f);
         CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
         CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
     };
-    Moment stored_m, stored_v;
+    reference::Moment stored_m, stored_v;
     stored_m.init(Format::E4M3, true, n), stored_v.init(Format::E4M3, true, n);
     stored_m.store(m.data(), false), stored_v.store(v.data(), true);
     check("m", stored_m), check("v", stored_v);
