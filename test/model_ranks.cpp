@@ -7,14 +7,11 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // Each gradient of an untied model is one sum. No number of ranks divides the shard units of all matrices.
-Setup small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1, bool tied = false) {
+static Setup small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1,
+                   bool tied = false) {
     return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
-
-}  // namespace
 
 RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
     // The micro-batches of each rank; the number of ranks; whether targets are masked

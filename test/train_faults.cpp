@@ -6,15 +6,11 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // The run in "out" goes on from its last checkpoint.
-void check_resumes(const Folder& folder, const std::string& flags = "") {
+static void check_resumes(const Folder& folder, const std::string& flags = "") {
     const std::string steps = std::to_string(last_step(folder) + 1);
     require_success(train(folder, "--device cpu --resume out --save-every 0 --steps " + steps + flags));
 }
-
-}  // namespace
 
 TEST_CASE("train: a run goes on when the reader of its output ends, under nohup, and without a log's disk") {
     RunFolder folder;

@@ -5,17 +5,13 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // Rows of flags and, after a bar, what the error says; without a bar it says the first word.
-void check_rows(const Folder& folder, const std::string& before, const std::string& rows) {
+static void check_rows(const Folder& folder, const std::string& before, const std::string& rows) {
     for (const std::string& row : rows_of(rows)) {
         const std::string flags = row.substr(0, row.find(" | ")), first = flags.substr(0, flags.find(' '));
         check_rejected(folder, before + flags, flags == row ? first : row.substr(flags.size() + 3));
     }
 }
-
-}  // namespace
 
 TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
     check_rows(RunFolder(), "--device cpu --data text ", R"(

@@ -9,10 +9,8 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // Two checkpoints have the same tensors, and the same state but for settings such as --steps.
-void check_same(const Folder& folder, const std::string& a, const std::string& b) {
+static void check_same(const Folder& folder, const std::string& a, const std::string& b) {
     INFO(a, " and ", b);
     CHECK((tensors_of(folder.path / a) == tensors_of(folder.path / b)));
     auto state = [&](const std::string& checkpoint) {
@@ -24,22 +22,20 @@ void check_same(const Folder& folder, const std::string& a, const std::string& b
 }
 
 // The model that the small folder has, on the CPU in FP32, to compute what ./train should print.
-std::unique_ptr<Model> small_reference(int64_t B, int64_t T, int64_t accumulate = 1) {
+static std::unique_ptr<Model> small_reference(int64_t B, int64_t T, int64_t accumulate = 1) {
     std::unique_ptr<Model> model = make_reference(setup_of("fp32", small_config(), B, T, accumulate));
     load_weights(small_model(), model->setup().config, model.get());
     return model;
 }
 
 // Lines of steps and validations, up to the learning rate.
-std::string numbers_in(const std::string& output) {
+static std::string numbers_in(const std::string& output) {
     std::string found;
     for (const std::string& line : lines_of(output))
         if (line.rfind("step ", 0) == 0 || line.rfind("validation | ", 0) == 0)
             found += line.substr(0, line.find(" | lr")) + "\n";
     return found;
 }
-
-}  // namespace
 
 TEST_CASE("train: a run prints steps, validates, samples, saves and logs") {
     RunFolder folder;

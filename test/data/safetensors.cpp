@@ -9,18 +9,14 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // A safetensors file with this header, and as many bytes after it.
-std::string raw_file(const std::string& header, size_t bytes = 0) {
+static std::string raw_file(const std::string& header, size_t bytes = 0) {
     const uint64_t length = header.size();
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(bytes, 'd');
 }
-std::string nested(int levels) {  // {"a": [[...]]}
+static std::string nested(int levels) {  // {"a": [[...]]}
     return "{\"a\":" + std::string(levels - 1, '[') + std::string(levels - 1, ']') + "}";
 }
-
-}  // namespace
 
 TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor is where the header says") {
     Folder folder;

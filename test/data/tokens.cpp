@@ -11,20 +11,18 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 using Shorts = std::vector<uint16_t>;
 using Words = std::vector<uint32_t>;
 
-std::string text_of(const Corpus& c) { return c.decode(tokens_of(c.train)); }
-std::string held_out(const Corpus& c) { return c.decode(tokens_of(c.validation)); }
-Words counting(size_t n, uint32_t first = 0) {
+static std::string text_of(const Corpus& c) { return c.decode(tokens_of(c.train)); }
+static std::string held_out(const Corpus& c) { return c.decode(tokens_of(c.validation)); }
+static Words counting(size_t n, uint32_t first = 0) {
     Words tokens(n);
     std::iota(tokens.begin(), tokens.end(), first);
     return tokens;
 }
 // The windows of a loader of counting() with B = T = 1, from number `first` on.
-Tokens windows_of(const Loader& loader, int64_t first, int64_t count) {
+static Tokens windows_of(const Loader& loader, int64_t first, int64_t count) {
     Tokens order;
     for (int64_t i = first; i < first + count; i++) {
         int32_t token, target;
@@ -34,8 +32,6 @@ Tokens windows_of(const Loader& loader, int64_t first, int64_t count) {
     }
     return order;
 }
-
-}  // namespace
 
 TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens in order") {
     FRESH_RANDOM(rng);

@@ -9,14 +9,10 @@
 
 using namespace coat::test;
 
-namespace {
-
 // The lines of a text, without what they are indented by, and without empty ones.
-std::string flat(const std::string& text) {
+static std::string flat(const std::string& text) {
     return std::regex_replace("\n" + text + "\n", std::regex("\n\\s*"), "\n");
 }
-
-}  // namespace
 
 TEST_CASE("WALK.md: every quoted line is in its file, in the same order") {
     std::string source, quoted;  // the file; lines of it that follow each other
