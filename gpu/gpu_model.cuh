@@ -158,8 +158,7 @@ private:
         return sum;
     }
 
-    // Copies from and to the host may wait for what runs, and would not notice that another rank has ended.
-    // So what runs is waited for first.
+    // A copy from or to the host that waits for what runs would not notice the end of a rank: so wait first.
     void fetch(void* to, const void* from, int64_t bytes) const {
         device_.wait();
         copy(to, from, bytes, cuda_);

@@ -36,8 +36,7 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
 }
 
 // A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
-// are rotated by the same angles. sign: of the angles. Heads from `rotated_heads` on (v) only enter
-// the amax.
+// are rotated by the same angles, times `sign`. Heads from `rotated_heads` on (v) only enter the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
 static __global__ void __launch_bounds__(ROPE_THREADS)
@@ -79,8 +78,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
 }
 
-// The angles depend on position and pair only: those of all heads of a thread are the same. Without an amax,
-// columns that are not rotated are not touched.
+// The angles of all heads of a thread are the same. Without an amax, only rotated columns are touched.
 void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));

@@ -16,8 +16,7 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
-// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of the whole result in
-// passing, if amax is not null.
+// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all, if not null.
 void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s);
 
 // --- Norms of heads (Qwen3): RMSNorm of each head of q and of k in (N, qkv_cols), in place
@@ -37,8 +36,7 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 
 // logits (rows, V_padded = logits.cols) become the gradients of *scale * sum(losses), zero from column V on;
 // losses (rows) FP32 are -log softmax(logits)[target]. Where the target is NO_TARGET both are 0. Without a
-// scale the logits stay as they are (evaluation). The scale is on the device, since it changes between the
-// replays of a recorded launch.
+// scale the logits stay (evaluation). It is on the device, as it changes between replays of a launch.
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
                    cudaStream_t s);
 // *total += *scale * sum of losses (n), in a fixed order, in double.

@@ -1,5 +1,4 @@
-// gpu/linear.cuh - a linear layer y = x w^T + bias on a GPU: its three GEMMs, and the operands that they
-// read. For model.cu.
+// gpu/linear.cuh - a linear layer y = x w^T + bias on a GPU: its three GEMMs and their operands.
 //
 // x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them: FP8 codes, or
 // BF16 and FP32 in recipes without FP8. x8, and w8 unless it is cached, are made anew for each GEMM: backward
@@ -32,8 +31,7 @@ public:
     // Of its gradients (0: embeddings); it is also the stage in which its weight is gathered.
     int64_t bucket() const { return weight().bucket; }
 
-    // Where the producers of the input and of the output's gradient must put their amaxes; null if nobody
-    // needs them.
+    // Where producers of the input and of the output's gradient put their amaxes; null if nobody needs them.
     AmaxAndScale* x_amax() const { return if_needed(x_scale_); }
     AmaxAndScale* g_amax() const { return if_needed(g_scale_); }
     void measure_x_amax(const Lazy& x) const { measure_amax(x, x_amax()); }
@@ -108,8 +106,7 @@ private:
         };
         return {{codes, behind(codes), rows, cols, q}, others, behind(others), scale};
     }
-    // The input or the weight for a GEMM that reduces over its columns, or over its rows: FP8 codes then are
-    // transposed.
+    // The input or the weight for a GEMM that reduces over its columns, or (transposed) its rows.
     Operand make_operand(const Lazy& x, Kind kind, bool over_rows) {
         const bool input = kind == Kind::LinearInput;
         const Quant& q = input ? c_.formats.x : c_.formats.w;
@@ -120,8 +117,7 @@ private:
         quantize(x, made, c_.state.stats_of(kind), stream());
         return made;
     }
-    // FP8 GEMMs want a multiple of 16 rows, which a prompt may not have: they read and write a few rows more,
-    // whose values are undefined and never used.
+    // FP8 GEMMs want a multiple of 16 rows. What they read and write beyond those of a prompt is never used.
     View gemm_rows(View v) const { return v.rows = c_.formats.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
 
     // The weight: fprop reduces over its columns, dgrad over its rows. It may be in the cache; it may have
@@ -158,8 +154,7 @@ private:
     void measure_amax(const Lazy& x, AmaxAndScale* scale) const {
         if (scale) amax(x, scale, stream());
     }
-    // adamw() leaves the amax of a weight in State::scale(). Delayed scaling reads another AmaxAndScale, so
-    // it takes the amax here.
+    // adamw() leaves a weight's amax in State::scale(). Delayed scaling reads another one, and takes it here.
     void measure_weight_amax() const {
         if (c_.state.delayed_scaling()) measure_amax(stored(c_.state.weight(param_)), if_needed(w_scale_));
     }

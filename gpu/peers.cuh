@@ -23,8 +23,7 @@ struct Transfer {
     int64_t bytes;
 };
 
-// What travels does so on a stream of its own, beside the computation. Objects of this class are alone, or in
-// a dry run: nothing travels.
+// What travels has a stream of its own. Objects of this class are alone, or in a dry run: nothing travels.
 class Peers {
 public:
     Peers(const Setup& s, cudaStream_t compute)
@@ -64,8 +63,7 @@ public:
                 transfers.push_back({from, to, place, place, part(from).count});
             }
     }
-    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation
-    // waits for it.
+    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation waits.
     void all_gather(void* blocks, int64_t bytes) {
         if (!several()) return;
         std::vector<Transfer> transfers;

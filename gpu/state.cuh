@@ -107,8 +107,7 @@ public:
         const int64_t in_bucket = shards[i].at - shards[buckets[bucket].first].at;
         return sums_[bucket] + in_bucket * gradient_bytes;
     }
-    // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers (of weights
-    // for delayed scaling only).
+    // Of each parameter; behind them those of linear layers' operands (of weights for delayed scaling only).
     AmaxAndScale* scale(size_t i) const { return scales_ + i; }
     AmaxAndScale* operand_scales(LinearOperand o) const {
         return scale(params.size()) + static_cast<int>(o) * linears;
@@ -139,8 +138,7 @@ public:
                                   &outcome.without_history, cuda_);
     }
 
-    // Updates the buckets [first, last), whose gradients are complete. AdamW leaves the amaxes of the new
-    // weights.
+    // Updates the buckets [first, last), whose gradients are complete. AdamW leaves the new weights' amaxes.
     void update(const AdamW& a, int64_t first, int64_t last) {
         const size_t begin = buckets[first].first, end = buckets[last - 1].last;
         const int n = static_cast<int>(end - begin);
@@ -237,8 +235,7 @@ private:
     void take_moments() {
         const OptimizerFormat& o = setup.optimizer;
         Arena& arena = device_.arena;
-        // One scale per tensor has two places: the old one decodes until everything is encoded with the new
-        // one.
+        // One scale per tensor has two places: the old one decodes until all is encoded with the new one.
         const int64_t copies = o.group == 0 ? 2 : 1;
         for (size_t i = 0; i < params.size(); i++) {
             const std::string& name = params[i].name;

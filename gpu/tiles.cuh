@@ -110,8 +110,7 @@ struct TransposeTile {
         return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
 };
-// Writes the block's tiles, one for each plane, to out, which is (columns, rows), rows a multiple of 16. All
-// threads call it.
+// Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.
 template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
                                  uint8_t* out) {
@@ -215,8 +214,7 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     }
 };
 
-// Calls f with the producer of a lazily computed tensor. BF16_ONLY: of a kernel that FP8 needs, which exists
-// for the compute dtype BF16 only.
+// Calls f with the producer of a lazily computed tensor. BF16_ONLY: for a kernel that serves FP8 alone.
 template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f) {
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
