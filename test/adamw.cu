@@ -124,12 +124,12 @@ struct Run {
             params.push_back(std::move(p));
         }
     }
-    // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145: relative to the
-    // maximum, some are below FP32's normal range, kept only by the careful path of expand() and contract().
+    // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145, of v by 2^185:
+    // relative to the maximum some are below FP32's range, and only a careful path (../adamw.cu) keeps them.
     static void make_unusual(Random& rng, int64_t group, float* m, float* v) {
         if (group % 3 == 0) *m = *v = 0;
         if (group % 3 != 1) return;
-        *v = float(std::exp2(20 - 145 * rng.uniform()));
+        *v = float(std::exp2(60 - 185 * rng.uniform()));
         *m = float(rng.sign() * std::exp2(20 - 145 * rng.uniform()));
     }
 

@@ -204,7 +204,9 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
         for (bool reads_saved : {true, false})
             for (Shape s : shapes({{1, 32}, {33, 96}, {130, 288}, {256, 704}})) {
                 INFO(s.cols, gated ? " gated" : "", reads_saved ? " reads what is saved" : "");
-                const Floats x = heavy(rng, Format::BF16, s.n());
+                Floats x = heavy(rng, Format::BF16, s.n());
+                // A lane behind the end copies eight columns, whose group then keeps 15 exactly: not counted.
+                if (s.rows == 1) x.assign(32, 0), x[0] = 400, x[8] = 15, x[24] = 1;
                 const Tensor gate_up(x, s, Q_BF16), groups(s, Q_GROUP);
                 // Of these only the amax is used.
                 const Tensor fused({1, 16}, Q_E4M3), separate({1, 16}, Q_E4M3);
@@ -254,7 +256,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
 GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
     FRESH_RANDOM(rng);
     constexpr int SCALES = 5;
-    auto random_amax = [&] { return float(std::exp(3 * rng.normal())); };
+    auto random_amax = [&] { return rng.below(9) ? float(std::exp(3 * rng.normal())) : INFINITY; };
     for (int length : {1, 3, 256, 257, 1024})
         for (Format format : {Format::E4M3, Format::E5M2}) {
             CAPTURE(length);

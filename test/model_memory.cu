@@ -14,17 +14,12 @@ int number_of_gpus() {  // for help/ranks.h
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
 }
-}  // namespace coat::test
-
-namespace {
-
-int64_t free_memory() {
+static int64_t free_memory() {
     size_t free = 0, total = 0;
     gpu::check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     return int64_t(free);
 }
-
-}  // namespace
+}  // namespace coat::test
 
 GPU_MODEL_TEST("check: a CUDA error is reported once") {
     void* none = nullptr;

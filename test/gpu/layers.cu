@@ -182,8 +182,14 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated, v is not; backward tak
             if (HS == 64) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
             const Floats x = heavy(rng, compute, N * cols);
-            const Buffer<float2> table(T * HS / 2);
-            gpu::rope_table(c, T, table.get(), 0);
+            const Buffer<float2> table(8192 * HS / 2);
+            gpu::rope_table(c, 8192, table.get(), 0);
+            const std::vector<float2> angles = table.read();
+            for (int64_t i = 0; i < HS / 2; i++) {
+                const double angle = 8191 * reference::rope_frequency(c, i);
+                const float2 last = angles[8191 * HS / 2 + i];
+                CHECK(std::hypot(last.x - std::cos(angle), last.y - std::sin(angle)) <= U);
+            }
             const gpu::Rope rope{table.get(), T, HS, c.q_cols() + c.kv_cols()};
             enum { FORWARD, BACKWARD, BACKWARD_WITHOUT_AMAX };
             for (int direction : {FORWARD, BACKWARD, BACKWARD_WITHOUT_AMAX}) {

@@ -52,7 +52,7 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
                 for (float v : g) sum += double(v) * v;
                 const gpu::GradientState s = state_of(g, f, 1.0, 1.0f), unclipped = state_of(g, f, 1.0, 0.0f);
                 // 8 squares at a time are summed in FP32, the rest in double.
-                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));
+                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U).scale(0));
                 CHECK(s.clip_factor == (s.norm > 1 ? float(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
                 CHECK(unclipped.norm == s.norm);
@@ -64,6 +64,12 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         CHECK(state_of(g, Format::BF16, bad, 1.0f).skip == 1);
         g[rng.below(128 * 999)] = bad;
         CHECK(state_of(g, Format::BF16, 1.0, 1.0f).skip == 1);
+        const Buffer<double> loss(Doubles{1}), checked(Doubles{0});
+        for (float amax : {1.0f, bad, 1.0f}) {  // of three micro-batches
+            const Buffer<AmaxAndScale> scale({AmaxAndScale{1, amax, 0, 0}});
+            gpu::checked_loss(scale.get(), 1, loss.get(), checked.get(), 0);
+        }
+        CHECK(std::isnan(checked.read()[0]));
     }
 }
 

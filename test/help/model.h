@@ -226,9 +226,6 @@ struct Training {
 };
 
 inline double mean(const Doubles& x) { return std::accumulate(x.begin(), x.end(), 0.0) / double(x.size()); }
-inline double mean_of_last_quarter(const Doubles& x) {
-    return mean({x.begin() + int64_t(x.size() * 3 / 4), x.end()});
-}
 
 // The relative error between two FP32 implementations that sum in different orders. The longest path through
 // the network has about 10 sums of up to max(F, C) terms for each layer and direction. Rounding errors are
