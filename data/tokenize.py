@@ -15,14 +15,16 @@ is padding. Attention crosses from one conversation of a window into the next.
 """
 import argparse
 import array
+import itertools
 import os
+import re
 import sys
 
 from records import fail, files_below, has_conversations, read_conversations, read_texts
 
 NOT_COUNTED = 1 << 31
 PROGRESS = 10 << 20  # characters from which on it is shown: more than ten seconds
-CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
+PART = re.compile("(?s:.{262144})[^\n]*\n|(?s:.+)")  # it ends with a line: nearly no token crosses that
 OPEN_WINDOWS = 64  # that the next conversation may go into
 MARK = "\ue000"  # stands for an answer; no template cuts it off or looks for it
 
@@ -43,20 +45,18 @@ def hold_out(items, part):
 
 
 def encode(tokenizer, texts, end):
-    """One stream of tokens, with the end-of-text token before each text, as in llm.c's data. A special token
-    that stands in a text is text."""
+    """One stream, an end-of-text token before each text, as in llm.c. A special token in a text is text."""
     tokens = array.array("I")  # 4 bytes a token; a list takes more than 8
     done, size = 0, sum(map(len, texts))
-    for text in texts:
-        tokens.extend([] if end is None else [end])
-        at = 0
-        while at < len(text):  # parts end with a line: nearly no token crosses that
-            cut = text.find("\n", at + CHUNK) + 1 or len(text)
-            tokens.extend(tokenizer(text[at:cut], add_special_tokens=False, split_special_tokens=True,
-                                    verbose=False)["input_ids"])
-            done, at = done + cut - at, cut
-            if size > PROGRESS:
-                print(f"\r{done * 100 // size}% of {size:,} characters", end="", file=sys.stderr, flush=True)
+    parts = (part for text in texts for part in PART.finditer(text))
+    while batch := list(itertools.islice(parts, 64)):  # tokenized on all cores
+        found = tokenizer([part[0] for part in batch], add_special_tokens=False, split_special_tokens=True,
+                          verbose=False)["input_ids"]
+        for part, ids in zip(batch, found):
+            tokens.extend(ids if part.start() or end is None else [end, *ids])
+            done += len(part[0])
+        if size > PROGRESS:
+            print(f"\r{done * 100 // size}% of {size:,} characters", end="", file=sys.stderr, flush=True)
     print(end="\n" if size > PROGRESS else "", file=sys.stderr)
     return tokens
 

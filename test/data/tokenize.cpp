@@ -43,6 +43,9 @@ class AutoTokenizer:
         return eval(self.template, seen)
     def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False,
                  split_special_tokens=False):
+        if isinstance(text, list):
+            found = [self(t, add_special_tokens, verbose, False, split_special_tokens) for t in text]
+            return {"input_ids": [f["input_ids"] for f in found]}
         ids, offsets, at = [257] if add_special_tokens else [], [], 0
         for part in re.split("(<[|].*?[|]>)", text):
             if part in self.special and not split_special_tokens:
