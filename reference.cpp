@@ -1158,15 +1158,13 @@ private:
 
     // After an update or write(), each rank has changed its part of the weights: they exchange these.
     void refresh(size_t i) {
-        ParamState& s = states_[i];
+        const ParamState& s = states_[i];
         const Slice kept = owned(setup_, params[i]);
         Floats mine(kept.count);
         for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
         auto to = weights[i].begin();
         for (const Floats& part : params[i].rows > 1 ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
-        int16_t unused;
-        for (int64_t e = 0; e < params[i].size(); e++) split_master(weights[i][e], &s.weight[e], &unused);
     }
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
