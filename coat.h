@@ -28,7 +28,7 @@ struct FormatInfo {
     const char* name;         // on the command line and in tables
     const char* safetensors;  // in checkpoints
     int bytes;
-    int mantissa;  // mantissa bits: a normal value has a relative error up to 2^-(mantissa+1)
+    int mantissa;  // bits: a normal value of F32 to E5M2 has a relative error up to 2^-(mantissa+1)
     float max;     // largest finite value: FMAX in the scale s = amax / FMAX
     float min;     // smallest positive value (subnormal)
 };

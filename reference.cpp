@@ -122,9 +122,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
 // A scale that is stored in BF16 is rounded to the nearest. In E4M3 amax / s is then at most
-// 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. If amax is not finite, the scale
-// of a block is NaN, and so is every value that is decoded with it. Of a whole tensor the step checks the
-// amax and is skipped.
+// 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. If amax is not finite, a block's
+// scale is NaN, and so is every value that is decoded with it; for a whole tensor the step is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -1105,7 +1104,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter: moments of the elements that this rank owns. Only their remainders are in use.
+    // One parameter: moments of the elements that this rank owns; of weights, too, only these are kept up.
     struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master

@@ -7,8 +7,8 @@
 
 namespace coat::reference {
 
-// --- Formats: NaN stays NaN; encode, to_bf16 and round_to round to nearest, ties to even ---
-uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, so that no cast makes an infinity
+// --- Formats: NaN stays NaN (8-bit companded codes have none); rounding is to nearest, ties to even ---
+uint16_t encode(Format f, float x);  // to FP8, FP16 or companded: saturates; no cast makes an infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);  // overflows to infinity
 float from_bf16(uint16_t bits);
@@ -76,8 +76,7 @@ struct Moment {
     std::vector<uint8_t> codes;           // n elements of format
     std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
-    // A positive value of a second moment in groups gets at least the smallest code, because a zero there
-    // makes the update explode.
+    // A positive second moment in groups gets at least the smallest code: a zero makes the update explode.
     void load(float* x) const;
     void store(const float* x, bool second, QuantStats* stats = nullptr);
 
@@ -95,15 +94,14 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // --- Operators, forward and backward ---
 // x, y: (N, C) row-major unless said otherwise. Backward adds to parameter gradients and assigns the rest.
 
-// C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose
-// costs nothing.
+// C (M, N) += A (M, K) B (K, N). Element (r, c) is data[r * row + c * col], so a transpose costs nothing.
 template <class Real> struct Matrix {
     const Real* data;
     int64_t row, col;
 };
 template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
 
-// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias is not used.
+// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias may be.
 // LayerNorm: y = (x - mean) / std * weight + bias.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,

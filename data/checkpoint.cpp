@@ -103,7 +103,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
             finish(file, path);
             write_trainer(temporary, state);
             sync(temporary);
-            if (!fs::exists(folder)) fs::rename(temporary, folder);  // else only sync() failed before
+            if (!fs::exists(folder)) fs::rename(temporary, folder);  // else it was saved before
             sync(out);
             remove_older(out, keep);
         }

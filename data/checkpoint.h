@@ -29,7 +29,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 // The folder itself if it is a checkpoint; else the one in it of the largest step; empty if there is none.
 std::string find_checkpoint(const std::string& folder);
 
-LoopState read_loop_state(const std::string& checkpoint);  // Error if a byte of trainer.json was changed
+LoopState read_loop_state(const std::string& checkpoint);  // Error if a field of trainer.json was changed
 
 // Copies weights and optimizer state into the model. Error, before the model changes, if a byte of a file was
 // changed (rank 0 compares the hashes), or if the tensors are those of another shape, recipe or optimizer.

@@ -10,7 +10,7 @@ namespace coat {
 namespace {
 
 // The fields of config.json that are values of our model: visit(name in all models but GPT-2, name in GPT-2,
-// value, required). One that is not required has a default in transformers: the value before it is read.
+// value, required). Without one that is not required, the value before it is read stays.
 template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
     visit("num_hidden_layers", "n_layer", c.L, true);
     visit("hidden_size", "n_embd", c.C, true);

@@ -7,7 +7,7 @@
 
 namespace coat {
 
-// The shape of the model in a folder of an architecture of model.h.
+// The shape of the model in a folder of an architecture of coat.h.
 ModelConfig read_model_config(const std::string& folder);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::master also the

@@ -142,7 +142,7 @@ void Safetensors::add(const std::string& path) {
     require(length <= uint64_t(file.bytes()) - 8);
     const uint8_t* const start = file.data() + 8 + length;
     const int64_t room = file.bytes() - 8 - int64_t(length);
-    int64_t left = room;
+    std::vector<std::pair<int64_t, int64_t>> ranges;
     Fields header = parse_json(path, file.text().substr(8, length));
     header.object.erase("__metadata__");
     for (const auto& [name, entry] : header.object.items()) {
@@ -156,9 +156,12 @@ void Safetensors::add(const std::string& path) {
         if (!tensors_.emplace(name, t).second)
             throw Error(path, " has tensor ", name,
                         ", which another file model*.safetensors also has; download the folder again.");
-        left -= t.bytes;
+        ranges.emplace_back(range[0], range[1]);
     }
-    require(left == 0);  // no byte belongs to two tensors or to none
+    std::sort(ranges.begin(), ranges.end());
+    int64_t end = 0;  // no byte belongs to two tensors or to none
+    for (const auto& [from, to] : ranges) require(from == end), end = to;
+    require(end == room);
 }
 
 const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,

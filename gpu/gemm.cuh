@@ -34,7 +34,7 @@ public:
              const void* bias, cudaStream_t s);
 
 private:
-    // Formats and scale modes of the operands; rows and columns of out; depth; whether there is a bias.
+    // Formats of operands and out; scale modes; rows and columns of out; depth; whether there is a bias.
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
     cublasLtHandle_t handle_ = nullptr;

@@ -24,8 +24,9 @@ struct Weights {
     }
 };
 
-// One moment of one parameter. FP8 in groups: codes, and (max, k) for each group. FP8 and FP16 with one scale
-// per tensor: codes, and max[0] that decodes them; max[1] is room for the next one. FP32 and BF16: no scale.
+// One moment of one parameter. In groups: codes, and max for each group; in FP8 also k. With one scale per
+// tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and BF16: no
+// scale.
 struct MomentView {
     void* data;      // (padded_size) of format; padding stays zero
     float *max, *k;  // k is null without expansion

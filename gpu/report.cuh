@@ -8,7 +8,7 @@ namespace coat::gpu {
 
 // Adds to *stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before the
 // codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of scales:
-// row-major, and transposed. Nothing where stats is null.
+// row-major, and transposed (128x128 once: these are equal). Nothing where stats is null.
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`

@@ -354,7 +354,7 @@ inline EitherDense either_dense(const void* data, Format f) {
 inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.quant.format); }
 
 // -----------------------------------------------------------------------------------------------------------
-// Norms: what their forward and backward kernels and their recomputation share
+// Norms: what the forward kernel and the recomputation share
 
 // y = (x - mean) / std * weight + bias. Operations are spelled out so that every kernel computes the same
 // bits.

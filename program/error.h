@@ -9,8 +9,7 @@
 
 namespace coat {
 
-// Text of a file, a path, a flag or a model, without the bytes that control a terminal. `kept` are such bytes
-// that may stay.
+// Text of a file, a path, a flag or a model, without the bytes that control a terminal, but for those `kept`.
 inline std::string printable(std::string text, std::string_view kept = {}) {
     for (char& c : text)
         if ((uint8_t(c) < ' ' || c == 0x7F) && kept.find(c) == kept.npos) c = '?';

@@ -39,7 +39,7 @@ COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // AdamW::step
+inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // AdamW::step + skipped
     return rounding_bits(seed * 0x9E3779B97F4A7C15ull, static_cast<uint64_t>(step)) << 32;
 }
 

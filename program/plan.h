@@ -70,7 +70,7 @@ std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weigh
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 
 std::vector<ShardPlace> shard_places(const Setup& s);  // by parameter; and one where the last one ends
-// Elements of the largest bucket, and of a tied embedding, to whose gradient the head adds first.
+// Elements of the largest bucket, and of a tied embedding's, to whose gradient the head adds first.
 struct BucketElements {
     int64_t largest = 0, embedding = 0;
 };

@@ -1,6 +1,6 @@
 // ranks.cpp - how the processes of a run start, find each other, exchange values and end together (ranks.h).
 //
-// A rank that waits for the others looks whether they still live. Only rank 0 prints errors: one sentence.
+// A rank that waits for the others looks whether they still live. Rank 0 prints errors, unless it is gone.
 #include "ranks.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace coat {
 namespace {
 
 constexpr int MOST_RANKS = 1024;
-constexpr uint64_t MOST_BYTES = uint64_t(1) << 33;  // of a message: no tensor has more
+constexpr uint64_t MOST_BYTES = uint64_t(1) << 33;  // of a message: no tensor of coat.h's models has more
 
 // A message is a header and so many bytes. DATA: a value. WAITING: I am here, and wait, too. ENDING: all
 // ranks end; one that has failed gives its sentence, which rank 0 prints.
@@ -195,8 +195,7 @@ ProcessGroup::~ProcessGroup() {
     for (const pid_t child : children) ::waitpid(child, nullptr, 0);
 }
 
-// Rank 0 reads from all before it sends to any; the others send before they read. So no two wait for each
-// other, whatever the sizes are.
+// Rank 0 reads from all before it sends to any; the others send first. So no two wait for each other.
 std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
     std::vector<Bytes> parts(peers_.size());
     if (rank_ > 0) send(0, DATA, mine.data(), mine.size());

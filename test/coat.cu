@@ -208,8 +208,7 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
                 // A lane behind the end copies eight columns, whose group then keeps 15 exactly: not counted.
                 if (s.rows == 1) x.assign(32, 0), x[0] = 400, x[8] = 15, x[24] = 1;
                 const Tensor gate_up(x, s, Q_BF16), groups(s, Q_GROUP);
-                // Of these only the amax is used.
-                const Tensor fused({1, 16}, Q_E4M3), separate({1, 16}, Q_E4M3);
+                const Tensor fused({1, 16}, Q_E4M3), separate({1, 16}, Q_E4M3);  // for their amaxes
                 gpu::quantize_groups(gate_up.view(), groups.view(), false,
                                      {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);

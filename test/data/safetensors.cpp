@@ -73,6 +73,7 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,21475
     // Two that are wrong by as many bytes: in sum they fill the file.
     for (const auto& [first, second] :
          {std::pair(entry("\"F32\"", "[1]", "[0,8]"), entry("\"U8\"", "[8]", "[8,12]")),
+          {entry("\"F32\"", "[1]", "[0,4]"), entry("\"U8\"", "[8]", "[0,8]")},
           {entry("\"F32\"", "[1]", "[0,4]"), entry("\"U8\"", "[8]", "[8,16]")}})
         wrong.push_back(raw_file("{\"a\":" + first + ",\"b\":" + second + "}", 12));
     Folder folder;
