@@ -183,11 +183,17 @@ def main():
         from transformers import AutoTokenizer
     except ImportError:
         fail("the package transformers of Python is missing: install it with 'pip install transformers'.")
-    open_tokenizer = AutoTokenizer.from_pretrained
-    tokenizer = open_tokenizer(run.tokenizer) if run.tokenizer else train_bpe(texts[0], run.train_bpe)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(run.tokenizer) if run.tokenizer else None
+    except (OSError, ValueError) as problem:
+        fail(f"--tokenizer {run.tokenizer} cannot be opened ({str(problem).splitlines()[0]}); give a model's "
+             "folder, or a name on Hugging Face's hub.")
+    tokenizer = tokenizer or train_bpe(texts[0], run.train_bpe)
     end = tokenizer.eos_token_id
     parts = texts or hold_out(tokens_of_conversations(tokenizer, chats, run.seq), run.hold_out)
     streams = [pack(p, run.seq, end or 0) if chats else encode(tokenizer, p, end) for p in parts]
+    if max(map(len, streams)) >= 1 << 31:
+        fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
     pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
     width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)
     # Earlier data go before anything is written: old files and new ones must not stand together.

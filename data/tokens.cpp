@@ -157,8 +157,8 @@ void read_token_file(const std::string& path, Corpus& c) {
     const int64_t count = header[2], seq = header[3];
     if (!(wide || header[0] == MAGIC_16_BIT) || file->bytes() != HEADER + count * width ||
         !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
-        throw Error("--data ", path, " is not a whole token file, as others are; write it again with ",
-                    "data/tokenize.py.");
+        throw Error("--data ", path, " is not a whole token file, as others are; give files of one kind, or ",
+                    "write it again with data/tokenize.py.");
     if (c.train.size() + c.validation.size() == 0) c.seq = seq;
     if (seq != c.seq)
         throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,

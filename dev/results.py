@@ -85,7 +85,7 @@ GROUPS = {
     "ranks": Group(
         "one and several GPUs (table 7); those that the machine has",
         {**ranks(1, "7b coat 1", "7b coat 8", "7b bf16 8"),
-         **ranks(2, "7b coat 2", "7b coat 8", "7b bf16 2", "7b fsdp 1", "7b fsdp-float8 1", "13b coat 1"),
+         **ranks(2, "7b coat 2", "7b coat 8", "7b bf16 2", "7b fsdp 1", "7b fsdp-float8 1", "13b coat 4"),
          **ranks(4, "7b coat 8", "7b bf16 8", "7b fsdp 3", "7b fsdp-float8 3", "13b coat 1", "13b bf16 1")},
         f"{QUIET} --seq 2048 --lr 1e-4 --steps 10 --warmup 10"),
     "convergence": Group(
@@ -312,7 +312,7 @@ def convergence_table(rows, first="bf16", published=PAPER_GAPS):
         table.append([recipe, mean_and_error(training), mean_and_error(validation),
                       ", ".join(f"{gap:+.4f}" for gap in validation), published.get(recipe, "")])
     return ["run", f"training loss minus `{first}`: mean (standard error)",
-            f"validation loss minus `{first}`", "of each seed", "paper: training loss"], table
+            f"validation loss minus `{first}`", "validation, each seed", "paper: training loss"], table
 
 
 def moments_table(rows):
@@ -350,9 +350,9 @@ def bench_table(rows):
 
 
 def sizes_table(rows):
-    return ["rows, columns and depth", "BF16, TFLOP/s", "FP8 alone", "x quantized each time", "x and w"], [
+    return ["rows, columns and depth", "BF16, TFLOP/s", "FP8 alone", "x made FP8 each time", "x and w"], [
         [f"{row['side']:,}", f"{2e-12 * row['side']**3 / row['bf16']:,.0f}",
-         *(f"x {row['bf16'] / row[way]:.2f}" for way in ("alone", "x", "both"))]
+         *(f"{row['bf16'] / row[way]:.2f} times" for way in ("alone", "x", "both"))]
         for row in rows["sizes"]["sizes"]]
 
 

@@ -208,7 +208,8 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
             c.of = " code " + hex(code);
             c(info(format_of(f)).name, Floats{reference::decode(format_of(f), uint8_t(code))},
               Floats{decode(f, uint8_t(code))},
-              {about("codes with exponent 0", field == 0), about("the largest exponent", field == top)});
+              {about("codes whose sign bit is set", code & 0x80), about("codes with exponent 0", field == 0),
+               about("the largest exponent", field == top)});
         }
     return c.finish();
 }
