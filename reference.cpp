@@ -1104,7 +1104,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter: moments of the elements that this rank owns; of weights, too, only these are kept up.
+    // One parameter: moments of the elements that this rank owns. Only their weights are kept up to date.
     struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master

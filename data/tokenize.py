@@ -49,7 +49,7 @@ def encode(tokenizer, texts, end):
     tokens = array.array("I")  # 4 bytes a token; a list takes more than 8
     done, size = 0, sum(map(len, texts))
     parts = (part for text in texts for part in PART.finditer(text))
-    while batch := list(itertools.islice(parts, 64)):  # tokenized on all cores
+    while batch := list(itertools.islice(parts, 64)):  # on all cores, in bounded memory
         found = tokenizer([part[0] for part in batch], add_special_tokens=False, split_special_tokens=True,
                           verbose=False)["input_ids"]
         for part, ids in zip(batch, found):

@@ -183,7 +183,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated, v is not; backward tak
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
             const Floats x = heavy(rng, compute, N * cols);
             const Buffer<float2> table(8192 * HS / 2);
-            gpu::rope_table(c, 8192, table.get(), 0);
+            gpu::rope_table(c, 8192, table.get(), 0);  // far on, angles need frequencies in double
             const std::vector<float2> angles = table.read();
             for (int64_t i = 0; i < HS / 2; i++) {
                 const double angle = 8191 * reference::rope_frequency(c, i);
