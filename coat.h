@@ -457,7 +457,7 @@ inline constexpr const char* KIND_NAMES[] = {
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(Kind::Count)];
-    std::vector<float> k_m, k_v;   // expansion factors of all groups, sorted
+    std::vector<float> k_m, k_v;   // expansion factors of all groups
     bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
 };
 

@@ -1086,8 +1086,6 @@ public:
             update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
         }
         stats = nullptr;
-        std::sort(report.k_m.begin(), report.k_m.end());
-        std::sort(report.k_v.begin(), report.k_v.end());
         return report;
     }
 

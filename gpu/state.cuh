@@ -176,7 +176,7 @@ public:
                             gradient_quant.format, slice.count, report, cuda_);
         }
     }
-    // All expansion factors, sorted, also for the report.
+    // All expansion factors, also for the report.
     std::vector<float> expansion_factors(bool second) const {
         std::vector<float> all;
         for (size_t i = 0; i < params.size(); i++) {
@@ -187,7 +187,6 @@ public:
             copy(all.data() + before, k, groups(i) * 4, cuda_);
             device_.wait("Reading the moments failed");
         }
-        std::sort(all.begin(), all.end());
         return all;
     }
 

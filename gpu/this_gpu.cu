@@ -65,7 +65,7 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     if (setup.recipe.x.fp8() && !s.recipe.x.fp8())
         std::fprintf(stderr,
                      "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
-                     "run in %s, on FP8 storage.\n",
+                     "run in %s.\n",
                      info(s.recipe.compute).name);
     return model_that_fits(s);
 }

@@ -623,10 +623,9 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
         }
         for (const auto& [k, end] : {std::pair{&report.k_m, ".m.k"}, {&report.k_v, ".v.k"}}) {
             Floats all;
-            for (const auto& [name, bytes] : state)
-                if (ends_with(name, end))
-                    for (float x : values_of<float>(state, name)) all.push_back(x);
-            std::sort(all.begin(), all.end());
+            for (const Param& p : t.params())
+                if (state.count(p.name + end))
+                    for (float x : values_of<float>(state, p.name + end)) all.push_back(x);
             CHECK(*k == all);
         }
     }
