@@ -361,7 +361,7 @@ struct Role {
     bool decay;      // weight decay applies
     bool fp8_state;  // moments in the optimizer's formats; else in FP32
     bool linear;     // weight of a linear layer, quantized as the recipe says
-    bool weight;     // weight of a norm: starts at 1; others start random, or at 0 if init_std is 0
+    bool ones;       // weight of a norm: starts at 1; others start random, or at 0 if init_std is 0
 };
 inline constexpr Role EMBEDDING{true, true, false, false};  // also positions and the head
 inline constexpr Role LINEAR{true, true, true, false};

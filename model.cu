@@ -3,8 +3,8 @@
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
 // Network::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
-//   - Everything is in one allocation (gpu/arena.cuh): a step takes memory where it uses it. The host waits
-//     for the GPU only at the end of a step.
+//   - Everything is in one allocation (gpu/arena.cuh): a step takes memory where it uses it. Within a pass
+//     the host does not wait for the GPU.
 //   - Saved for backward is what coat.h's saved_per_layer() lists. What can be recomputed elementwise is
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.

@@ -192,7 +192,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 #pragma omp simd
             for (int64_t i = first; i < last; i++) put(format, q.codes.data(), i, x[i] * inverse);
         }
-    // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
+    // Values up to half a step above FMAX still round to it. We count those beyond 7/8 of it.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && quant.fp8() && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
@@ -1016,7 +1016,7 @@ public:
             s.v.init(p.moment(o.v), o.expand, kept, o.group);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = initial(p.init_std, p.role.weight, used, setup.seed, i, e);
+                const float first = initial(p.init_std, p.role.ones, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
                 if (!setup.master) s.remainder[e] = 0;
                 weights[i][e] = weight_of(s, e);
@@ -1044,7 +1044,7 @@ public:
 
         const double norm = gradient_norm(), scale = adamw_factors(adamw, false, norm).gradient_scale;
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
-        // Every format of the second moment can represent the square of a clipped gradient. NaN fails, too.
+        // Below 2^62, the square of a clipped gradient fits every format of v. NaN fails, too.
         const bool skipped = !finite || !(norm * scale < 0x1p62);
         const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
         for (size_t i = 0; i < params.size() && !skipped; i++) {

@@ -8,7 +8,7 @@
 namespace coat::reference {
 
 // --- Formats: NaN stays NaN (8-bit companded codes have none); rounding is to nearest, ties to even ---
-uint16_t encode(Format f, float x);  // to FP8, FP16 or companded: saturates; no cast makes an infinity
+uint16_t encode(Format f, float x);  // to FP8, FP16 or companded: saturates, never infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);  // overflows to infinity
 float from_bf16(uint16_t bits);
@@ -76,8 +76,8 @@ struct Moment {
     std::vector<uint8_t> codes;           // n elements of format
     std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
-    // A positive second moment in groups gets at least the smallest code: a zero makes the update explode.
     void load(float* x) const;
+    // A positive second moment in groups gets at least the smallest code: a zero makes the update explode.
     void store(const float* x, bool second, QuantStats* stats = nullptr);
 
 private:
@@ -92,7 +92,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
-// x, y: (N, C) row-major unless said otherwise. Backward adds to parameter gradients and assigns the rest.
+// x, y: (N, C) row-major unless said otherwise. Backward adds to parameter gradients and overwrites the rest.
 
 // C (M, N) += A (M, K) B (K, N). Element (r, c) is data[r * row + c * col], so a transpose costs nothing.
 template <class Real> struct Matrix {

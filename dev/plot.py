@@ -272,8 +272,7 @@ def memory(result):
 
 
 def paired(rows, first="bf16"):
-    """The runs of each recipe, each with the run of `first` that has the same seed, text and so data. A letter
-    after the number ("seed 2a") marks runs of earlier commits or another text, whose losses differ."""
+    """The runs of each recipe, each with the run of `first` that has the same seed, text and so data."""
     found = {}
     for name, row in rows.items():
         recipe, separator, seed = name.partition(" seed ")
@@ -296,8 +295,8 @@ def convergence(rows):
                  "Validation loss minus bf16, same seed", "a dot: one seed; after 200 million tokens")
     left.axes("nats per token", named(ticks(*left.x_range, 5)), [])
     left.line([(0, 0), (0, 1)], DARK, dots=False)
-    gaps = [gap for points in curves.values() for _, gap in points]
-    right = Panel(530, 70, 400, 350, (0, 10 * tenth), (min(gaps) - 0.001, max(*gaps, PAPER_GAP) + 0.001),
+    gaps = [0, PAPER_GAP, *(gap for points in curves.values() for _, gap in points)]
+    right = Panel(530, 70, 400, 350, (0, 10 * tenth), (min(gaps) - 0.001, max(gaps) + 0.001),
                   "Training loss minus bf16, same seed",
                   f"means of a tenth of the run and of all seeds; dashed: the paper's {PAPER_GAP:+} for COAT")
     right.axes("million tokens", named(range(0, 10 * tenth + 1, 2 * tenth)), ticks(*right.y_range, 7))

@@ -69,8 +69,8 @@ void convert(const View& x, const View& out, cudaStream_t s);
 // --- Residual add and norm (gpu/norm.cu)
 
 // sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
-// is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
-// the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
+// is no tensor where next.in holds the same values. Writes next.stats and, if y_amax is not null, the amax of
+// the norm's output. Both are computed from next.in if reads_saved, else from x_out
 // (coat.h, forward_reads_groups). With tokens (N), x is the embedding and branch the positions, if they are a
 // tensor: sum = x[token] + branch[row % T].
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,

@@ -39,7 +39,7 @@ public:
         weights_changed();
         state_.end_delayed_step();
         const Outcome outcome = finish();
-        all_loaded_ = true;
+        first_step_done_ = true;
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
         return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, counted};
@@ -90,8 +90,8 @@ public:
 
 protected:
     // --- What model.cu computes, for N_ tokens of tokens_ and targets_
-    // Results::outcome.loss += the sum of the losses * Results::loss_scale; and the gradients, but for those
-    // of the embeddings, whose rows order_ and token_rows_ sort by token.
+    // Results::outcome.loss += the sum of the losses * Results::loss_scale; and all gradients but the
+    // embeddings', which embedding_backward() computes: order_ and token_rows_ sort their rows by token.
     virtual void pass(bool backward) = 0;
     virtual void embedding_backward(int64_t tokens) = 0;
     virtual void last_logits(void* logits) = 0;  // of the last token, in FP32
@@ -143,7 +143,7 @@ protected:
 
 private:
     CudaGraph first_micro_batch_, later_micro_batch_;
-    bool all_loaded_ = false, cache_is_valid_ = false;
+    bool first_step_done_ = false, cache_is_valid_ = false;
     int64_t micro_batch_ = 0;       // of the step that runs
     const AdamW* adamw_ = nullptr;  // of a step, while it runs
     QuantReport report_;            // while quantization is measured
@@ -175,7 +175,7 @@ private:
     void begin(double counted, QuantStats* stats = nullptr) {
         const double loss_scale = 1.0 / counted;
         copy(&device_.results->loss_scale, &loss_scale, sizeof(double), cuda_);
-        clear(device_.results, offsetof(Results, loss_scale), cuda_);
+        clear(device_.results, offsetof(Results, loss_scale), cuda_);  // what stands before it
         state_.stats = stats;
         if (state_.delayed_scaling()) {
             state_.clear_amaxes();
@@ -201,7 +201,7 @@ private:
         start_pass(tokens, targets, setup_.B, setup_.T);
         auto work = [&] { pass(true); };
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
-        if (!all_loaded_ || state_.stats || buckets_travel || state_.some_without_history) work();
+        if (!first_step_done_ || state_.stats || buckets_travel || state_.some_without_history) work();
         else (linear_.assigns ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         const EmbeddingOrder sorted = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());

@@ -134,7 +134,7 @@ void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t
                 uint64_t seed, cudaStream_t s) {
     const int64_t n = padded(at.own);
     launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, n, p.init_std,
-           p.role.weight, used, seed, index);
+           p.role.ones, used, seed, index);
 }
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,

@@ -18,8 +18,8 @@ struct LinearContext {
     Gemms& gemms;
     const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
     const LinearFormats formats = linear_formats(device.setup);
-    // In the pass that runs, gradients are assigned, not added: in that of a step's first micro-batch.
-    // Several ranks sum what each micro-batch gives right away, so every one assigns.
+    // Whether this pass overwrites gradients, or adds to them: it does in a step's first micro-batch, and on
+    // several ranks in each, because they sum the gradients of each micro-batch right away.
     bool assigns = true;
 };
 
@@ -28,7 +28,7 @@ public:
     // param: number of the weight (out, in). A bias (out) is the parameter that follows it.
     LinearLayer(LinearContext& context, size_t param) : c_(context), param_(param) {}
 
-    // Of its gradients (0: embeddings); it is also the stage in which its weight is gathered.
+    // Number of the bucket of its gradients, and of the stage that gathers its weight (0: embeddings).
     int64_t bucket() const { return weight().bucket; }
 
     // Where producers of the input and of the output's gradient put their amaxes; null if nobody needs them.

@@ -158,7 +158,7 @@ static __device__ void write_partials(const float4* sums, int C, float* partials
 
 template <class Storage, bool RMS, class T = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const Norm n, Storage input, Dense<T> dy_out, Dense<T> g_in, Dense<T> g_out,
+    norm_backward_kernel(const Norm n, Storage input, Dense<T> dy_rows, Dense<T> g_in, Dense<T> g_out,
                          AmaxAndScale* g_amax, float* partials) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     const Dense<T> weight = dense<T>(n.weight);
@@ -179,7 +179,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         auto live = [&](int c) { return row < rows && row_column(c) < C; };
         auto offset = [&](int c) { return static_cast<uint32_t>(c * blockDim.x * CHUNK); };
         const Storage in = input.from(element);
-        const Dense<T> dy = dy_out.from(element), g = g_in.from(element);
+        const Dense<T> dy = dy_rows.from(element), g = g_in.from(element);
         typename Storage::Raw raw_x[ROW_CHUNKS] = {};
         typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
         for (int c = 0; c < ROW_CHUNKS; c++) {
@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
         if (!RMS) st = row_stats(x, C, false, n.eps);
-        // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
+        // LayerNorm: {d, d xhat}. RMSNorm: {x^2, d x}, of which mean(d xhat) = mean(d x) / rms follows,
         // so that the threads of a row exchange both sums at once.
         float sum[2] = {0, 0};
         for (int c = 0; c < ROW_CHUNKS; c++) {

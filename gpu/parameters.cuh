@@ -24,9 +24,9 @@ struct Weights {
     }
 };
 
-// One moment of one parameter. In groups: codes, and max for each group; in FP8 also k. With one scale per
-// tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and BF16: no
-// scale.
+// One moment of one parameter. In groups: codes, and max for each group; with expansion also k. With one
+// scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
+// BF16: no scale.
 struct MomentView {
     void* data;      // (padded_size) of format; padding stays zero
     float *max, *k;  // k is null without expansion
@@ -92,7 +92,8 @@ void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
 
 #ifdef __CUDACC__
 
-constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;  // 16 bits of each
+// The lower or the upper 16 bits of eight words.
+constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
 inline __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {
     return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
             __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};

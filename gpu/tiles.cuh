@@ -136,7 +136,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor, values)  converts it to FP32 values.
 // A tensor such as [gate | up] has two planes side by side, each `width` columns wide: it is GATED. A
-// producer makes PLANES of them: SiLU(gate) x up has one plane, and two as its input. Additions and
+// producer reads INPUTS planes and makes PLANES: SiLU(gate) x up reads two and makes one. Additions and
 // multiplications are spelled out, so that every kernel that computes a tensor computes the same bits.
 
 // GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
@@ -181,7 +181,7 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
         typename Dense<Compute>::Raw dact;
         float2 stats;
     };
-    static constexpr int BYTES = sizeof(Raw::in) + (BACKWARD ? sizeof(Raw::dact) : NORM ? 16 : 0);
+    static constexpr int BYTES = sizeof(Raw::in) + (BACKWARD ? sizeof(Raw::dact) : NORM ? sizeof(float2) : 0);
     Storage in;  // (N, INPUTS * width)
     int64_t width;
     Lazy of;

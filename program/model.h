@@ -44,8 +44,8 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // AdamW::step + sk
 }
 
 // The first value of element i of parameter number `index`. Padding of the vocabulary is 0.
-COAT_HD inline float initial(float std, bool weight, int64_t used, uint64_t seed, uint64_t index, int64_t i) {
-    if (weight) return 1.0f;
+COAT_HD inline float initial(float std, bool ones, int64_t used, uint64_t seed, uint64_t index, int64_t i) {
+    if (ones) return 1.0f;
     return std == 0 || i >= used ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
 }
 

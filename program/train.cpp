@@ -29,7 +29,7 @@ struct Run {
     std::unique_ptr<Model> model;
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
-    bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
+    bool unsaved = false;  // the model is at the end of a step, may be saved, and is in no checkpoint
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
     int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }
@@ -192,7 +192,7 @@ int save_last(Run& run) {
     return 0;
 }
 
-// One optimizer step. Of `ranks` micro-batches in a row every rank has one, as with --accumulate on one rank.
+// One optimizer step. Micro-batches go to the ranks in turn: one rank with --accumulate reads the same ones.
 StepResult train_step(Run& run, const Loader& loader, float lr) {
     const Setup& s = run.setup;
     read_batches(run, loader, run.state.step * micro_batches(s) + s.rank, s.accumulate);
@@ -479,7 +479,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     run.processes = processes.get();
     run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
-    const bool prints = launch.rank + processes->rank() == 0;  // rank 0 alone
+    const bool prints = launch.rank + processes->rank() == 0;  // rank 0; a plan starts no processes
     if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
 
     const std::string why_cpu = flags.device == "cpu" ? "" : why_no_gpu(processes->local());

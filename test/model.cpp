@@ -63,7 +63,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 const int64_t used = used_elements(s.config, p);
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
-                    first.push_back(initial(p.init_std, p.role.weight, used, s.seed, index, i));
+                    first.push_back(initial(p.init_std, p.role.ones, used, s.seed, index, i));
                     if (!s.master) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);

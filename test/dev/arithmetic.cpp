@@ -217,7 +217,7 @@ NUMPY_TEST_CASE("the loss of a model of one layer, and the gradient of every par
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());
             for (float& w : weights)
-                w = round_to(Format::BF16, float((p.role.weight ? 1 : 0) + 0.15 * rng.normal()));
+                w = round_to(Format::BF16, float((p.role.ones ? 1 : 0) + 0.15 * rng.normal()));
             write_weights(*t.model, p.name, weights);
             folder.put(p.name, weights);
         }

@@ -26,7 +26,7 @@ std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Format f,
     std::vector<Doubles> weights;
     for (const Param& p : parameters(c)) {
         Doubles w = rng.normals<double>(p.size(), size ? size : p.init_std > 0 ? double(p.init_std) : 0.02);
-        for (double& v : w) v = double(round_to(f, float(v + (p.role.weight ? 1 : 0))));
+        for (double& v : w) v = double(round_to(f, float(v + (p.role.ones ? 1 : 0))));
         std::fill(w.begin() + used_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
