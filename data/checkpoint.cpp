@@ -34,7 +34,8 @@ Fields read_trainer(const std::string& checkpoint) {
     if (f.get<int64_t>("version") != 3)
         f.reject("version", "3; weights of earlier versions load with --model");
     if (f.get<std::string>("hash") != hash_of_fields(f.object))
-        throw Error(f.path, " was changed: its hash is another; resume from another checkpoint.");
+        throw Error(f.path,
+                    " was changed: its hash is another; resume from another checkpoint, with another --out.");
     return f;
 }
 
@@ -134,7 +135,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     for (const std::string& name : HASHED)
         if (setup.rank == 0 && hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
             throw Error(path_in(checkpoint, name), " was changed: its hash is not that in trainer.json; ",
-                        "resume from another checkpoint.");
+                        "resume from another checkpoint, with another --out.");
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);

@@ -81,13 +81,29 @@ def messages_of(row):
                 if isinstance(m, dict) and isinstance(m.get("from"), str) and "value" in m else m
                 for m in row["conversations"]]
     if "instruction" in row and "output" in row:
-        question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        parts = [part for part in (row["instruction"], row.get("input")) if part]
+        question = "\n\n".join(parts) if {*map(type, parts)} <= {str} else parts
         return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
     return None
 
 
-def parsed_calls(message, where):
-    """Arguments of tool calls are text of JSON in OpenAI's form; a template would quote that once more."""
+def checked(text, where):
+    try:
+        text.encode()  # half of a surrogate pair fails, too
+        return text
+    except (AttributeError, UnicodeEncodeError):
+        fail(f"{where} has something else where text belongs ({str(text)[:20]!a}); correct the record.")
+
+
+def plain(message, where):
+    """In OpenAI's form content may come in parts, and arguments of tool calls are text of JSON, which a template
+    would quote once more."""
+    content = message.get("content", "")
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        content = message["content"] = "".join(checked(part["text"], where) for part in content)
+    checked(content, where)
+    if message.get("weight", 1) not in (0, 1):
+        fail(f"{where} has the weight {message['weight']!r}; it must be 0 or 1.")
     for call in message.get("tool_calls") or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function.get("arguments"), str):
@@ -104,13 +120,13 @@ def read(file):
             row = {}
         messages = messages_of(row)
         if messages is None and isinstance(row.get("text"), str):
-            yield where, row["text"], None, None
+            yield where, checked(row["text"], where), None, None
             continue
         if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
             fail(f'{where} is no record that is known ({found}); it needs "text", or "messages" with "role" '
                  'and "content", or "conversations" with "from" and "value", or "instruction" and "output".')
         messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-        yield where, None, [parsed_calls(m, where) for m in messages], row.get("tools")
+        yield where, None, [plain(m, where) for m in messages], row.get("tools")
 
 
 def has_conversations(file):

@@ -29,7 +29,7 @@ OPEN_WINDOWS = 64  # that the next conversation may go into
 MARK = "\ue000"  # stands for an answer; no template cuts it off or looks for it
 
 
-def write(path, header, content):  # ./train notices a file that is not whole
+def write(path, header, content):
     with open(path, "wb") as f:
         f.write(array.array("i", header + [0] * (256 - len(header))).tobytes() + content)
 
@@ -165,7 +165,7 @@ def main():
     add = parser.add_argument
     add("text", nargs="+", help="text (UTF-8), folders of it, or records (*.jsonl, *.json, *.parquet)")
     add("--tokenizer", metavar="NAME", help="a model's folder, or a name on Hugging Face's hub")
-    add("--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of so many tokens")
+    add("--train-bpe", metavar="SIZE", type=int, default=0, help="train a byte-level BPE of so many tokens")
     add("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
     add("--hold-out", metavar="PART", type=float, default=0.1, help="for validation (default: %(default)s)")
     add("--seq", metavar="N", type=int, default=0, help="tokens of a window of conversations, as in ./train")
@@ -176,8 +176,10 @@ def main():
     chats = [file for file in files if has_conversations(file)]
     if chats and (len(chats) < len(files) or not run.tokenizer or run.seq < 2):
         fail(f"{chats[0]} has conversations; give conversations alone, with --tokenizer and --seq N.")
-    if not run.tokenizer and not run.train_bpe or run.seq and not chats or not 0.001 <= run.hold_out <= 0.999:
-        fail("text needs --tokenizer or --train-bpe, no --seq, and a --hold-out from 0.001 to 0.999.")
+    one_way = run.train_bpe == 0 if run.tokenizer else run.train_bpe > 256
+    if not one_way or run.seq and not chats or not 0.001 <= run.hold_out <= 0.5:
+        fail("text needs either --tokenizer or --train-bpe of 257 tokens or more, no --seq, and a --hold-out "
+             "from 0.001 to 0.5.")
     texts = None if chats else hold_out(read_texts(files), run.hold_out)
     try:
         from transformers import AutoTokenizer
@@ -185,7 +187,7 @@ def main():
         fail("the package transformers of Python is missing: install it with 'pip install transformers'.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(run.tokenizer) if run.tokenizer else None
-    except (OSError, ValueError) as problem:
+    except Exception as problem:  # a damaged file can raise anything
         fail(f"--tokenizer {run.tokenizer} cannot be opened ({str(problem).splitlines()[0]}); give a model's "
              "folder, or a name on Hugging Face's hub.")
     tokenizer = tokenizer or train_bpe(texts[0], run.train_bpe)
@@ -196,16 +198,23 @@ def main():
         fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
     pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
     width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)
-    # Earlier data go before anything is written: old files and new ones must not stand together.
+    # Earlier data stay until the new ones are written; old and new files must not stand together.
     os.makedirs(run.out, exist_ok=True)
     paths = [os.path.join(run.out, name) for name in ("train.bin", "val.bin", "tokenizer.bin")]
-    for path in filter(os.path.exists, paths):
-        os.remove(path)
-    for path, tokens in zip(paths, streams):
-        write(path, [magic, 1, len(tokens), run.seq], array.array(width, tokens).tobytes())
-        print(f"{path}: {len(tokens):,} tokens, {sum(t < NOT_COUNTED for t in tokens):,} count in the loss")
-    write(paths[2], [20240328, 2, len(pieces), -1 if end is None else end],
-          b"".join(bytes([len(p)]) + p for p in pieces))
+    try:
+        for path, tokens in zip(paths, streams):
+            write(path + ".new", [magic, 1, len(tokens), run.seq], array.array(width, tokens).tobytes())
+            counted = sum(t < NOT_COUNTED for t in tokens)
+            print(f"{path}: {len(tokens):,} tokens, {counted:,} count in the loss")
+        write(paths[2] + ".new", [20240328, 2, len(pieces), -1 if end is None else end],
+              b"".join(bytes([len(p)]) + p for p in pieces))
+        for path in filter(os.path.exists, paths):
+            os.remove(path)
+        for path in paths:
+            os.rename(path + ".new", path)
+    finally:
+        for path in filter(os.path.exists, (path + ".new" for path in paths)):
+            os.remove(path)
     if not run.tokenizer:
         tokenizer.save_pretrained(run.out)
     print(f"{len(pieces):,} tokens in the vocabulary. Train with ./train --data {run.out}")
@@ -213,4 +222,7 @@ def main():
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its tokenize.py would hide the module of the standard library
-    main()
+    try:
+        main()
+    except (OSError, MemoryError, OverflowError) as error:
+        fail(f"{str(error) or 'out of memory'}; correct the file names, the numbers, or make room.")

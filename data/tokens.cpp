@@ -78,8 +78,8 @@ namespace {
 
 bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 
-// The files that --data names. Of a folder: its token files, or all files below it that are not hidden, in
-// the byte order of their paths, in every locale. A link that leads nowhere, or to itself, is not a file.
+// The files that --data names. Of a folder, in the byte order of their paths: its token files, or all files
+// below it that are not hidden, nor in a checkpoint. A link that leads nowhere, or to itself, is not a file.
 std::vector<std::string> files_of(const std::string& data) {
     std::vector<std::string> all;
     std::set<std::string> seen;  // a file that is named twice is read once
@@ -96,7 +96,9 @@ std::vector<std::string> files_of(const std::string& data) {
         if (!folder) files = {item};
         const auto unreadable = fs::directory_options::skip_permission_denied;
         for (fs::recursive_directory_iterator at(item, unreadable, unreachable), end; at != end; ++at)
-            if (at->path().filename().string()[0] == '.') at.disable_recursion_pending();
+            if (at->path().filename().string()[0] == '.' ||
+                fs::exists(at->path() / "model.safetensors", unreachable))
+                at.disable_recursion_pending();
             else if (at->is_regular_file(unreachable)) files.push_back(at->path().string());
         std::sort(files.begin(), files.end());
         const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);

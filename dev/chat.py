@@ -1,6 +1,6 @@
 """Talks to a model that ./train has saved, or to any folder that transformers opens.
 
-    python3 dev/chat.py out/step-000900 --temperature 0.7        needs torch and transformers
+    python3 dev/chat.py tuned/step-000900 --temperature 0.7        needs torch and transformers
 
 With a chat template it keeps the conversation; without one it continues what is typed."""
 import argparse
@@ -12,7 +12,10 @@ parser.add_argument("folder")
 parser.add_argument("--temperature", type=float, default=0.8, help="0: the most probable token")
 parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
 run = parser.parse_args()
-tokenizer = AutoTokenizer.from_pretrained(run.folder)
+try:
+    tokenizer = AutoTokenizer.from_pretrained(run.folder)
+except (OSError, ValueError):
+    raise SystemExit(f"chat.py: {run.folder} is no model with a tokenizer; give a fine-tuned checkpoint.")
 model = AutoModelForCausalLM.from_pretrained(run.folder, dtype="auto",
                                              device_map="cuda" if torch.cuda.is_available() else None)
 sampling = dict(do_sample=True, temperature=run.temperature) if run.temperature else dict(do_sample=False)

@@ -6,10 +6,9 @@
 #   dev/gpu.sh sanitize [PATTERN]   each kernel test, except the long ones, under compute-sanitizer's
 #                                   racecheck, memcheck and initcheck; four tests at a time on each GPU (all,
 #                                   or GPUS=0,1). The results go to sanitize.txt, one line each
-#   dev/gpu.sh races                racecheck on the tests of attention: to be run after every change of
-#                                   its kernels. A wait that is missing for a copy, or for another warpgroup,
-#                                   seldom changes a value in a normal run. Racecheck reports those in shared
-#                                   memory; others may give wrong values in its slower timing
+#   dev/gpu.sh races                racecheck on attention: to be run after every change of its kernels. A
+#                                   missing wait seldom changes a value in a normal run; racecheck reports
+#                                   it in shared memory, and elsewhere its slower timing may show it
 #   dev/gpu.sh seeds [N]            each kernel test, except the long ones, with the random inputs of N seeds
 #                                   (20), eight at a time; COAT_SEED=... repeats one
 # Logs go to the folder $OUT, or to build/logs.

@@ -1,5 +1,5 @@
 // adamw.cuh - the paper's section 4 on the GPU: AdamW with FP8 moments and dynamic range expansion
-// (adamw.cu); moments that have no groups are those of other_optimizers.cu.
+// (adamw.cu); moments that are not in FP8 groups are those of other_optimizers.cu.
 //
 // Parameters, their order and the table of an update are those of gpu/parameters.cuh. No function allocates
 // or waits; all launch on the given CUDA stream.

@@ -78,7 +78,6 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
 }
 
-// The angles of all heads of a thread are the same. Without an amax, only rotated columns are touched.
 void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));

@@ -261,9 +261,6 @@ static void print_precision(const Setup& s) {
             std::printf(format, ((part.empty() ? "" : "  ") + o.name).c_str(), o.reads.c_str(),
                         o.weights.c_str(), o.writes.c_str(), o.saves.c_str());
     }
-    if (linear_formats(s).fallback)
-        std::printf("\n  Linear layers fall back to %s: --batch x --seq is %ld tokens, no multiple of 16.\n",
-                    info(r.compute).name, s.B * s.T);
 }
 
 // The memory is printed beside that of the BF16 baseline, with the rows of a GPU if there is CUDA.

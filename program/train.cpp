@@ -180,14 +180,14 @@ void print_quantization(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it. loop() returns the exit code.
 
-// The last save: tried again every minute until it succeeds, or until a signal comes, which is returned.
+// The last save: tried again every minute until it succeeds, or fails after a signal, which is returned.
 int save_last(Run& run) {
     interrupted = 0;
-    while (!save(run)) {
-        print_error("The run tries again every minute; Ctrl-C ends it.");
+    for (int signal = 0; !save(run);) {
+        if (signal) return signal;
+        if (run.setup.rank == 0) print_error("The run tries again every minute; Ctrl-C ends it.");
         usleep(useconds_t(minute() * 1e6));  // until a signal comes
-        const std::vector<int> signals = run.processes->all_gather(int(interrupted));
-        if (const int signal = *std::max_element(signals.begin(), signals.end())) return signal;
+        for (int theirs : run.processes->all_gather(int(interrupted))) signal = std::max(signal, theirs);
     }
     return 0;
 }
@@ -265,9 +265,10 @@ int loop(Run& run) {
         const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
         if (signal && !last) {
             if (run.unsaved) save_last(run);
+            const std::string ranks = all.size() > 1 ? concat(" --ranks ", all.size()) : "",
+                              next = ": continue with --resume " + flags.out + ranks;
             std::printf("Interrupted after step %ld%s\n", state.step,
-                        checkpoint.empty() ? "; nothing was saved."
-                                           : printable(": continue with --resume " + flags.out).c_str());
+                        checkpoint.empty() ? "; nothing was saved." : printable(next).c_str());
             return 128 + signal;
         }
         if (!last && every(flags.eval_every)) validate(run);
@@ -355,8 +356,7 @@ void make_setup(Run& run) {
         run.weights = flags.model;
         for (const ModelConfig& c : models())
             if (c.name == flags.model)
-                throw Error("--model ", flags.model, " is a named model and also a folder here; write ./",
-                            flags.model, " for the folder, or rename it.");
+                throw Error("--model ", c.name, " is a name and a folder; write ./", c.name, " for that.");
     }
     s.config =
         run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
@@ -372,9 +372,11 @@ Json load_data(Run& run) {
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
     if (config.V == 0) config.V = in_use ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
-    if (in_use > config.V)
-        throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
-                    " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
+    const bool bytes = run.corpus.vocabulary.size() == 256 && config.V > 256 && !run.weights.empty() &&
+                       fs::exists(path_in(run.weights, "tokenizer.json"));
+    if (in_use > config.V || bytes)
+        throw Error("--data contains ", bytes ? "bytes" : concat("token ", in_use - 1), ", but ", config.name,
+                    " has ", config.V, " tokens; make token files with its tokenizer (data/tokenize.py).");
     if (!flags.given("seq") && flags.resume.empty())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest());
     if (packed && packed != flags.seq)
@@ -426,7 +428,9 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     print("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ", c.C,
           ", ", c.NH, " heads, vocabulary ", c.V, "; ",
           run.weights.empty() ? "random weights" : "weights of " + run.weights);
-    print("recipe: ", s.recipe.name, ", ", s.recipe.about);
+    print(
+        "recipe: ", s.recipe.name, ", ", s.recipe.about,
+        linear_formats(s).fallback ? "; BF16 in linear layers: a batch's tokens are no multiple of 16" : "");
     print("moments: ", s.optimizer.name, ", ", s.optimizer.about, "; master weights: ", run.flags.master);
     print("device: ", device);
     print("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
@@ -455,13 +459,10 @@ void make_model(Run& run) {
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
-// A second signal ends the program at once. Under nohup a hangup stays ignored.
+// Also if it comes twice, as from `timeout`. SIGQUIT ends at once. Under nohup a hangup stays ignored.
 void finish_step_at_signal() {
     for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        const auto before = std::signal(signal, [](int s) {
-            interrupted = s;
-            std::signal(s, SIG_DFL);
-        });
+        const auto before = std::signal(signal, [](int s) { interrupted = s; });
         if (signal == SIGHUP && before == SIG_IGN) std::signal(signal, SIG_IGN);
     }
 }

@@ -71,7 +71,6 @@ TEST_CASE("layout: the files of the reading order in the README have at most REA
     const std::string readme = read_file("README.md");
     const size_t start = readme.find("<!-- reading -->");
     REQUIRE(start != std::string::npos);
-    // rows "| 1 | `coat.h` | ... |"; what else is quoted is no file, and has no lines
     const std::string rows = readme.substr(start, readme.find("\n\n", start + 20) - start);
     std::istringstream parts(rows);
     size_t total = 0, files = 0;

@@ -24,8 +24,9 @@ text; --bacth 4; --batch=4; --batch | --batch needs a value after it; --batch 2.
 
 TEST_CASE("train: sizes, data, files and combinations that cannot work are rejected before the first step") {
     RunFolder folder;
-    fs::create_directory(folder.path / "empty");
-    fs::create_directory(folder.path / "llama-tiny");
+    fs::create_directory(folder.path / "empty"), fs::create_directory(folder.path / "llama-tiny");
+    fs::copy(small_model(), folder.path / "chat"), folder.write("chat/tokenizer.json", "{}");
+    shell(folder, "sed -i 's/vocab_size.: 256/vocab_size\": 300/' chat/config.json");
     folder.write("short", "too few bytes for a batch");
     folder.write("large.bin", token_file(std::vector<uint16_t>(60000, 50300)));
     // The small model has 256 positions, and vocabulary 256.
@@ -34,7 +35,7 @@ TEST_CASE("train: sizes, data, files and combinations that cannot work are rejec
 --ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
 --out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text cannot be created;
 --model empty | config.json; --model ./llama-tiny | ./llama-tiny;
---model llama-tiny | write ./llama-tiny for the folder;
+--model llama-tiny | write ./llama-tiny for that; --model chat | --data contains bytes;
 --model gpt2-tiny --gradients none | --gradients none;
 --model gpt2-tiny --gradients none --clip 0.5 | give --clip 0.;
 --model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1)");

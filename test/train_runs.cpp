@@ -114,7 +114,7 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
         int code;
     };
     for (const Row& row :
-         {Row{"--recipe coat", "", "INT", "", 130},
+         {Row{"--recipe coat", "", "INT $pid; kill -INT", "", 130},
           {"--recipe bf16 --optimizer fp8", "", "TERM", "", 143},
           {"--recipe fp32", "", "HUP", "", 129},
           {"--recipe te --accumulate 2", "", "KILL", "", 137},

@@ -1,10 +1,5 @@
 // tokenize.cpp - data/tokenize.py: which tokens of conversations count, and how it packs and divides. The
 // last test has transformers itself; the others have a small one of the tests.
-#include <doctest/doctest.h>
-
-#include <algorithm>
-#include <cstring>
-
 #include "../help/program.h"
 
 using namespace coat;
@@ -61,9 +56,10 @@ const std::string CHAT =
     "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages)"
     " + ('<|assistant|>' if add_generation_prompt else '')";
 
-Ended tokenize_py(const Folder& folder, const std::string& flags) {
+Ended tokenize_py(const Folder& folder, const std::string& flags, const std::string& before = "") {
     const std::string script = fs::absolute("data/tokenize.py").string();
-    return shell(folder, "TRANSFORMERS_VERBOSITY=error PYTHONPATH=. python3 '" + script + "' " + flags);
+    return shell(folder,
+                 before + "TRANSFORMERS_VERBOSITY=error PYTHONPATH=. python3 '" + script + "' " + flags);
 }
 
 // A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
@@ -175,7 +171,10 @@ PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its 
 PYTHON_TEST_CASE("records of every known form, and texts among them") {
     const ChatFolder folder;
     const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
-    const std::string openai = chat({"a\\n\\nb", "c"}),
+    const std::string openai =
+                          R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "a\n"}, )"
+                          R"({"text": "\nb"}]}, {"role": "assistant", "content": "c"}]})"
+                          "\n",
                       share = R"({"conversations": [{"from": "human", "value": "a\n\nb"}, )"
                               R"({"from": "gpt", "value": "c"}], "id": 7})",
                       alpaca = R"({"instruction": "a", "input": "b", "output": "c"})",
@@ -270,6 +269,8 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
         {"{\"text\": \"abc\"}\n" + good, "", "c.jsonl:2", "a conversation among texts"},
         {good + "{\"question\": \"abc\", \"id\": 1}\n", seq, "c.jsonl:3", "question, id"},
         {good + "{\"messages\": [1]}\n", seq, "c.jsonl:3", "role"},
+        {good + chat({"q", "\\ud800"}), seq, "c.jsonl:3", "where text belongs"},
+        {good + chat({"q", "a"}, ", \"weight\": \"0\""), seq, "c.jsonl:3", "weight"},
         {good + R"({"conversations": [{"from": [], "value": 1}]})", seq, "c.jsonl:3", "from"},
         {good + "{\"messages\": [{\"role\": \"user\"}]}\n", seq, "c.jsonl:3", "template fails"}};
     for (const auto& [records, flags, who, what] : rows) {
@@ -281,9 +282,11 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
     folder.write("text", "ab\n");
     check_failed(folder.run("--tokenizer model --seq 32 c.jsonl text"), "c.jsonl", "alone");
     for (const char* flags :
-         {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1"})
+         {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 0.6",
+          "text --train-bpe 256", "text --tokenizer model --train-bpe 300"})
         check_failed(folder.run(flags), "--tokenizer", "--hold-out");
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
+    check_failed(tokenize_py(folder, "--tokenizer model --out tokens text", "ulimit -f 1; "), "too large");
     folder.write("transformers.py", "raise ImportError()");
     check_failed(folder.tokenize(good), "pip install transformers");
     for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})

@@ -233,6 +233,7 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
         check_error([&] { load_corpus(records); }, "--out tokens " + records);
     }
     folder.write("project/package.json", "{}"), folder.write("project/text", std::string(30, 'x'));
+    folder.write("project/out/model.safetensors", ""), folder.write("project/out/config.json", "a model's");
     CHECK(load_corpus(folder / "project").train.size() == 28);  // in a folder it is a text among others
     const std::string text = folder.write("text", "text"), tokens = folder.write("good.bin", good);
     for (const auto& [data, who] : {std::pair{folder / "missing", "missing"},

@@ -1,8 +1,5 @@
 // 1_2_codes.cpp - parts 1 and 2 of reference.cpp: codes, and scales and blocks of every granularity, on every
 // kind of data, by the definition of the formats (oracle.h). Both sides are exact: the checks are equalities.
-#include <doctest/doctest.h>
-
-#include <algorithm>
 #include <map>
 
 #include "../../reference.h"
