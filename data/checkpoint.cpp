@@ -34,8 +34,7 @@ Fields read_trainer(const std::string& checkpoint) {
     if (f.get<int64_t>("version") != 3)
         f.reject("version", "3; weights of earlier versions load with --model");
     if (f.get<std::string>("hash") != hash_of_fields(f.object))
-        throw Error(f.path,
-                    " was changed: its hash is another; resume from another checkpoint, with another --out.");
+        throw Error(f.path, " was changed; resume from another checkpoint, with another --out.");
     return f;
 }
 
@@ -134,8 +133,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
     for (const std::string& name : HASHED)
         if (setup.rank == 0 && hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
-            throw Error(path_in(checkpoint, name), " was changed: its hash is not that in trainer.json; ",
-                        "resume from another checkpoint, with another --out.");
+            throw Error(path_in(checkpoint, name), " is not the file that was saved (trainer.json has its ",
+                        "hash); resume from another checkpoint, with another --out.");
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);

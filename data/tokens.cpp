@@ -85,8 +85,8 @@ std::vector<std::string> files_of(const std::string& data) {
     std::set<std::string> seen;  // a file that is named twice is read once
     std::istringstream list(data);
     for (std::string item; std::getline(list, item, ',');) {
-        std::error_code unreachable;
-        const bool folder = fs::is_directory(item, unreachable);
+        std::error_code none;
+        const bool folder = fs::is_directory(item, none);
         for (const char* records : {".jsonl", ".json", ".parquet"})
             if (!folder && ends_with(item, records))
                 throw Error("--data ", item, " has records, not text; make token files of it: ",
@@ -95,11 +95,10 @@ std::vector<std::string> files_of(const std::string& data) {
         std::vector<std::string> files;
         if (!folder) files = {item};
         const auto unreadable = fs::directory_options::skip_permission_denied;
-        for (fs::recursive_directory_iterator at(item, unreadable, unreachable), end; at != end; ++at)
-            if (at->path().filename().string()[0] == '.' ||
-                fs::exists(at->path() / "model.safetensors", unreachable))
+        for (fs::recursive_directory_iterator at(item, unreadable, none), end; at != end; ++at)
+            if (*at->path().filename().c_str() == '.' || fs::exists(at->path() / "model.safetensors", none))
                 at.disable_recursion_pending();
-            else if (at->is_regular_file(unreachable)) files.push_back(at->path().string());
+            else if (at->is_regular_file(none)) files.push_back(at->path().string());
         std::sort(files.begin(), files.end());
         const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
         if (others != files.begin()) files.erase(others, files.end());

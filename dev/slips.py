@@ -27,14 +27,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COPY = ROOT / "build-slips"
 SECONDS = 900  # to build one slip, and for its tests
 SUBJECTS = {"*reference*,*model*": ["reference"], "*train*": ["flags", "train", "error"],
-            "*tokenize*": ["records"], "*safetensors*,*checkpoint*": ["safetensors"],
-            "*data/*,*model_ranks*": ["checkpoint", "model_folder"],
+            "*tokenize*": ["records"], "*data/*,*model_ranks*": ["checkpoint", "model_folder"],
             "*adamw*,*gpu/state*,*model*": ["adamw", "other_optimizers", "state"],
-            "*coat*,*gpu/*,*model*,*plan*,*reference*": ["coat"],
+            "*coat*,*gpu/*,*model*,*plan*,*reference*": ["coat"], "*ranks*": ["exchange", "peers"],
             "*test/coat.cu,*gpu/*,*model*": ["tiles", "tensor", "norm", "layers", "gemm", "gradients",
                                              "linear", "other_scaling", "parameters", "report"],
             "*attention*": ["attention", "attention_common", "attention_sm90"],
-            "*model*": ["arena", "cuda", "gpu_model"], "*ranks*": ["exchange", "peers"]}
+            "*model*": ["arena", "cuda", "gpu_model"], "*safetensors*,*checkpoint*": ["safetensors"]}
 
 
 def update_copy():

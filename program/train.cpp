@@ -265,10 +265,9 @@ int loop(Run& run) {
         const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
         if (signal && !last) {
             if (run.unsaved) save_last(run);
-            const std::string ranks = all.size() > 1 ? concat(" --ranks ", all.size()) : "",
-                              next = ": continue with --resume " + flags.out + ranks;
             std::printf("Interrupted after step %ld%s\n", state.step,
-                        checkpoint.empty() ? "; nothing was saved." : printable(next).c_str());
+                        checkpoint.empty() ? "; nothing was saved."
+                                           : printable(": continue with --resume " + flags.out).c_str());
             return 128 + signal;
         }
         if (!last && every(flags.eval_every)) validate(run);
@@ -459,10 +458,13 @@ void make_model(Run& run) {
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
-// Also if it comes twice, as from `timeout`. SIGQUIT ends at once. Under nohup a hangup stays ignored.
+// Also if it comes twice, as from `timeout`; a third ends at once. Under nohup a hangup stays ignored.
 void finish_step_at_signal() {
     for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        const auto before = std::signal(signal, [](int s) { interrupted = s; });
+        const auto before = std::signal(signal, [](int s) {
+            if (interrupted) std::signal(s, SIG_DFL);
+            interrupted = s;
+        });
         if (signal == SIGHUP && before == SIG_IGN) std::signal(signal, SIG_IGN);
     }
 }
