@@ -20,7 +20,6 @@
 #include <array>
 #include <cstring>
 #include <map>
-#include <tuple>
 
 namespace coat::reference {
 

@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 parser = argparse.ArgumentParser(description="Talks to a saved model; Ctrl-D ends it.")
 parser.add_argument("folder")
+parser.add_argument("--tokenizer", help="the folder of tokenize.py --train-bpe; default: the model's")
 parser.add_argument("--temperature", type=float, default=0.8, help="0: the most probable token")
 parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
 run = parser.parse_args()
 try:
-    tokenizer = AutoTokenizer.from_pretrained(run.folder)
+    tokenizer = AutoTokenizer.from_pretrained(run.tokenizer or run.folder)
 except (OSError, ValueError):
-    raise SystemExit(f"chat.py: {run.folder} is no model with a tokenizer; give a fine-tuned checkpoint.")
+    raise SystemExit(f"chat.py: {run.folder} is no model with a tokenizer; give a checkpoint, or --tokenizer.")
 model = AutoModelForCausalLM.from_pretrained(run.folder, dtype="auto",
                                              device_map="cuda" if torch.cuda.is_available() else None)
 sampling = dict(do_sample=True, temperature=run.temperature) if run.temperature else dict(do_sample=False)

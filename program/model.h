@@ -3,7 +3,6 @@
 // independently, so that a test that compares the two can fail. First weights and random bits are shared.
 #pragma once
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <numeric>
 

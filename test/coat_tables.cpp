@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "../coat.h"
+#include "../data/safetensors.h"
 
 using namespace coat;
 
@@ -79,5 +80,10 @@ TEST_CASE("models: each row of the table has the published shape and number of p
     for (size_t i = 0; i < models().size(); i++) {
         CHECK(row(models()[i]) == expected[i].first);
         if (expected[i].second) CHECK(parameter_count(models()[i]) == expected[i].second);
+        for (const Param& p :
+             parameters(models()[i])) {  // of GPT-2: what adds to the residual stream is smaller
+            const bool adds = ends_with(p.name, ".down") || ends_with(p.name, ".attention_out");
+            if (p.rows > 1) CHECK(p.init_std == (adds ? 0.02f / std::sqrt(2.0f * models()[i].L) : 0.02f));
+        }
     }
 }

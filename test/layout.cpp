@@ -10,7 +10,7 @@ using namespace coat::test;
 // The aims are 11,000 lines of core, 4,500 for the reading order of one step, and 8,500 of tests.
 // Of DEV, 1,500 lines are the course: dev/coat.py, dev/exercises, dev/figures.py and what belongs to them. Of
 // TESTS, 800 lines test it (test/dev).
-constexpr size_t CORE = 11083, READING = 3941, TESTS = 8479, DEV = 5608, LARGEST_FILE = 1300, FUNCTION = 130;
+constexpr size_t CORE = 11081, READING = 3940, TESTS = 8479, DEV = 5606, LARGEST_FILE = 1300, FUNCTION = 130;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {

@@ -7,7 +7,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
-#include <cstring>
 #include <omp.h>
 #include <string>
 #include <vector>

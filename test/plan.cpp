@@ -110,6 +110,7 @@ TEST_CASE("precision plan: says what each memory mode changes, and which linear 
           {"coat attention", 64, "attention|e4m3 1x16|e4m3 1x16", 1},
           {"coat", 64, "rotary positions|bf16|bf16|q, k, v bf16", 1},
           {"coat attention", 64, "rotary positions|bf16|e4m3 1x16|q, k, v e4m3 1x16", 1},
+          {"coat attention", 64, "attention log-sum-exp fp32", 1},
           {"coat", 64, "bf16, stochastic", 0},
           {"coat master", 64, "bf16, stochastic", 1},
           {"coat", 64, "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32", 1},

@@ -1,7 +1,6 @@
 // judge.h - what an exercise is compared with; need not be read to solve one. A function of `judge` calls the
 // reader's, prints "passed", or the first value that differs and a hint, and returns the exit code.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <vector>

@@ -4,7 +4,6 @@
 #include <cuda_fp8.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <vector>
 
 #include "../../gpu/adamw.cuh"

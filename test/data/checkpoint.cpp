@@ -2,7 +2,6 @@
 // another run is an error before the model changes; a complete one exists at every moment, also after a kill.
 #include <doctest/doctest.h>
 
-#include <cmath>
 #include <csignal>
 #include <set>
 #include <sys/resource.h>

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <set>
 
 #include "../../program/plan.h"
 #include "../help/checkpoints.h"

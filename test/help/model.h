@@ -1,7 +1,6 @@
 // model.h - tiny models, text for them to learn, and PROPERTY: a test of models on the CPU and on the GPU.
 #pragma once
 #include <cmath>
-#include <cstring>
 
 #include "../../program/plan.h"
 #include "../../reference.h"

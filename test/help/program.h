@@ -2,7 +2,6 @@
 #pragma once
 #include <cstdlib>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <vector>
 #include <arpa/inet.h>
 #include <sys/socket.h>

@@ -1,6 +1,5 @@
 // 1_2_codes.cpp - parts 1 and 2 of reference.cpp: codes, and scales and blocks of every granularity, on every
 // kind of data, by the definition of the formats (oracle.h). Both sides are exact: the checks are equalities.
-#include <map>
 
 #include "../../reference.h"
 #include "../help/oracle.h"
