@@ -13,8 +13,8 @@ that begins with # is a comment. Each slip is made in a copy of the tree, in bui
 ./train are built, and those tests run whose source file has the name of the slip's file (SUBJECTS has the
 exceptions). A test that hangs notices the slip too. The variables of make work: NVCC= leaves the GPU out.
 
-Noticed on a CPU, at c020afe: 219 of 225; 42 of train.cpp, ranks.cpp and coat.h were not run again. In GPU code,
-on H100s, at fb500a5 and f46a989: 178 of 187 by tests (3 of them only with two GPUs) and 4 by racecheck, earlier.
+Noticed on a CPU, at c020afe, 8e6e920 and d039c2c: 267 of 271. In GPU code, on H100s, at fb500a5 and f46a989: 178
+of 187 by tests (3 of them only with two GPUs) and 4 by racecheck, earlier.
 """
 import os
 import pathlib
