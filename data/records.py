@@ -23,10 +23,11 @@ def fail(sentence):
 
 
 def files_below(path):
-    """The files in a folder that are not hidden, in the order of ./train; or the file itself."""
+    """The files in a folder that are not hidden, nor in a checkpoint, in the order of ./train; or the file."""
     found = []
     for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and
+                      not os.path.exists(os.path.join(folder, name, "model.safetensors"))]
         found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
     return sorted(filter(os.path.exists, found), key=os.fsencode) if os.path.isdir(path) else [path]
 

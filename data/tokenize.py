@@ -188,8 +188,8 @@ def main():
     try:
         tokenizer = AutoTokenizer.from_pretrained(run.tokenizer) if run.tokenizer else None
     except Exception as problem:  # a damaged file can raise anything
-        fail(f"--tokenizer {run.tokenizer} cannot be opened ({str(problem).splitlines()[0]}); give a model's "
-             "folder, or a name on Hugging Face's hub.")
+        fail(f"--tokenizer {run.tokenizer} cannot be opened ({problem!r:.150}); give a model's folder, or a name "
+             "on Hugging Face's hub.")
     tokenizer = tokenizer or train_bpe(texts[0], run.train_bpe)
     end = tokenizer.eos_token_id
     parts = texts or hold_out(tokens_of_conversations(tokenizer, chats, run.seq), run.hold_out)

@@ -96,7 +96,8 @@ std::vector<std::string> files_of(const std::string& data) {
         if (!folder) files = {item};
         const auto unreadable = fs::directory_options::skip_permission_denied;
         for (fs::recursive_directory_iterator at(item, unreadable, none), end; at != end; ++at)
-            if (*at->path().filename().c_str() == '.' || fs::exists(at->path() / "model.safetensors", none))
+            if (at->path().filename().string()[0] == '.' ||
+                fs::exists(at->path() / "model.safetensors", none))
                 at.disable_recursion_pending();
             else if (at->is_regular_file(none)) files.push_back(at->path().string());
         std::sort(files.begin(), files.end());

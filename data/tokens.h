@@ -56,9 +56,9 @@ struct Corpus {
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token that is not known becomes <17>
 };
 
-// data: text files, folders of them, or token files (*.bin), by commas. Token files with "val" but not
-// "train" in their names are held out, and every 20th of 20 or more texts; if nothing is, the last tenth of
-// all tokens. Error if a file is missing or damaged, or if there is no text.
+// data: text files, folders of them (without checkpoints), or token files (*.bin), by commas. Token files
+// with "val" but not "train" in their names are held out, and every 20th of 20 or more texts; if nothing is,
+// the last tenth of all tokens. Error if a file is missing or damaged, or if there is no text.
 Corpus load_corpus(const std::string& data);
 
 // Cuts a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random order,

@@ -18,8 +18,8 @@ struct LinearContext {
     Gemms& gemms;
     const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
     const LinearFormats formats = linear_formats(device.setup);
-    // Whether this pass overwrites gradients, or adds to them: it does in a step's first micro-batch, and on
-    // several ranks in each, because they sum the gradients of each micro-batch right away.
+    // Whether this pass overwrites gradients: in a step's first micro-batch, and on several ranks in every
+    // one, because they sum the gradients of each micro-batch right away. Else it adds to them.
     bool assigns = true;
 };
 

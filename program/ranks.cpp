@@ -306,7 +306,7 @@ void ProcessGroup::fail(const std::string& sentence) {
     const double deadline = now() + patience;
     wait_until([&] {
         if (has_sent(0)) peers_[0].got = 0;
-        return ::usleep(20000) || now() > deadline;
+        return ::usleep(20000), now() > deadline;
     });
     end(sentence);
 }

@@ -355,7 +355,7 @@ void make_setup(Run& run) {
         run.weights = flags.model;
         for (const ModelConfig& c : models())
             if (c.name == flags.model)
-                throw Error("--model ", c.name, " is a name and a folder; write ./", c.name, " for that.");
+                throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
     }
     s.config =
         run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
@@ -427,9 +427,8 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     print("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ", c.C,
           ", ", c.NH, " heads, vocabulary ", c.V, "; ",
           run.weights.empty() ? "random weights" : "weights of " + run.weights);
-    print(
-        "recipe: ", s.recipe.name, ", ", s.recipe.about,
-        linear_formats(s).fallback ? "; BF16 in linear layers: a batch's tokens are no multiple of 16" : "");
+    print("recipe: ", s.recipe.name, ", ", s.recipe.about,
+          linear_formats(s).fallback ? "; BF16 linear layers: --batch x --seq is no multiple of 16" : "");
     print("moments: ", s.optimizer.name, ", ", s.optimizer.about, "; master weights: ", run.flags.master);
     print("device: ", device);
     print("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
@@ -458,7 +457,7 @@ void make_model(Run& run) {
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
-// Also if it comes twice, as from `timeout`; a third ends at once. Under nohup a hangup stays ignored.
+// A second signal changes nothing: `timeout` sends two. A third ends the program. nohup ignores hangups.
 void finish_step_at_signal() {
     for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
         const auto before = std::signal(signal, [](int s) {
@@ -482,7 +481,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     run.processes = processes.get();
     run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
-    const bool prints = launch.rank + processes->rank() == 0;  // rank 0; a plan starts no processes
+    const bool prints = launch.rank + processes->rank() == 0;  // rank 0, by torchrun or by --ranks
     if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
 
     const std::string why_cpu = flags.device == "cpu" ? "" : why_no_gpu(processes->local());

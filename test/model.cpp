@@ -509,6 +509,7 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped, 
         for (int k = 0; k < int(Kind::Count); k++)
             CHECK((x.kinds[k].elements == y.kinds[k].elements &&
                    x.kinds[k].noise == doctest::Approx(y.kinds[k].noise).epsilon(1e-9)));
+        CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
         CHECK_THROWS_AS(gradient(*dropped.model, kept.params().back()), Error);
     }
 }

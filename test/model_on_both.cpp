@@ -50,6 +50,7 @@ void check_reports(const QuantReport& a, const QuantReport& b) {
         CHECK(of_gpu.elements == of_cpu.elements);
         if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
     }
+    CHECK((a.k_m == b.k_m && a.k_v == b.k_v));
 }
 
 // One step without an update, with random biases and norm weights: loss, gradients, logits and report.

@@ -35,7 +35,7 @@ TEST_CASE("train: sizes, data, files and combinations that cannot work are rejec
 --ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
 --out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text cannot be created;
 --model empty | config.json; --model ./llama-tiny | ./llama-tiny;
---model llama-tiny | write ./llama-tiny for that; --model chat | --data contains bytes;
+--model llama-tiny | write ./llama-tiny for the folder; --model chat | --data contains bytes;
 --model gpt2-tiny --gradients none | --gradients none;
 --model gpt2-tiny --gradients none --clip 0.5 | give --clip 0.;
 --model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1)");

@@ -56,10 +56,9 @@ const std::string CHAT =
     "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages)"
     " + ('<|assistant|>' if add_generation_prompt else '')";
 
-Ended tokenize_py(const Folder& folder, const std::string& flags, const std::string& before = "") {
-    const std::string script = fs::absolute("data/tokenize.py").string();
-    return shell(folder,
-                 before + "TRANSFORMERS_VERBOSITY=error PYTHONPATH=. python3 '" + script + "' " + flags);
+Ended tokenize_py(const Folder& folder, const std::string& flags, const std::string& limit = "") {
+    const std::string script = " PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() + "' ";
+    return shell(folder, limit + "TRANSFORMERS_VERBOSITY=error" + script + flags);
 }
 
 // A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
@@ -230,6 +229,7 @@ PYTHON_TEST_CASE("plain text keeps its bytes, and each text begins with the end 
     while (large.size() < 3 << 19) large += line;
     folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
     folder.write("in/a", large), folder.write("in/b", "\xEF\xBB\xBF" + small), folder.write("in/copy", small);
+    folder.write("in/out/model.safetensors", ""), folder.write("in/out/config.json", "a model's");
     folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
     for (int i = 0; i < 8; i++) folder.write(concat("in/sub/", i), concat("text ", i));
     for (const char* spelled : {"", "BYTE_LEVEL"}) {
@@ -281,9 +281,9 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
     }
     folder.write("text", "ab\n");
     check_failed(folder.run("--tokenizer model --seq 32 c.jsonl text"), "c.jsonl", "alone");
-    for (const char* flags :
-         {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 0.6",
-          "text --train-bpe 256", "text --tokenizer model --train-bpe 300"})
+    for (const char* flags : {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1",
+                              "text --tokenizer model --hold-out 0.6", "text --train-bpe 256",
+                              "text --tokenizer model --train-bpe 300"})
         check_failed(folder.run(flags), "--tokenizer", "--hold-out");
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
     check_failed(tokenize_py(folder, "--tokenizer model --out tokens text", "ulimit -f 1; "), "too large");
