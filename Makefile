@@ -23,7 +23,7 @@ endif
 # Contraction (a * b + c as one instruction) stays on: without it the GEMMs run at half the speed. The
 # same binary gives the same bits every time; another compiler or processor may not. -ffast-math stays off: NaN
 # and infinity are part of the method. On the CPU, only the reference has long loops: it is compiled with -O3.
-CXXFLAGS  = -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
+CXXFLAGS  = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
 SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp))
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
@@ -46,7 +46,7 @@ ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 # kernels fully.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 8%,$(FOUND_ARCH)),$(FOUND_ARCH),90a))
-NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
+NVCCFLAGS  := -std=c++20 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end
 TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
@@ -152,7 +152,7 @@ sanitize:
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
 FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,program/plan.cpp program/ranks.cpp gpu/none.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
-FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
+FUZZ_CXX     ?= clang++ -std=c++20 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
 $(O)/fuzz/%.o: %.cpp | need-json
 	@mkdir -p $(@D)

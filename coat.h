@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "program/error.h"
+#include "error.h"
 
 namespace coat {
 

@@ -3,7 +3,7 @@
 // Here are shapes, units and special cases; the equations and their reasons are in reference.cpp. The
 // template parameter Real is float; it is double only where tests compare gradients with finite differences.
 #pragma once
-#include "program/model.h"
+#include "model.h"
 
 namespace coat::reference {
 

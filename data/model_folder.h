@@ -2,7 +2,7 @@
 // model.safetensors (the weights), or several model-*.safetensors. What is not implemented, or contradicts
 // itself, is an Error: transformers would load another model.
 #pragma once
-#include "../program/model.h"
+#include "../model.h"
 #include "safetensors.h"
 
 namespace coat {

@@ -16,7 +16,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 
-#include "../program/error.h"
+#include "../error.h"
 
 namespace coat {
 

@@ -5,7 +5,7 @@
 #include <set>
 #include <sstream>
 
-#include "../program/model.h"
+#include "../model.h"
 #include "safetensors.h"
 
 namespace coat {

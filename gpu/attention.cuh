@@ -9,7 +9,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../program/model.h"
+#include "../model.h"
 
 namespace coat {
 

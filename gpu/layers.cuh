@@ -3,7 +3,7 @@
 //
 // Tensors, parameter gradients and launches are as coat.cuh says.
 #pragma once
-#include "../program/model.h"
+#include "../model.h"
 #include "coat.cuh"
 
 namespace coat::gpu {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "../program/model.h"
+#include "../model.h"
 #include "../program/ranks.h"
 #include "arena.cuh"
 

@@ -1,7 +1,7 @@
 // plan.h - what is known of a run before it starts: learning rates, the format of every tensor, the bytes of
 // every category (the paper's table of memory, for any model), and how a GPU's memory is divided.
 #pragma once
-#include "model.h"
+#include "../model.h"
 
 namespace coat {
 

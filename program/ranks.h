@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "error.h"
+#include "../error.h"
 
 namespace coat {
 

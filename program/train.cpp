@@ -10,7 +10,7 @@
 
 #include "../data/checkpoint.h"
 #include "../data/tokens.h"
-#include "model.h"
+#include "../model.h"
 #include "ranks.h"
 
 namespace {

@@ -93,7 +93,7 @@ void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& 
 
 }  // namespace
 
-GPU_TEST_CASE("quantize: codes, scales, transposes, amaxes and statistics in every format") {
+GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         for (const Distribution& d : distributions()) {
@@ -174,7 +174,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     }
 }
 
-GPU_TEST_CASE("activation and activation_backward: values, and everything that is made of them") {
+GPU_TEST_CASE("activation and activation_backward: values and everything that is made of them") {
     FRESH_RANDOM(rng);
     const float sizes[] = {1, 4, 9, 11, 12, 88, 90, 1e3f, 1e10f, 1e20f, 1e30f, 3e38f};
     const int64_t rows = std::size(sizes), cols = 16;
@@ -198,7 +198,7 @@ GPU_TEST_CASE("activation and activation_backward: values, and everything that i
         }
 }
 
-GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the amax of its output") {
+GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input and the amax of its output") {
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
         for (bool reads_saved : {true, false})
@@ -221,7 +221,7 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the a
             }
 }
 
-GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the input values") {
+GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the input values") {
     // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At
     // the end of the tensor it may read its last row again after it has written codes there. The inputs are
     // such that this would change the amax: small gates share a group with a large one, their gradients have

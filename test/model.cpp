@@ -80,7 +80,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
 // The gradients of a step, read back, and the state before it give the state after it: the reference's AdamW
 // with the factors of each parameter's role, the norm of all gradients, the keys of stochastic rounding, and
 // one store of each moment. A GPU's powers and sums differ in the last bits, which may change a code by one.
-PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole norm, rounding, moments") {
+PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole norm; rounding; moments") {
     FRESH_RANDOM(rng);
     const bool exact = make == make_reference;
     FOR_EACH_SETUP(s, setups(rng)) {
@@ -127,7 +127,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
 }
 
 // The first weights of a run that resumes must not matter. Without a master, rounding uses the seed.
-PROPERTY("the same bits every time, with any number of threads, and after stop and resume; seeds differ") {
+PROPERTY("the same bits every time with any number of threads and after a resume; seeds differ") {
     FRESH_RANDOM(rng);
     const int threads = omp_get_max_threads();
     std::vector<Setup> list = setups(rng);
@@ -155,7 +155,7 @@ PROPERTY("the same bits every time, with any number of threads, and after stop a
     }
 }
 
-PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the loss, for any prompt") {
+PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the loss for any prompt") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     for (const Recipe& recipe : recipes())
@@ -196,7 +196,7 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
     }
 }
 
-PROPERTY("if its tokens are no multiple of 16, a run's linear layers use BF16, also for a prompt of 16") {
+PROPERTY("a run whose tokens are no multiple of 16 has linear layers in BF16 also for a prompt of 16") {
     auto logits = [&](const char* words) {
         Training t(make, setup_of(words, tiny_config(LLAMA, true), 1, 50));
         t.losses(1);
@@ -386,7 +386,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
     }
 }
 
-PROPERTY("a weight that is not finite: the step changes nothing, evaluation tells, and training continues") {
+PROPERTY("a weight that is not finite: the step changes nothing; evaluation tells and training continues") {
     std::vector<std::string> runs = {"coat lean", "bf16 lean"};
     for (const Recipe& recipe : recipes()) runs.push_back(recipe.name);
     const std::pair<const char*, float> poisons[] = {
@@ -443,7 +443,7 @@ static Snapshot make_large(Training& t, Large kind) {
     return state;
 }
 
-PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped, with every optimizer") {
+PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (const OptimizerFormat& o : optimizers()) {
             Training t(make, setup_of(concat(recipe, " moments ", o.name)));
@@ -488,7 +488,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
         }
 }
 
-PROPERTY("--gradients none has the bits of kept gradients that are not clipped, and the same report") {
+PROPERTY("--gradients none has the bits of kept gradients that are not clipped and the same report") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     list.push_back(setup_of("coat", wide_heads(true), 2, 48));
@@ -585,7 +585,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
 }
 
 // Of the moments, the report measures what a step with the report's gradients would store.
-PROPERTY("the report measures each kind of tensor that the recipe quantizes, and moments as a step stores") {
+PROPERTY("the report measures each kind of tensor that the recipe quantizes and the moments of a step") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     list.push_back(setup_of("coat attention moments fp8lm"));
@@ -631,7 +631,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes, and
     }
 }
 
-PROPERTY("training learns the text in every recipe, memory mode and optimizer, as bf16 does") {
+PROPERTY("training learns the text in every recipe and memory mode and optimizer as bf16 does") {
     // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has log 50 = 3.91.
     for (const auto& [arch, steps] : {std::pair{LLAMA, count(70, 10)}, {GPT2, count(60, 10)}}) {
         std::vector<std::string> runs = {"bf16", "fp32", "coat", "coat lean"};

@@ -27,7 +27,7 @@ GPU_MODEL_TEST("check: a CUDA error is reported once") {
     CHECK(cudaGetLastError() == cudaSuccess);
 }
 
-GPU_MODEL_TEST("memory plan: equals what the driver reports, within 2%") {
+GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
     // CUDA loads kernels at their first use: here, with one step of a small model of each recipe.
     const std::vector<const char*> runs = {"bf16", "coat lean", "coat-saved", "te", "rowwise", "deepseek"};
     for (const char* run : runs) Training(make_gpu, setup_of(run, wide_heads(true), 2, 64)).step();
@@ -52,7 +52,7 @@ GPU_MODEL_TEST("make_gpu: too little memory is an error before any step") {
     CHECK((contains(message, "needs") && contains(message, "free")));
 }
 
-TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest::skip(why_no_gpu().empty())) {
+TEST_CASE("make_gpu: one sentence says why where no GPU can be used" * doctest::skip(why_no_gpu().empty())) {
     const std::string why = why_no_gpu();
     CHECK(why.find(": ") != std::string::npos);
     const std::string message = error_of([] { make_gpu(setup_of("coat")); });
@@ -75,7 +75,7 @@ template <class Check> void for_every_setup(Check check) {
             }
 }
 
-TEST_CASE("arena_bytes: a dry run needs no GPU, and the plan shows what operators need only while they run") {
+TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators need only while they run") {
     for_every_setup([](Setup setup) {
         for (const int64_t ranks : {1, 2, 5}) {
             if (ranks > 1 && setup.optimizer.group == 0) continue;
@@ -90,7 +90,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU, and the plan shows what operator
     });
 }
 
-TEST_CASE("arena_bytes: a model of 4096 layers takes seconds, not minutes") {
+TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
     Setup s = setup_of("coat", tiny_config(LLAMA, true), 1, 16);
     s.config.L = 4096;
     s.config.C = s.config.F = 64, s.config.NH = s.config.NKV = 4;
@@ -100,7 +100,7 @@ TEST_CASE("arena_bytes: a model of 4096 layers takes seconds, not minutes") {
     CHECK(std::chrono::steady_clock::now() - before < std::chrono::seconds(20));
 }
 
-GPU_MODEL_TEST("arena_bytes: is exactly what a model needs, in every recipe and mode") {
+GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and mode") {
     for_every_setup([](const Setup& setup) {
         const bool cached = caches_weights(setup);
         const int64_t bytes = arena_bytes(setup, cached);

@@ -103,7 +103,7 @@ void check_step(Random& rng, const Setup& s) {
 
 }  // namespace
 
-GPU_MODEL_TEST("step: loss, every gradient, logits and report against the reference, for any setup") {
+GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any setup") {
     FRESH_RANDOM(rng);
     for (const Setup& s : setups(rng, count(40, 2))) check_step(rng, s);
     for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute dtype
@@ -160,7 +160,7 @@ GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
     CHECK(relative_error(gradients[0], gradients[1]) <= 0x1p-8);
 }
 
-GPU_MODEL_TEST("training: losses follow the reference's, also after a run has changed to the other device") {
+GPU_MODEL_TEST("training: losses follow the reference's also after a run has changed to the other device") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     for (const char* words : {"te lean moments fp8lm", "coat lean"}) list.push_back(setup_of(words));

@@ -13,7 +13,7 @@ static Setup small(const std::string& words, Architecture arch = LLAMA, int64_t 
     return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
 
-RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
+RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times the micro-batches") {
     // The micro-batches of each rank; the number of ranks; whether targets are masked
     std::vector<std::tuple<const char*, Architecture, int64_t, int64_t, bool>> rows = {
         {"fp32", LLAMA, 1, 2, false},      {"fp32", LLAMA, 1, most, false},
@@ -43,7 +43,7 @@ RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R ti
     }
 }
 
-RANKS_PROPERTY("the same bits every time, in every recipe and mode") {
+RANKS_PROPERTY("the same bits every time in every recipe and mode") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = {small("te master"), small("coat", GPT2, 1, true)};
     if (make == make_gpu) {
@@ -60,7 +60,7 @@ RANKS_PROPERTY("the same bits every time, in every recipe and mode") {
     }
 }
 
-RANKS_PROPERTY("they write the checkpoints of one rank, and fewer of them continue with the same bits") {
+RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continue with the same bits") {
     const int64_t fewer = std::max<int64_t>(1, most - 1);
     for (const auto& [words, arch] :
          {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN3}, {"coat moments companded", LLAMA}}) {
@@ -125,7 +125,7 @@ RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
             });
 }
 
-RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generate and report as one does") {
+RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generate and report as one does") {
     for (const char* words : {"fp32", "coat", "te"}) {
         CAPTURE(words);
         const Setup s = small(words);
@@ -164,7 +164,7 @@ RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generat
     }
 }
 
-TEST_CASE("ranks: a sum in BF16, or of a tied embedding, is that of the ranks' gradients, rounded once") {
+TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gradients rounded once") {
     for (const std::string recipe : {"bf16", "coat", "fp32"}) {
         CAPTURE(recipe);
         const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");

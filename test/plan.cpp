@@ -7,7 +7,7 @@ using namespace coat::test;
 
 static const ModelConfig& LLAMA_7B = find_row(models(), "llama-2-7b", "");
 
-TEST_CASE("learning_rate: warms up, decays to a tenth along a cosine, and stays within its bounds") {
+TEST_CASE("learning_rate: warms up and decays to a tenth along a cosine and stays within its bounds") {
     // Warm-up, steps, step, part of the peak; the last run ends in its warm-up
     const std::tuple<int64_t, int64_t, int64_t, double> rows[] = {
         {20, 300, 0, 0.05},  {20, 300, 19, 1}, {20, 300, 20, 1},   {20, 300, 300, 0.1},
@@ -49,7 +49,7 @@ TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layer
     }
 }
 
-TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer, divided among the ranks") {
+TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimizer by rank") {
     // Bytes of weights, with the rest of their masters, of gradients, and of the optimizer
     const std::tuple<const char*, double, double, double> rows[] = {
         {"fp32", 4, 4, 8},
@@ -74,7 +74,7 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe, mode and optimizer,
         }
 }
 
-TEST_CASE("memory plan: each memory mode changes only its own rows, by the stated size") {
+TEST_CASE("memory plan: each memory mode changes only its own rows by the stated size") {
     for (const ModelConfig& model : models())
         for (const char* recipe : {"bf16", "coat"}) {
             Setup s = setup_of(concat(recipe, " moments coat"), model, 3, 48);
@@ -103,7 +103,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
         }
 }
 
-TEST_CASE("precision plan: says what each memory mode changes, and which linear layers cannot run in FP8") {
+TEST_CASE("precision plan: says what each memory mode changes and which linear layers cannot run in FP8") {
     // Rows of Llama-2-7B in which operator, reads, writes and saves have this part.
     for (const auto& [flags, T, part, rows] :
          {std::tuple{"coat", 64, "attention|e4m3 1x16|e4m3 1x16", 0},
@@ -167,7 +167,7 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
     }
 }
 
-TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused by the name of the flag") {
+TEST_CASE("validate: a run at each limit is accepted and one beyond it refused by the name of the flag") {
     struct Row {
         const char* run;
         int64_t T, B, accumulate, ranks;
@@ -200,7 +200,7 @@ TEST_CASE("validate: a run at each limit is accepted, and one beyond it refused 
     CHECK_THROWS_AS(validate(c), Error);
 }
 
-TEST_CASE("flops_per_token: GEMMs, the head and causal attention") {
+TEST_CASE("flops_per_token: GEMMs and the head and causal attention") {
     // Llama-2-7B: 4 C^2 + 3 C F weights in each of 32 layers, and the head; attention over 2048 tokens.
     const double weights = 32 * (4 * 4096.0 * 4096 + 3 * 4096.0 * 11008) + 32000 * 4096.0;
     CHECK(flops_per_token(LLAMA_7B, 2048) == 6 * weights + 6 * 32 * 2048 * 4096.0);
@@ -209,7 +209,7 @@ TEST_CASE("flops_per_token: GEMMs, the head and causal attention") {
           6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
 }
 
-TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows, blocks and other groups are refused elsewhere") {
+TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other groups are refused elsewhere") {
     const std::tuple<const char*, int, const char*> rows[] = {
         {"coat", 80, "bf16"},        {"coat", 86, "bf16"},           {"coat", 89, "e4m3 tensor"},
         {"te", 120, "e4m3 tensor"},  {"rowwise", 86, "bf16"},        {"rowwise", 89, ""},

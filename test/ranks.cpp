@@ -130,7 +130,7 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
     check_error([] { find_launch(1025); }, "--ranks 1025");
 }
 
-TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and rank 0 may get them alone") {
+TEST_CASE("ranks: every rank gets the values of all whatever their sizes; rank 0 may get them alone") {
     for (int count = 1; count <= 4; count++) {
         const int port = free_port();
         auto run = [&](int me) {
@@ -155,7 +155,7 @@ TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and r
     }
 }
 
-TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user sees one sentence") {
+TEST_CASE("ranks: one that fails or dies ends all within seconds and the user sees one sentence") {
     const std::string full = "The disk is full; free some space.", ended = " has ended unexpectedly";
     // The GPU of each rank waits for that of another: nothing comes through the sockets.
     auto waits = [](ProcessGroup& ranks) { ranks.wait_until([] { return false; }); };
@@ -207,7 +207,7 @@ TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user s
     }
 }
 
-TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the run") {
+TEST_CASE("ranks: one that hangs is named once and if it goes on so does the run") {
     for (int hangs : {0, 2})
         for (bool elsewhere : {false, true}) {  // what the others wait for does not come by the sockets
             INFO(hangs, " ", elsewhere);
@@ -221,7 +221,7 @@ TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the r
         }
 }
 
-TEST_CASE("ranks: one that fails while rank 0 reads nothing prints its sentence itself, and ends") {
+TEST_CASE("ranks: one that fails while rank 0 reads nothing prints its sentence itself and ends") {
     const Played played(ONE_BY_ONE, [](ProcessGroup& ranks) {
         ProcessGroup::patience = 0.5;
         if (ranks.rank() == 2) throw Error("The GPU is gone.");
@@ -232,7 +232,7 @@ TEST_CASE("ranks: one that fails while rank 0 reads nothing prints its sentence 
     CHECK(contains(played.error, "train: The GPU is gone.\n"));
 }
 
-TEST_CASE("ranks: a signal ends the run while a rank hangs, and the processes that rank 0 has started") {
+TEST_CASE("ranks: a signal ends the run while a rank hangs and the processes that rank 0 has started") {
     const Played played(BY_RANK_0, [](ProcessGroup& ranks) {
         ProcessGroup::patience = 1;
         if (ranks.rank() == 2) raise(SIGSTOP);
@@ -244,7 +244,7 @@ TEST_CASE("ranks: a signal ends the run while a rank hangs, and the processes th
     CHECK(played.seconds < 5);
 }
 
-TEST_CASE("ranks: a message that is too long, or no message, is not read") {
+TEST_CASE("ranks: a message that is too long or no message is not read") {
     for (const std::string& bytes : {"D" + std::string(8, '\xFF'), "D" + std::string(7, 1) + "\x7F",
                                      std::string("Hello, rank 0."), std::string("W")})
         Played(ONE_BY_ONE, [&](ProcessGroup& ranks) {
@@ -256,7 +256,7 @@ TEST_CASE("ranks: a message that is too long, or no message, is not read") {
         }).check({1, 0, 0}, "Rank 1 has ended unexpectedly");
 }
 
-TEST_CASE("ranks: who says nothing, something else, or another token is not waited for") {
+TEST_CASE("ranks: who says nothing or something else or another token is not waited for") {
     const int port = free_port();
     auto connected = [&](const std::string& text) {  // a socket through which this was sent
         const sockaddr_in at = loopback(port);
@@ -292,7 +292,7 @@ TEST_CASE("ranks: who says nothing, something else, or another token is not wait
     for (int other : open) close(other);
 }
 
-TEST_CASE("ranks: one that is missing, is there twice, or has another token is an error after some time") {
+TEST_CASE("ranks: one that is missing or is there twice or has another token is an error after some time") {
     const std::string alone = " has not connected with rank 0 at 127.0.0.1, port";
     Played(ONE_BY_ONE, GATHERS, {0, 1}).check({1, 1}, "Rank 2" + alone);
     Played(ONE_BY_ONE, GATHERS, {1}).check({1}, "Rank 1" + alone);
@@ -314,7 +314,7 @@ TEST_CASE("ranks: one that is missing, is there twice, or has another token is a
     }).check({137, 1}, "Rank 0 has ended unexpectedly");
 }
 
-TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, and not longer than it must") {
+TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone and not longer than it must") {
     const int port = free_port();
     const Launch rank_0{0, 2, 0, "127.0.0.2", port}, rank_1{1, 2, 1, "127.0.0.2", port};
     std::thread first([&] { ProcessGroup::start(rank_0); });
@@ -338,7 +338,7 @@ TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, and not longer than it mu
                     concat("Rank 0 cannot listen at ", launch.address, ", port ", launch.port));
 }
 
-TEST_CASE("ranks: those that rank 0 starts share the cores, unless the user has chosen OMP_NUM_THREADS") {
+TEST_CASE("ranks: those that rank 0 starts share the cores unless the user has chosen OMP_NUM_THREADS") {
     for (const bool chosen : {false, true}) {
         const Body body = [&](ProcessGroup& ranks) {
             ranks.all_gather(1);

@@ -12,7 +12,7 @@ static void check_resumes(const Folder& folder, const std::string& flags = "") {
     require_success(train(folder, "--device cpu --resume out --save-every 0 --steps " + steps + flags));
 }
 
-TEST_CASE("train: a run goes on when the reader of its output ends, under nohup, and without a log's disk") {
+TEST_CASE("train: a run goes on under nohup and when the reader of its output ends and without a log's disk") {
     RunFolder folder;
     const std::string run = "train" + TINY + "--steps 24 --out out";
     require_success(shell(folder, run + R"( | head -n 1 > first
@@ -27,7 +27,7 @@ kill -HUP $pid; wait $pid)");
     CHECK((hangup.code == 0 && contains(read_file(folder / "printed"), "Done: 60 steps")));
 }
 
-TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays, if any") {
+TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays") {
     for (const bool interrupted : {false, true})
         for (const bool saves : {true, false}) {
             INFO(interrupted, saves);
@@ -61,7 +61,7 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
 
 // A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB,
 // stands for a full disk. Once the last save has failed twice, the action follows.
-TEST_CASE("train: a full disk in between is reported, and training goes on; the last save is tried again") {
+TEST_CASE("train: a full disk in between is reported and training goes on; the last save is tried again") {
     RunFolder folder;
     require_success(tiny(folder, "--steps 2 --out out"));
     const auto before = folder.files();
@@ -109,7 +109,7 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     check_rejected(folder, "--device cpu --resume taken --data nowhere", "Cannot read nowhere (No such file");
 }
 
-TEST_CASE("train: when its data are cut or overwritten, all ranks save the last step, and end") {
+TEST_CASE("train: when its data are cut or overwritten all ranks save the last step and end") {
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
           {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd",
@@ -134,7 +134,7 @@ TEST_CASE("train: when its data are cut or overwritten, all ranks save the last 
         }
 }
 
-TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all after the same step, and saves") {
+TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all after the same step and saves") {
     for (const auto& [to, code] : {std::pair{"-KILL ${others%% *}", 1},
                                    {"-KILL $pid", 137},
                                    {"-INT $pid", 130},

@@ -22,7 +22,7 @@ text; --bacth 4; --batch=4; --batch | --batch needs a value after it; --batch 2.
 --recipe "a$(printf '\033')[31mc" | a?[31mc; --resume '' | --resume  has no complete checkpoint)");
 }
 
-TEST_CASE("train: sizes, data, files and combinations that cannot work are rejected before the first step") {
+TEST_CASE("train: sizes and data and files that cannot work are rejected before the first step") {
     RunFolder folder;
     fs::create_directory(folder.path / "empty"), fs::create_directory(folder.path / "llama-tiny");
     fs::copy(small_model(), folder.path / "chat"), folder.write("chat/tokenizer.json", "{}");
@@ -41,7 +41,7 @@ TEST_CASE("train: sizes, data, files and combinations that cannot work are rejec
 --model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1)");
 }
 
-TEST_CASE("train: a checkpoint that is missing, finished, of another run or damaged is not continued") {
+TEST_CASE("train: a checkpoint that is missing or of another run or damaged is not continued") {
     RunFolder folder;
     fs::create_directory(folder.path / "hollow");
     require_success(tiny(folder, "--steps 2"));
@@ -72,7 +72,7 @@ parts --accumulate 2 | --accumulate 2; parts --out out | --out out already holds
     check_rejected(folder, resume, state);
 }
 
-TEST_CASE("train: ranks that are started by hand with other flags, data or weights end all") {
+TEST_CASE("train: ranks that are started by hand with other flags or data or weights end all") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text"), base = TINY + "--steps 2 --out '' --data data ";
     folder.write("a/data", text), folder.write("b/data", text + "x"), folder.write("c/data", text);

@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "../../program/model.h"
+#include "../../model.h"
 
 namespace coat::fuzz {
 

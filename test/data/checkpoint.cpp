@@ -68,7 +68,7 @@ struct Damage {
 
 }  // namespace
 
-TEST_CASE("checkpoint: what is read back and saved again has the same bytes, with every optimizer and mode") {
+TEST_CASE("checkpoint: what is read back and saved again has the same bytes with every optimizer and mode") {
     std::vector<std::pair<Architecture, const char*>> rows;
     for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}) rows.push_back({arch, "coat"});
     for (const OptimizerFormat& optimizer : optimizers()) rows.push_back({LLAMA, optimizer.name});
@@ -98,7 +98,7 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes, wit
         }
 }
 
-TEST_CASE("checkpoint: of another recipe, optimizer or shape it is rejected before the model changes") {
+TEST_CASE("checkpoint: one of another recipe or optimizer or shape is rejected before the model changes") {
     Damage d;
     Setup te = small_setup(LLAMA), deeper = te, larger = te;
     te.recipe = find_row(recipes(), "te", "");  // has delayed scales
@@ -154,7 +154,7 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
         }
 }
 
-TEST_CASE("checkpoint: the newest by number counts, --keep newest stay, nothing of another name is touched") {
+TEST_CASE("checkpoint: the newest by number counts; --keep newest stay; nothing of another name is touched") {
     Folder folder;
     const std::string out = folder / "out";
     MemoryModel model(small_setup(LLAMA), 1);
@@ -178,7 +178,7 @@ TEST_CASE("checkpoint: the newest by number counts, --keep newest stay, nothing 
     }
 }
 
-TEST_CASE("checkpoint: every file is on the disk before it gets its name, and the folders after") {
+TEST_CASE("checkpoint: every file is on the disk before it gets its name and the folders after") {
     Folder folder;
     MemoryModel model(small_setup(LLAMA), 1);
     const std::string root = fs::canonical(folder.path).string(), out = root + "/new/out";
@@ -233,7 +233,7 @@ TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the
 }
 
 // A child saves for ever. While it is stopped, the disk holds what a kill would leave. Then it is killed.
-TEST_CASE("checkpoint: a good one exists at every moment of a save, and a kill leaves the last") {
+TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill leaves the last") {
     Folder folder;
     const std::string out = folder / "out";
     const Setup s = small_setup(LLAMA);

@@ -196,7 +196,7 @@ TEST_CASE("save_model_folder: config.json has the documented fields of transform
     check_fields(named("qwen2.5-0.5b"), R"({"architectures": ["Qwen2ForCausalLM"]})");
 }
 
-TEST_CASE("read_model_config: defaults of missing fields, and all spellings of scaled frequencies") {
+TEST_CASE("read_model_config: defaults of missing fields and all spellings of scaled frequencies") {
     Json config = hugging_face_llama().config;
     for (const char* field : {"num_key_value_heads", "rms_norm_eps", "rope_theta", "hidden_act",
                               "tie_word_embeddings", "max_position_embeddings"})
@@ -284,7 +284,7 @@ scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
     check_error([&] { read_model_config(folder / "none"); }, folder / "none/config.json");
 }
 
-TEST_CASE("load_weights: reads a Hugging Face folder of every architecture, dtype and number of shards") {
+TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dtype and number of shards") {
     HuggingFace gpt2 = hugging_face_gpt2();
     gpt2.pieces.push_back({"", "transformer.h.0.attn.bias", 16, 16});  // a buffer
     gpt2.pieces.push_back({"", "transformer.h.0.attn.masked_bias", 1, 1});
@@ -360,7 +360,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     rejected("embed_tokens.weight", 0x7C00);  // infinity in F16
 }
 
-TEST_CASE("load_weights: tensors that are missing, unknown or of another shape change nothing in the model") {
+TEST_CASE("load_weights: missing or unknown or misshapen tensors change nothing in the model") {
     // The architecture, what happens to which tensor, and a shape or dtype.
     for (const std::string& row : rows_of(R"(
 llama erase up_proj.weight; llama erase lm_head.weight; qwen2 erase v_proj.bias; qwen3 erase k_norm.weight;

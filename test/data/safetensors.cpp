@@ -18,7 +18,7 @@ static std::string nested(int levels) {  // {"a": [[...]]}
     return "{\"a\":" + std::string(levels - 1, '[') + std::string(levels - 1, ']') + "}";
 }
 
-TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor is where the header says") {
+TEST_CASE("Safetensors: reads back what was written; every tensor is where the header says") {
     Folder folder;
     const std::string path = folder / "a.safetensors";
     const std::vector<Tensor> tensors = {{"x", "F32", {2, 3}},
@@ -96,7 +96,7 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,21475
     });
 }
 
-TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in strings do not count") {
+TEST_CASE("read_json: limits of depth and size; brackets in strings do not count") {
     Folder folder;
     auto read = [&](const std::string& text) { return read_json(folder.write("a.json", text)).object; };
     CHECK(read(nested(32)).contains("a"));
@@ -116,7 +116,7 @@ TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in
     check_error([&] { read_json(folder / "pipe"); }, folder / "pipe", "not a regular file");
 }
 
-TEST_CASE("Fields: a value of another kind is rejected by file, field and what was expected") {
+TEST_CASE("Fields: a value of another kind is rejected by file and field and what was expected") {
     const auto object =
         nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1,
         "x": 0.5, "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1],
@@ -140,7 +140,7 @@ TEST_CASE("Fields: a value of another kind is rejected by file, field and what w
     rejected(Fields(), "an object", {"n", "list", "null"});
 }
 
-TEST_CASE("hash_file: every byte counts, in every MiB, and so do the order of parts and the length") {
+TEST_CASE("hash_file: every byte of every MiB counts and so do the order of parts and the length") {
     Folder folder;
     FRESH_RANDOM(rng);
     std::string bytes((3 << 20) + 5, '\0');

@@ -116,7 +116,7 @@ const std::string HELD = chat({"held", "out"});
 
 }  // namespace
 
-PYTHON_TEST_CASE("what the assistant says counts, with the end of its turn") {
+PYTHON_TEST_CASE("what the assistant says counts with the end of its turn") {
     const ChatFolder folder;
     const Ended ended = folder.check(chat({"hi", "A\\u00e9 ", "b", "C"}) + HELD, "--seq 32",
                                      "<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
@@ -167,7 +167,7 @@ PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its 
     check_failed(folder.tokenize(two), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
 }
 
-PYTHON_TEST_CASE("records of every known form, and texts among them") {
+PYTHON_TEST_CASE("records of every known form and texts among them") {
     const ChatFolder folder;
     const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
     const std::string openai =
@@ -201,7 +201,7 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
     CHECK(load_corpus(folder / "tokens").train.size() == 1 + 9 + 1 + 2);
 }
 
-PYTHON_TEST_CASE("a conversation lies within one window, and windows are filled up") {
+PYTHON_TEST_CASE("a conversation lies within one window and windows are filled up") {
     const ChatFolder folder;
     folder.write("model/template", "''.join(m['content'] for m in messages) + '<|end|>'*(len(messages)>1)");
     // 6, 8, 4 and 8 tokens; one that fills a window to the last token; one of --seq tokens, which is not cut.
@@ -222,7 +222,7 @@ PYTHON_TEST_CASE("a conversation lies within one window, and windows are filled 
     CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
-PYTHON_TEST_CASE("plain text keeps its bytes, and each text begins with the end of the one before") {
+PYTHON_TEST_CASE("plain text keeps its bytes and each text begins with the end of the one before") {
     const ChatFolder folder;
     const std::string line = "eight b\n", small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
@@ -252,7 +252,7 @@ PYTHON_TEST_CASE("plain text keeps its bytes, and each text begins with the end 
     CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
 }
 
-PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier data stay") {
+PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier data stay") {
     const ChatFolder folder;
     const std::string good = chat({"abc", "x"}) + chat({"def", "y"}), seq = "--seq 32";
     require_success(folder.tokenize(good));
@@ -293,7 +293,7 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence, and earlier d
         CHECK(read_file(folder / name) == before.at(name));
 }
 
-TEST_CASE("tokenize.py: with transformers itself, a BPE is trained and the assistant's tokens count" *
+TEST_CASE("tokenize.py with transformers itself: a BPE is trained and the assistant's tokens count" *
           doctest::skip(NO_TRANSFORMERS)) {
     Folder folder;
     const std::string text = "d\u00e9j\u00e0 vu, <|im_end|> d\u00e9j\u00e0 vu\r\n";

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <set>
 
-#include "../../program/model.h"
+#include "../../model.h"
 #include "../help/checkpoints.h"
 
 using namespace coat;
@@ -62,7 +62,7 @@ TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens
     }
 }
 
-TEST_CASE("TokenStream: the hash knows every token, what counts and the order, but not the files") {
+TEST_CASE("TokenStream: the hash depends on tokens and their order and what counts but not on the files") {
     FRESH_RANDOM(rng);
     constexpr int64_t N = 600'001;  // three parts of the hash; half a word at the end
     Words tokens(N);
@@ -100,7 +100,7 @@ TEST_CASE("TokenStream: the hash knows every token, what counts and the order, b
     check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
 
-TEST_CASE("load_corpus: of files the last tenth is held out, of a folder every 20th; none is read twice") {
+TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 20th; none is read twice") {
     Folder folder;
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n", file = folder.write("a.txt", a);
     for (const auto& [data, all] : {std::pair{file, a}, {file + "," + folder.write("b", b), a + b}}) {
@@ -130,7 +130,7 @@ TEST_CASE("load_corpus: of files the last tenth is held out, of a folder every 2
     }
 }
 
-TEST_CASE("load_corpus: llm.c's token files of both widths are read back, and names say what is held out") {
+TEST_CASE("load_corpus: llm.c's token files of both widths are read back and names say what is held out") {
     Folder folder;
     FRESH_RANDOM(rng);
     Shorts narrow(1003);
@@ -156,7 +156,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back, and na
     }
 }
 
-TEST_CASE("load_corpus: windows of packed files stay windows, also in several files and where one is cut") {
+TEST_CASE("load_corpus: windows of packed files stay windows in several files and where one is cut") {
     Folder folder;
     constexpr int32_t T = 7;
     const std::string a = folder.write("a.bin", token_file(counting(8 * T + 1, 1000), T)),
@@ -206,7 +206,7 @@ TEST_CASE("load_corpus: tokenizer.bin beside token files turns tokens into text;
     }
 }
 
-TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rejected by name") {
+TEST_CASE("load_corpus: missing or empty or truncated or wrong data are rejected by name") {
     Folder folder;
     const std::string good = token_file(Shorts(100, 7)), wide = token_file(Words(100, 7));
     std::vector<std::pair<std::string, std::string>> rows = {
@@ -256,7 +256,7 @@ TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts ar
         });
 }
 
-TEST_CASE("Loader: each epoch gives every window once, in an order by epoch and seed that never changes") {
+TEST_CASE("Loader: each epoch gives every window once in an order by epoch and seed that never changes") {
     FRESH_RANDOM(rng);
     std::vector<int64_t> sizes = {255, 256, 257, 1023, 1024, 1025, 4097, 70001};
     for (int64_t n = 1; n <= 70; n++) sizes.push_back(n);
@@ -281,7 +281,7 @@ TEST_CASE("Loader: each epoch gives every window once, in an order by epoch and 
     CHECK(windows_of(loader, 1000, 4) == Tokens{648, 897, 104, 183});
 }
 
-TEST_CASE("Loader: batches span epochs, windows overlap by one token, and targets say what counts") {
+TEST_CASE("Loader: batches span epochs; windows overlap by one token and targets say what counts") {
     FRESH_RANDOM(rng);
     constexpr int64_t B = 3, T = 4, WINDOWS = 7;
     Words words = counting(WINDOWS * T + 3);  // two tokens short of another window

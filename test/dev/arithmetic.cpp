@@ -99,7 +99,7 @@ void check_formats(const Arrays& folder, const Floats& x) {
 
 }  // namespace
 
-TEST_CASE("explore.html: codes, scales and expansion are those of the reference" * doctest::skip(NO_NODE)) {
+TEST_CASE("explore.html: codes and scales and expansion are those of the reference" * doctest::skip(NO_NODE)) {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const int n = 10000;
@@ -135,7 +135,7 @@ save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max
     others(folder.get("back"), wanted_back, 0, 1e-4f);
 }
 
-NUMPY_TEST_CASE("codes of both formats, BF16, and codes and scales of tensors and groups") {
+NUMPY_TEST_CASE("codes of both formats and of BF16; codes and scales of tensors and groups") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const Floats x = to_encode(rng);
@@ -167,7 +167,7 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
 }
 
 // Logarithms differ in their last bits. Where one falls on a border, k may differ by 1/256 and a code by one.
-NUMPY_TEST_CASE("k and codes of moments, and a step of AdamW with FP8 moments") {
+NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const int64_t groups = 200, n = groups * MOMENT_GROUP;
@@ -207,7 +207,7 @@ save("new_w", new_w)
 
 // The sums of GEMMs have another order. So in a few draws a value is rounded to another code, and other
 // roundings follow. An error of the method makes a distance of 0.02 or more in every draw.
-NUMPY_TEST_CASE("the loss of a model of one layer, and the gradient of every parameter") {
+NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every parameter") {
     FRESH_RANDOM(rng);
     double best = 1;  // of the draws, the largest distance of a gradient from the reference's
     for (int draw = 0; draw < 6 && best > 0.003; draw++) {

@@ -24,7 +24,7 @@ using namespace coat::test;
 using given::contract, given::expand, given::product, given::transposed;
 using Floats = std::vector<float>;
 
-TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") {
+TEST_CASE("exercises 1 and 2: an empty body and typical mistakes and a solution") {
     auto format = [](const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; };
     auto right = [=](const Fp8& f, uint8_t code) { return reference::decode(format(f), code); };
     exercise(
@@ -48,7 +48,7 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
                [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : even(f, x); }}});
 }
 
-TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
+TEST_CASE("exercises 3 to 5: an empty body and typical mistakes and a solution") {
     using Largest = float(const float*, int64_t);
     Largest* const of_signed = [](const float* x, int64_t n) {
         return std::max(0.0f, *std::max_element(x, x + n));
@@ -95,7 +95,7 @@ TEST_CASE("exercises 3 to 5: an empty body, typical mistakes, and a solution") {
     exercise(judge::amax, empty::amax, maxima(magnitude), {{"about NaN:", maxima(std::abs)}});
 }
 
-TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
+TEST_CASE("exercise 6: an empty body and typical mistakes and a solution") {
     auto six = [](const char* sentence, auto factor, auto expand, auto contract) {
         says(sentence, [=] { return judge::expansion(factor, expand, contract); });
     };
@@ -121,7 +121,7 @@ TEST_CASE("exercise 6: an empty body, typical mistakes, and a solution") {
     six("passed, ", k, expand, contract);
 }
 
-TEST_CASE("exercise 7: an empty body, typical mistakes, and a solution") {
+TEST_CASE("exercise 7: an empty body and typical mistakes and a solution") {
     auto load = [](Moment from, int i) { return contract(given::decode(from.codes[i]), *from.max, *from.k); };
     auto store = [](Moment to, const Floats& x, bool zeros_count) {
         float max = 0, min = INFINITY;
@@ -155,7 +155,7 @@ TEST_CASE("exercise 7: an empty body, typical mistakes, and a solution") {
               {"The bias correction is missing", adamw(UNCORRECTED)}});
 }
 
-TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") {
+TEST_CASE("exercises 8 to 10: an empty body and typical mistakes and a solution") {
     using Quantizer = Matrix (*)(const Matrix&);
     Quantizer by_row = [](const Matrix& x) { return given::quantized(x, 1, 128); };
     Quantizer by_col = [](const Matrix& x) { return transposed(given::quantized(transposed(x), 1, 128)); };

@@ -88,7 +88,7 @@ TEST_CASE("exercises 11 and 12: without a GPU the judge says so" * doctest::skip
     updates("exercise 12: there is no GPU here that CUDA can use.", e12::adamw);
 }
 
-GPU_TEST_CASE("exercises 11 and 12: an empty kernel, typical mistakes, and a solution") {
+GPU_TEST_CASE("exercises 11 and 12: an empty kernel and typical mistakes and a solution") {
     if (!exercises_are_solved()) {
         transposes("nothing is computed yet", e11::quantize_transpose);
         updates("nothing is computed yet", e12::adamw);

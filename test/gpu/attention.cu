@@ -181,11 +181,11 @@ void check_on_any_gpu(void (*check_sizes)(Format, int64_t, AttentionKernel)) {
 
 }  // namespace
 
-GPU_TEST_CASE("attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
+GPU_TEST_CASE("attention_forward and attention_backward on any GPU: fp32 and bf16 with many head sizes") {
     check_on_any_gpu(check_short);
     check({1, 257, 2, 1, 64, Format::F32}, AttentionKernel::AnyGpu);  // several tiles, also under racecheck
 }
-GPU_TEST_CASE("long attention_forward and attention_backward on any GPU: fp32 and bf16, many head sizes") {
+GPU_TEST_CASE("long attention_forward and attention_backward on any GPU: fp32 and bf16 with many head sizes") {
     check_on_any_gpu(check_long);
 }
 

@@ -84,7 +84,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
 
 }  // namespace
 
-GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the reference") {
+GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
     gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
@@ -128,7 +128,7 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
 // All terms lie between 1 and 3.1 and have four binary places. So the sum of 128 of them is exact in the 14
 // bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all
 // K terms is not exact in 14 bits: with fast accumulation it loses some percent.
-GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation, at a large K") {
+GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
     gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
@@ -163,7 +163,7 @@ GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference")
     check_gemm(gemms, rng, dgrad, Q_BF16, Q_BF16, Format::BF16, false, false);
 }
 
-GPU_TEST_CASE("Gemms::run: unsupported operands are rejected, also the second time") {
+GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second time") {
     const Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
     gpu::Gemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};

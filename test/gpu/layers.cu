@@ -67,7 +67,7 @@ void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t tar
 
 }  // namespace
 
-GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm that follows") {
+GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm that follows") {
     FRESH_RANDOM(rng);
     const auto all = shapes(
         {{1, 16}, {5, 48}, {48, 128}, {19, 768}, {16, 1040}, {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}});
@@ -96,7 +96,7 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                 }
 }
 
-GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and statistics, always the same") {
+GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and statistics; always the same") {
     FRESH_RANDOM(rng);
     const auto all =
         shapes({{1, 16}, {50, 48}, {700, 128}, {2500, 768}, {37, 1040}, {40, 4096}, {9, 6656}, {3, 16384}});
@@ -172,7 +172,7 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
         }
 }
 
-GPU_TEST_CASE("rope and its inverse: q and k are rotated, v is not; backward takes the amax") {
+GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward takes the amax") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -208,7 +208,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated, v is not; backward tak
         }
 }
 
-GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k have norms, those of v do not") {
+GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k have norms; those of v do not") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -246,7 +246,7 @@ GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k hav
 }
 
 // Columns from V on are NaN: the GEMM that makes the logits may leave anything there.
-GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
+GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") {
     FRESH_RANDOM(rng);
     // A row of the last one does not fit the shared memory of a block.
     const auto all = shapes({{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}});

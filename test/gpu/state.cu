@@ -31,7 +31,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
     }
 }
 
-GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
+GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
     FRESH_RANDOM(rng);
     auto state_of = [](const Floats& g, Format f, double loss, float clip) {
         const Tensor x(g, f);
@@ -73,7 +73,7 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
     }
 }
 
-GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks, rounded once") {
+GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks are rounded once") {
     FRESH_RANDOM(rng);
     constexpr int64_t N = 128 * 77;
     for (Format f : {Format::F32, Format::BF16})

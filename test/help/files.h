@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "../../data/tokens.h"
-#include "../../program/error.h"
+#include "../../error.h"
 
 namespace coat::test {
 

@@ -68,7 +68,7 @@ float scale_by_definition(const Quant& q, float amax) {
 
 }  // namespace
 
-TEST_CASE("decode: every code has the value of its definition, and encode gives the code back") {
+TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
     for (const Definition& d : DEFINITIONS) {
         const FormatInfo& f = info(d.format);
         INFO(std::string(f.name));
@@ -89,7 +89,7 @@ TEST_CASE("decode: every code has the value of its definition, and encode gives 
     CHECK((info(Format::F32).max == float_of(0x7F7FFFFF) && info(Format::F32).min == float_of(1)));
 }
 
-TEST_CASE("encode, to_bf16: nearest code; ties to even; large values saturate (BF16: infinity); NaN stays") {
+TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate; NaN stays") {
     FRESH_RANDOM(rng);
     for (const Definition& d : DEFINITIONS) {
         const float top = info(d.format).max;
@@ -107,7 +107,7 @@ TEST_CASE("encode, to_bf16: nearest code; ties to even; large values saturate (B
     }
 }
 
-TEST_CASE("split_master, join_master: exact; the weight is the master rounded to BF16, ties away from zero") {
+TEST_CASE("split_master and join_master: exact; the weight is the master rounded to BF16") {
     FRESH_RANDOM(rng);
     over_all_floats(rng, [](uint32_t bits) {
         uint16_t weight;
@@ -120,7 +120,7 @@ TEST_CASE("split_master, join_master: exact; the weight is the master rounded to
     });
 }
 
-TEST_CASE("scale_of: amax / FMAX, rounded to the nearest BF16 where it is stored so; 1 for zeros") {
+TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored so; 1 for zeros") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants()) {
         INFO(q.text());
@@ -155,7 +155,7 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE("quantize, operand: scale, code, value, statistics of every element, over columns and over rows") {
+TEST_CASE("quantize and operand: scale and code and value of every element over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -222,7 +222,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
     }
 }
 
-TEST_CASE("end_step: the scale is the largest amax of the history / FMAX, unless that is 0 or not finite") {
+TEST_CASE("end_step: the scale is the largest amax of the history / FMAX unless that is 0 or not finite") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2})
         for (size_t length : {1u, 3u, 16u}) {

@@ -78,7 +78,7 @@ void check_moment(Format f, bool expand, int64_t group, bool second, const Float
 
 }  // namespace
 
-TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group), rounded, clamped") {
+TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group) is rounded and clamped") {
     FRESH_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
@@ -102,7 +102,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
     }
 }
 
-TEST_CASE("Moment: max, k, codes, values of every format, with and without expansion, by group or tensor") {
+TEST_CASE("Moment: max and k and codes of every format with and without expansion by group or tensor") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2, Format::Companded,
                      Format::Root})
@@ -118,7 +118,7 @@ TEST_CASE("Moment: max, k, codes, values of every format, with and without expan
                     }
 }
 
-TEST_CASE("encode, decode: FlashOptim's codes are evenly spaced after a function, and saturate") {
+TEST_CASE("encode and decode: FlashOptim's codes are evenly spaced after a function and saturate") {
     for (Format f : {Format::Companded, Format::Root}) {
         const bool root = f == Format::Root;
         const int top = root ? 255 : 127;
@@ -159,7 +159,7 @@ TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity
     }
 }
 
-TEST_CASE("adamw: steps follow torch.optim.AdamW in double: clipping, bias correction, decoupled decay") {
+TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     FRESH_RANDOM(rng);
     for (int round = 0; round < 200; round++) {
         AdamW a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
@@ -221,7 +221,7 @@ TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the 
     }
 }
 
-TEST_CASE("init_value, rounding_bits: have not changed, so that old runs can be repeated") {
+TEST_CASE("init_value and rounding_bits have not changed: old runs can be repeated") {
     CHECK(init_value(1, 2, 3, 0.02f) == 0x1.96d2f8p-9f);
     CHECK(rounding_bits(1, 2) == 0x35922aeb41da4b73);
     CHECK(rounding_key(3, 4) == 0xbb275bd800000000);

@@ -46,7 +46,7 @@ void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const D
 
 }  // namespace
 
-TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
+TEST_CASE("matmul: adds the product of the triple loop for every layout") {
     FRESH_RANDOM(rng);
     const std::array<int64_t, 3> sizes[] = {{1, 1, 1},   {3, 5, 7},    {16, 16, 16}, {17, 33, 65},
                                             {1, 100, 3}, {129, 1, 20}, {5, 70, 600}};
@@ -73,7 +73,7 @@ TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
         }
 }
 
-TEST_CASE("norm_forward: RMSNorm, LayerNorm match their definition") {
+TEST_CASE("norm_forward: RMSNorm and LayerNorm match their definition") {
     FRESH_RANDOM(rng);
     for (bool rms : {true, false})
         for (int64_t C : {1, 2, 7, 16, 33}) {
@@ -94,7 +94,7 @@ TEST_CASE("norm_forward: RMSNorm, LayerNorm match their definition") {
         }
 }
 
-TEST_CASE("activation_forward: SwiGLU, GELU match their definition") {
+TEST_CASE("activation_forward: SwiGLU and GELU match their definition") {
     FRESH_RANDOM(rng);
     const int64_t N = 3, F = 11;
     for (bool gated : {true, false}) {
@@ -112,7 +112,7 @@ TEST_CASE("activation_forward: SwiGLU, GELU match their definition") {
     }
 }
 
-TEST_CASE("activation_forward, activation_backward: finite in FP32 for inputs of any size") {
+TEST_CASE("activation_forward and activation_backward: finite in FP32 for inputs of any size") {
     for (bool gated : {true, false})
         for (float x :
              {-3e38f, -1e20f, -1e10f, -1e3f, -90.0f, -88.0f, 88.0f, 90.0f, 1e3f, 1e10f, 1e20f, 3e38f}) {
@@ -145,7 +145,7 @@ TEST_CASE("rope_frequency: scaling of type llama3 gives the values of transforme
         }
 }
 
-TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inverse undoes it") {
+TEST_CASE("rope: rotates the pairs of a head by t rope_frequency(i) and the inverse undoes it") {
     FRESH_RANDOM(rng);
     for (const auto& [B, T, c] : HEADS) {
         const Doubles x = rng.normals<double>(B * T * c.qkv_cols());
@@ -166,7 +166,7 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inv
     }
 }
 
-TEST_CASE("attention_forward: matches its definition, and does not overflow") {
+TEST_CASE("attention_forward: matches its definition and does not overflow") {
     FRESH_RANDOM(rng);
     for (const auto& [B, T, c] : HEADS) {
         INFO(c.NH, " heads");
@@ -183,7 +183,7 @@ TEST_CASE("attention_forward: matches its definition, and does not overflow") {
     for (size_t i = 0; i < out.size(); i++) CHECK(out[i] == 1e10f * float(i / 8));  // the last score wins
 }
 
-TEST_CASE("cross_entropy: loss and gradient over the live columns, and none where no target counts") {
+TEST_CASE("cross_entropy: loss and gradient over the live columns and none where no target counts") {
     FRESH_RANDOM(rng);
     const int64_t N = 6, V = 7, stride = 16;
     const int32_t targets[] = {0, 6, NO_TARGET, 3, 3, 1};

@@ -6,7 +6,7 @@
 #include <memory>
 #include <numeric>
 
-#include "../coat.h"
+#include "coat.h"
 
 #ifdef __CUDACC__
 #define COAT_HD __host__ __device__
