@@ -77,3 +77,11 @@ TEST_CASE("layout: includes run one way") {
         }
     }
 }
+
+TEST_CASE("layout: every run of the tests draws the same inputs") {
+    for (const std::string& f : tracked()) {
+        if (!in(f, "test/") || f == "test/layout.cpp") continue;
+        for (const char* source : {"random_device", "time(nullptr)", "system_clock"})
+            CHECK_MESSAGE(!contains(read_file(f), source), f << " draws from " << std::string(source));
+    }
+}
