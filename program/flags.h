@@ -16,7 +16,7 @@ struct Flags {
     std::string device = "auto", model = "llama-tiny", recipe = "coat", optimizer, attention = "compute",
                 master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log;
     int64_t ranks = 1, batch = 16, seq = 128, accumulate = 1, steps = 250, warmup = 100, seed = 1,
-            save_every = 0, keep = 2, eval_every = 50, sample_every = 125;
+            save_every = 0, keep = 2, eval_every = 50, eval_tokens = 1 << 15, sample_every = 125;
     double lr = 3e-3, weight_decay = 0.1, clip = 1;
     bool plan = false, help = false;
 
@@ -74,6 +74,7 @@ inline const Flag TABLE[] = {
     {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", "", nullptr, 1},
     {"resume", &Flags::resume, HERE, "continue this checkpoint, or the newest in a folder"},
     {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", "", "150"},
+    {"eval-tokens", &Flags::eval_tokens, FREE, "held-out tokens of a validation", "", "131072", 1},
     {"sample-every", &Flags::sample_every, FREE, "steps between samples of text; 0: none", "", "300"},
     {"log", &Flags::log, HERE, "file for a log in JSON lines"},
     {"plan", &Flags::plan, HERE, "print formats and memory of the run, and stop"},
@@ -128,7 +129,7 @@ inline std::string Flags::take(const Json& saved) {
     std::string changes;
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
-        const Json &theirs = saved.at(flag.name), ours = value(*this, flag);
+        const Json ours = value(*this, flag), theirs = saved.value(flag.name, ours);
         if (!given(flag.name)) set(*this, flag, text_of(theirs));
         else if (flag.resume == SAME && ours != theirs)
             throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <functional>
 #include <random>
 
 #include "../data/checkpoint.h"
@@ -77,15 +78,12 @@ bool save(Run& run) {
     return true;
 }
 
-// Reads `count` micro-batches of a loader: number `first`, and each that is `ranks` further. If a rank cannot
-// read its own, all save the last complete step and get an Error.
-void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) {
-    const int64_t n = run.batch_tokens();
+// Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,
+// all ranks save the last complete step and get an Error.
+void read_on_all_ranks(Run& run, const std::function<void()>& read) {
     std::string error;
-    run.tokens.resize(count * n), run.targets.resize(count * n);
     try {
-        for (int64_t i = 0; i < count; i++)
-            loader.read(first + i * run.setup.ranks, &run.tokens[i * n], &run.targets[i * n]);
+        read();
     } catch (const Error& failure) {
         error = failure.what();
     }
@@ -96,31 +94,67 @@ void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) 
     }
 }
 
-// The order of held-out windows is the same in every run.
-Loader held_out(const Run& run) { return {run.corpus.validation, run.setup.B, run.setup.T, 0}; }
+// The micro-batches of the next step that this rank computes. They go to the ranks in turn, so that one rank
+// with a larger --accumulate reads the same ones.
+void read_step(Run& run, const Loader& loader) {
+    const Setup& s = run.setup;
+    const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches(s) + s.rank;
+    run.tokens.resize(s.accumulate * n);
+    run.targets.resize(s.accumulate * n);
+    read_on_all_ranks(run, [&] {
+        for (int64_t i = 0; i < s.accumulate; i++)
+            loader.read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
+    });
+}
 
-// Mean loss over the targets that count, of 20 batches at most. The ranks share the batches out.
+// The held-out text as windows of --seq tokens. Their order is the same in every run.
+Loader held_out(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
+
+// How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
+// on --batch nor on the number of ranks, and so the loss does not.
+int64_t evaluated_windows(const Run& run, const Loader& windows) {
+    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
+}
+
+// Micro-batch `number` of the evaluated windows. What is left of the last micro-batch, and all of one behind
+// it, repeats a window without targets: it adds nothing to the loss, and no value that an amax could see.
+void read_evaluated(Run& run, const Loader& windows, int64_t number) {
+    const int64_t T = run.setup.T, first = number * run.setup.B, count = evaluated_windows(run, windows);
+    run.tokens.resize(run.batch_tokens());
+    run.targets.resize(run.batch_tokens());
+    read_on_all_ranks(run, [&] {
+        for (int64_t i = 0; i < run.setup.B; i++) {
+            const bool counts = first + i < count;
+            const int64_t repeated = first < count ? first : 0;
+            windows.read(counts ? first + i : repeated, &run.tokens[i * T], &run.targets[i * T]);
+            if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
+        }
+    });
+}
+
+// The mean loss over the targets of the evaluated windows that count. The ranks share the micro-batches out.
+// (With FP8 operands its last digits depend on --batch: the values of a micro-batch share a scale.)
 double validate(Run& run) {
-    constexpr int64_t MOST_BATCHES = 20;
-    const Loader loader = held_out(run);
-    const int64_t batches = std::clamp<int64_t>(loader.windows() / run.setup.B, 1, MOST_BATCHES),
-                  ranks = run.setup.ranks;
+    const Loader windows = held_out(run);
+    const int64_t batches = ceil_div(evaluated_windows(run, windows), run.setup.B);
     double loss = 0, targets = 0;
-    for (int64_t first = 0; first < batches; first += ranks) {  // one batch for each rank
-        read_batches(run, loader, std::min(first + run.setup.rank, batches - 1), 1);
+    for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
+        read_evaluated(run, windows, first + run.setup.rank);
         const double counted = double(counted_targets(run.targets.data(), run.batch_tokens()));
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
-        const auto parts = run.processes->all_gather(std::array<double, 2>{mean * counted, counted});
-        for (int64_t r = 0; r < std::min(ranks, batches - first); r++)
-            loss += parts[r][0], targets += parts[r][1];
+        for (const auto& [theirs, n] :
+             run.processes->all_gather(std::array<double, 2>{mean * counted, counted})) {
+            loss += theirs;
+            targets += n;
+        }
     }
     if (targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
     loss /= targets;
     if (!std::isfinite(loss))
         throw Error("The validation loss is not finite after step ", run.state.step,
                     "; begin again with a lower --lr, or with other weights.");
-    std::printf("validation | step %ld | loss %.4f\n", run.state.step, loss);
-    run.print_log("validation", {{"loss", loss}});
+    std::printf("validation | step %ld | loss %.4f | %.0f tokens\n", run.state.step, loss, targets);
+    run.print_log("validation", {{"loss", loss}, {"tokens", int64_t(targets)}});
     return loss;
 }
 
@@ -151,7 +185,7 @@ void sample(Run& run) {
 // How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
 // the moments that its gradients would lead to, by the ranks that keep them; and the factors k in use.
 void print_quantization(Run& run) {
-    read_batches(run, held_out(run), 0, 1);  // the same batch on every rank
+    read_evaluated(run, held_out(run), 0);  // the same micro-batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
@@ -192,10 +226,9 @@ int save_last(Run& run) {
     return 0;
 }
 
-// One optimizer step. Micro-batches go to the ranks in turn: one rank with --accumulate reads the same ones.
+// One optimizer step.
 StepResult train_step(Run& run, const Loader& loader, float lr) {
-    const Setup& s = run.setup;
-    read_batches(run, loader, run.state.step * micro_batches(s) + s.rank, s.accumulate);
+    read_step(run, loader);
     AdamW adamw{run.state.updates + 1, lr};
     adamw.skipped = run.state.step - run.state.updates;
     adamw.weight_decay = float(run.flags.weight_decay);
