@@ -29,7 +29,7 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     if (!is_scaled(f)) return {};
     const double max = info(f).max;
     const float log_max = float(std::log2(max)), log_range = float(std::log2(max / info(f).min));
-    return {f == Format::E5M2, o.expands(f), o.group == 0, !is_fp8(o.m), info(f).max, log_max, log_range};
+    return {f == Format::E5M2, o.expands(f), o.group == 0, info(f).max, log_max, log_range};
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It

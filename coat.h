@@ -18,17 +18,16 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Formats. FP8 as in the OCP specification: casts saturate, E4M3 has no infinity. The others are for moments
-// only: FP16, and two of FlashOptim (arXiv 2602.23349) for values up to 1, evenly spaced after a function:
-// 127 * 2 |x| / (1 + |x|) and a sign, and 255 sqrt(x).
+// Formats. FP8 is that of the OCP specification: casts saturate, and E4M3 has no infinity. FP16 is for
+// moments only.
 
-enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2, Companded, Root };
+enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;         // on the command line and in tables
     const char* safetensors;  // in checkpoints
     int bytes;
-    int mantissa;  // bits: a normal value of F32 to E5M2 has a relative error up to 2^-(mantissa+1)
+    int mantissa;  // bits: a normal value has a relative rounding error of at most 2^-(mantissa+1)
     float max;     // largest finite value: FMAX in the scale s = amax / FMAX
     float min;     // smallest positive value (subnormal)
 };
@@ -40,8 +39,6 @@ inline constexpr FormatInfo FORMATS[] = {
     {"fp16", "F16",     2, 10, 65504.0f,        0x1p-24f},
     {"e4m3", "F8_E4M3", 1, 3,  448.0f,          0x1p-9f},
     {"e5m2", "F8_E5M2", 1, 2,  57344.0f,        0x1p-16f},
-    {"companded", "U8", 1, 7,  1.0f,            1.0f / 253},
-    {"root", "U8",      1, 8,  1.0f,            1.0f / 65025},
 };
 // clang-format on
 
@@ -196,7 +193,6 @@ inline const std::vector<OptimizerFormat>& optimizers() {
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
         {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
          0},
-        {"companded", Format::Companded, Format::Root, false, "8-bit companded moments (FlashOptim)", 32},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };

@@ -53,9 +53,6 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
-    if (f == Format::Root) return uint16_t(std::nearbyint(255 * std::sqrt(magnitude)));
-    if (f == Format::Companded)
-        return uint16_t(int(std::nearbyint(127 * (2 * magnitude / (1 + magnitude)))) | std::signbit(x) << 7);
     const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * bits_as<float>(uint32_t(127 + M - e) << 23);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -67,9 +64,7 @@ uint16_t encode(Format f, float x) {
 // has values, too, and only the code above the largest value is NaN.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa;
-    if (f == Format::Root) return float(code * code) / 65025;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
-    if (f == Format::Companded) return float(magnitude) / float(254 - magnitude) * (code & 0x80 ? -1 : 1);
     const uint32_t bits = magnitude << (23 - M);  // where FP32 has exponent and mantissa
     float value = bits_as<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
     if (magnitude >> M == 0) value = float(magnitude) * info(f).min;      // subnormal

@@ -7,8 +7,8 @@
 
 namespace coat::reference {
 
-// --- Formats: NaN stays NaN (8-bit companded codes have none); rounding is to nearest, ties to even ---
-uint16_t encode(Format f, float x);  // to FP8, FP16 or companded: saturates, never infinity
+// --- Formats: NaN stays NaN; rounding is to nearest, ties to even ---
+uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, never infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);  // overflows to infinity
 float from_bf16(uint16_t bits);

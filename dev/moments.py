@@ -6,8 +6,7 @@
 Figure 2, for every group of 128: the range R = largest / smallest non-zero magnitude, k of equation 4, and the
 range R^k after expansion. Table 1: the error of m / (sqrt(v) + eps), which updates the weight, for every pair
 of formats with and without expansion, over all elements but those where it is 0. As in training, a positive
-second moment never becomes zero. Then the same where k leaves out the smallest codes of E4M3. Last, the RMS
-error beside that of FlashOptim (arXiv 2602.23349), whose moments take as many bytes.
+second moment never becomes zero. Last, the same where k leaves out the smallest codes of E4M3.
 """
 import functools
 import json
@@ -56,19 +55,6 @@ CODINGS = {name + " + expansion" * expands: functools.partial(fp8, f, expands)
            for name, f in (("E4M3", coat.E4M3), ("E5M2", coat.E5M2)) for expands in (False, True)}
 
 
-def companded(scale, least, x, second):
-    """INT8 in groups of 32: of 2y / (1 + |y|) with y = m / its largest magnitude, or of the root of v. scale
-    rounds the largest magnitude to the format that stores it. A positive v has at least the code `least`."""
-    y = np.sqrt(x) if second else x
-    y = y.astype(float).reshape(-1, 32)
-    s = scale(np.abs(y).max(axis=1, keepdims=True).astype(np.float32)).astype(float)
-    y = np.clip(y / np.where(s > 0, s, 1), -1, 1)
-    if second:
-        return (np.maximum(np.rint(255 * y), least * (y > 0)) / 255 * s).reshape(x.shape) ** 2
-    y = np.rint(127 * 2 * y / (1 + np.abs(y))) / 127
-    return (y / (2 - np.abs(y)) * s).reshape(x.shape)
-
-
 def update(m, v):
     return m.astype(float) / (np.sqrt(v.astype(float)) + 1e-8)
 
@@ -115,14 +101,9 @@ def main(checkpoint):
         f = coat.Format(3, 7, 448)
         f.min *= 2**halvings  # k stretches a group to FMAX / (FMIN 2^halvings)
         parts[halvings] = (functools.partial(fp8, f, True),) * 2
-    rivals = {"nothing": (lambda x, second: 0 * x,) * 2, "coat": (CODINGS["E4M3 + expansion"],) * 2}
-    for name, *scale in (("FP16", np.float16, 0), ("BF16", coat.bf16, 0), ("FP32", np.float32, 1)):
-        rivals[f"companded, {name} scales"] = (functools.partial(companded, *scale),) * 2  # FP32: as in coat.h
-    rival = errors(m, v, rivals)
     json.dump({"step": int(newest.name.partition("-")[2]), "elements": m.size, "m": ranges(m), "v": ranges(v),
                "update": {a: {b: table[a, b] for b in CODINGS} for a in CODINGS},
-               "parts_of_range": errors(m, v, parts),
-               "relative_rms": {name: (error / rival["nothing"]) ** 0.5 for name, error in rival.items()}},
+               "parts_of_range": errors(m, v, parts)},
               sys.stdout)
 
 

@@ -98,7 +98,7 @@ GROUPS = {
     "optimizers": Group(
         "`coat` with the moments of other optimizers on 0.2 billion tokens",
         {f"{optimizer} seed {n}": f"--optimizer {optimizer} --seed {n}"
-         for n in (1, 2) for optimizer in ("fp32", "coat", "companded")},
+         for n in (1, 2) for optimizer in ("fp32", "coat")},
         LONG, at_once=True),
     "large": Group(
         "TinyLlama-1.1B on 0.1 billion tokens", {"bf16": "--recipe bf16", "coat": ""}, LARGE, at_once=True),

@@ -28,7 +28,7 @@ struct Factors {
 };
 
 struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
-    bool e5m2 = false, expand = false, per_tensor = false, companded = false;
+    bool e5m2 = false, expand = false, per_tensor = false;
     float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
 };
 
@@ -52,9 +52,7 @@ struct AdamArguments {
     EitherDense gradients;  // of the range
     const GradientState* state;
 
-    __device__ bool in_fp8_groups(const Segment& s) const {
-        return scaled(s.m) && !m.per_tensor && !m.companded;
-    }
+    __device__ bool in_fp8_groups(const Segment& s) const { return scaled(s.m) && !m.per_tensor; }
 };
 
 //   m = b1 m + (1 - b1) g

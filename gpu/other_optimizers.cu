@@ -1,49 +1,17 @@
-// gpu/other_optimizers.cu - AdamW with other moments (interface: adamw.cuh): in FP32 and BF16; in FP8 and
-// FP16 with one scale per tensor, as FP8-LM has them; and FlashOptim's, in groups of 32. With the optimizer
-// coat these are the moments of norms and biases only, in FP32.
+// gpu/other_optimizers.cu - AdamW with other moments (interface: adamw.cuh): in FP32 and BF16, or in FP8 and
+// FP16 with one scale per tensor, as FP8-LM has them. With the optimizer coat these are the moments of norms
+// and biases only, in FP32.
 //
 // A scale per tensor needs the largest new moment before the first one is encoded. So the moments are
 // computed twice: first for the maxima, which go to max[1] while max[0] still decodes, and then to be stored.
 #include "adamw.cuh"
 
 namespace coat::gpu {
-// FlashOptim's formats (coat.h). A group is that of four neighbouring lanes; it is divided by its maximum.
-constexpr int COMPANDED_GROUP = 4 * CHUNK;
-static __device__ float decode_companded(Format f, uint32_t code) {
-    if (f == Format::Root) return __fdiv_rn(float(code * code), 65025.0f);
-    const float steps = float(code & 0x7F);
-    return __fdiv_rn(steps, 254.0f - steps) * (code & 0x80 ? -1.0f : 1.0f);
-}
-static __device__ uint32_t encode_companded(Format f, float x) {
-    const float size = fminf(fabsf(x), 1.0f);
-    if (f == Format::Root) return max(uint32_t(rintf(255.0f * __fsqrt_rn(size))), uint32_t(x > 0));
-    const float steps = rintf(127.0f * __fdiv_rn(2.0f * size, 1.0f + size));
-    return uint32_t(steps) | (__float_as_uint(x) >> 24 & 0x80);
-}
-// live: false behind the end of a tensor, where lanes have the rest of a group
-static __device__ void store_companded(const MomentView& m, int64_t i, const Values& x, bool live) {
-    const uint32_t lanes = 0xFu << (threadIdx.x & 28);
-    uint32_t top = live ? magnitude(larger_magnitude(0, x)) : 0;
-    for (int lane = 1; lane <= 2; lane *= 2) top = max(top, __shfl_xor_sync(lanes, top, lane));
-    if (!live) return;
-    const float inverse = __frcp_rn(scale_of(1.0f, __uint_as_float(top)));
-    uint2 codes{};
-    for (int j = 0; j < CHUNK; j++)
-        (j < 4 ? codes.x : codes.y) |= encode_companded(m.format, x[j] * inverse) << 8 * (j % 4);
-    put(static_cast<uint8_t*>(m.data) + i, codes);
-    if (i % COMPANDED_GROUP == 0) m.max[i / COMPANDED_GROUP] = __uint_as_float(top);
-}
-
 // Writes eight values of a moment to x, but for a factor that it returns.
 static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
-    }
-    if (f.companded) {
-        const uint2 codes = __ldca(static_cast<const uint2*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) x[j] = decode_companded(m.format, code_of(codes, j));
-        return scale_of(1.0f, m.max[i / COMPANDED_GROUP]);
     }
     if (m.format == Format::F16) {
         alignas(16) __half halves[CHUNK];
@@ -56,10 +24,7 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
 }
 
 // Rounds eight new values; max[1] is the largest of the tensor.
-static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x,
-                                    bool live) {
-    if (scaled(m) && f.companded) return store_companded(m, i, x, live);
-    if (!live) return;
+static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
@@ -78,10 +43,7 @@ static __global__ void __launch_bounds__(THREADS)
     const Weights weights = a.w.from<typename W::Value>(segment.offset);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
-    const int64_t end = a.m.companded
-                            ? (segment.size + COMPANDED_GROUP - 1) / COMPANDED_GROUP * COMPANDED_GROUP
-                            : segment.size;
-    for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK; i < end;
+    for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK; i < segment.size;
          i += int64_t(gridDim.x) * THREADS * CHUNK) {
         Values w = {}, g, m, v;
         if (!maxima) W::values(W::load(weights, i), w);
@@ -93,10 +55,9 @@ static __global__ void __launch_bounds__(THREADS)
             top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
         }
         if (maxima) continue;
-        const bool live = i < segment.size;
-        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top_w);
-        store_moment(segment.m, a.m, i, m, live);
-        store_moment(segment.v, a.v, i, v, live);
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, true, top_w);
+        store_moment(segment.m, a.m, i, m);
+        store_moment(segment.v, a.v, i, v);
     }
     if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
     if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);

@@ -63,7 +63,7 @@ RANKS_PROPERTY("the same bits every time in every recipe and mode") {
 RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continue with the same bits") {
     const int64_t fewer = std::max<int64_t>(1, most - 1);
     for (const auto& [words, arch] :
-         {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN3}, {"coat moments companded", LLAMA}}) {
+         {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN3}, {"coat moments fp8", LLAMA}}) {
         INFO(words, ", ", std::string(arch.name), ", ", most, " ranks");
         Folder folder;
         const int64_t parts = round_up(5, most * fewer);  // micro-batches; more than four: FP32 sums
