@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import coat
-import moments
+import small_run
 
 BLUE, RED, GREEN, GOLD, GREY = "#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#8a94a6"
 DARK, GROUND = "#4a5568", "#fbfbfd"
@@ -40,18 +40,6 @@ def plan(train, recipe):
     flags = f"--plan --device gpu --model llama-2-7b --data dev --batch 8 --seq 2048 --recipe {recipe}"
     run = subprocess.run([train, *flags.split()], check=True, capture_output=True, text=True)
     return run.stdout.splitlines()
-
-def layer_of(weights, l, heads):
-    """A layer's weights as coat.py names them; key and value heads that are shared are repeated."""
-    def joined(*names):
-        return np.concatenate([weights[f"model.layers.{l}.{name}.weight"] for name in names])
-
-    q, k, v = (joined(f"self_attn.{n}_proj") for n in "qkv")
-    size = len(q) // heads
-    k, v = (x.reshape(-1, size, x.shape[1]).repeat(len(q) // len(x), axis=0).reshape(q.shape) for x in (k, v))
-    return size, {"norm1": joined("input_layernorm"), "norm2": joined("post_attention_layernorm"),
-                  "qkv": np.concatenate([q, k, v]), "attention_out": joined("self_attn.o_proj"),
-                  "gate_up": joined("mlp.gate_proj", "mlp.up_proj"), "down": joined("mlp.down_proj")}
 
 def formats():
     figure, axes = plt.subplots(2, 1, figsize=(9, 2.8), sharex=True)
@@ -192,23 +180,14 @@ def draw(name, function, *values):
     print(f"{path.name}: {len(svg) / 1000:.0f} kB")
 
 def main(train, run):
-    if not any(run.glob("step-*")):
-        subprocess.run([train, "--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
-                        "--eval-every", "0", "--sample-every", "0", "--out", run], check=True)
-    checkpoint = next(run.glob("step-*"))
-    state, weights = (moments.tensors(checkpoint / file) for file in ("optimizer.state", "model.safetensors"))
-    m, v = (moments.groups_of(state, moment) for moment in (".m", ".v"))
-    tokens = np.frombuffer(pathlib.Path("coat.h").read_bytes()[:64], np.uint8)
-    x = weights["model.embed_tokens.weight"][tokens]
-    for l in range(2):
-        size, layer = layer_of(weights, l, 4)
-        x, saved = coat.layer_forward(layer, x, len(tokens), size)
+    values = small_run.Run(train, run)
+    m, v = (x.reshape(-1, 128) for x in (values.m, values.v))
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
     draw("formats", formats)
     draw("expansion", expansion, v[v.min(axis=1) > 0])
     draw("k", factors, m, v)
     draw("flow", flow, plans["coat"])
-    draw("granularity", granularity, coat.swiglu(coat.dequantize_groups(*saved[4])))
+    draw("granularity", granularity, coat.swiglu(values.gate_up[-1]))
     on_gpu = any("CUDA context" in line for line in plans["coat"])
     draw("memory", memory, plans) if on_gpu else print("memory.svg stays: only a build with nvcc knows it.")
 

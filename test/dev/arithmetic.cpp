@@ -5,6 +5,10 @@
 #include "../help/oracle.h"
 #include "../help/program.h"
 
+#include <nlohmann/json.hpp>
+
+#include "../../program/plan.h"
+
 using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
@@ -99,7 +103,8 @@ void check_formats(const Arrays& folder, const Floats& x) {
 
 }  // namespace
 
-TEST_CASE("explore.html: codes and scales and expansion are those of the reference" * doctest::skip(NO_NODE)) {
+TEST_CASE("explore.html: codes and scales and expansion are those of the reference" *
+          doctest::skip(NO_NODE)) {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const int n = 10000;
@@ -133,6 +138,41 @@ save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max
     CHECK(others(k, wanted_k, 1.0f / 256) < n / 100);
     others(y, wanted_y, 0, 1e-3f);
     others(folder.get("back"), wanted_back, 0, 1e-4f);
+}
+
+TEST_CASE("explore.html: its memory calculator agrees with --plan" * doctest::skip(NO_NODE)) {
+    const Arrays folder;
+    folder.javascript(R"(
+const plans = [];
+for (const [model, sizes] of Object.entries(MODELS))
+  for (const [recipe, optimizer] of [["coat", "coat"], ["bf16", "fp32"], ["bf16", "bf16"]])
+    for (const [groups, master, B, T, accumulate] of [[false, true, 8, 1024, 1], [true, false, 1, 512, 6]]) {
+      const flags = {recipe, optimizer, groups: groups && recipe === "coat", master, B, T, accumulate};
+      plans.push({model, ...flags, plan: planOf(sizes, flags)});
+    }
+fs.writeFileSync("plans.json", JSON.stringify(plans));
+)");
+    const auto plans = nlohmann::json::parse(read_file(folder.path / "plans.json"));
+    CHECK(plans.size() >= 60);
+    for (const auto& p : plans) {
+        INFO(p.dump());
+        Setup s{};
+        s.config = find_row(models(), p["model"].get<std::string>(), "--model");
+        s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
+        s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
+        if (p["groups"]) s.recipe.attention = s.recipe.nonlinear;
+        s.master = p["master"];
+        s.B = p["B"];
+        s.T = p["T"];
+        s.accumulate = p["accumulate"];
+        const std::vector<MemoryRow> wanted = memory_plan(s);
+        const auto& plan = p["plan"];
+        CHECK(plan["count"] == parameter_count(s.config));
+        CHECK(plan["weights"] == total_bytes(wanted, Category::Weights));
+        CHECK(plan["optimizer"] == total_bytes(wanted, Category::Optimizer));
+        CHECK(plan["gradients"] == total_bytes(wanted, Category::Gradients));
+        CHECK(plan["activations"] == total_bytes(wanted, Category::Activations));
+    }
 }
 
 NUMPY_TEST_CASE("codes of both formats and of BF16; codes and scales of tensors and groups") {
