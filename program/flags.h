@@ -1,4 +1,5 @@
-// flags.h - the command line of ./train: one table of flags that parses, checks and prints --help.
+// flags.h - the command line of ./train. One table lists the flags; reading them, --help, and what a
+// checkpoint keeps of them all follow from it.
 #pragma once
 #include <charconv>
 #include <set>
@@ -11,83 +12,124 @@ namespace coat {
 
 using Json = nlohmann::ordered_json;
 
-// Values are those of the command line, else of the checkpoint that a run continues, else these.
+inline constexpr const char* VERSION = "1.0";
+
+// The value of a flag is that of the command line; else that of the checkpoint that the run continues; else
+// the default below, or the table's for a GPU or for a model folder.
 struct Flags {
     std::string device = "auto", model = "llama-tiny", recipe = "coat", optimizer, attention = "compute",
                 master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log;
     int64_t ranks = 1, batch = 16, seq = 128, accumulate = 1, steps = 250, warmup = 100, seed = 1,
             save_every = 0, keep = 2, eval_every = 50, eval_tokens = 1 << 15, sample_every = 125;
     double lr = 3e-3, weight_decay = 0.1, clip = 1;
-    bool plan = false, help = false;
+    bool plan = false, help = false, version = false;
 
     void parse(int argc, char** argv);
-    // Takes what is not given from a checkpoint. Error if a flag is given that would make it another run.
-    // Returns what the flags that are given change of the steps to come.
-    std::string take(const Json& saved);
-    void take_gpu_defaults();                                                     // where nothing is given
-    bool given(const std::string& name) const { return given_.count(name) > 0; }  // on the command line
+    // Whether the flag of this name is on the command line.
+    bool given(const std::string& name) const { return given_.count(name) > 0; }
 
-    // By name, without those that only print; also those of this machine, which no checkpoint has.
-    Json settings(bool of_this_machine) const;
+    // These set each flag that is not given and has a default of its own for a GPU, or for a model folder.
+    void take_gpu_defaults();
+    void take_folder_defaults();
+    // Sets each flag that is not given to the value in a checkpoint. A flag that is given and would make the
+    // run another one is an Error. Returns what the given flags change of the steps to come, as a text:
+    // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".
+    std::string take_checkpoint(const Json& saved);
+
+    // All values by the names of the flags, without those of flags that only print. Without `not_saved` they
+    // are those that a checkpoint keeps.
+    Json settings(bool not_saved) const;
 
 private:
     std::set<std::string> given_;
 };
 
-// What --resume does with a flag. HERE: no checkpoint has it. FREE: another may be given. FUTURE: also, but
-// checkpoints say so. SAME: another is an error, because it would change what the state means.
-enum Resume : uint8_t { HERE, FREE, FUTURE, SAME };
+// What happens to a flag when a run is resumed. NOT_SAVED: a checkpoint does not keep it. MAY_CHANGE: another
+// value may be given. CHANGES_STEPS: likewise, and the checkpoints tell that it was changed, since the steps
+// that follow depend on it. MUST_MATCH: another value is an error, since it would change what the saved
+// tensors mean.
+enum OnResume : uint8_t { NOT_SAVED, MAY_CHANGE, CHANGES_STEPS, MUST_MATCH };
 
 struct Flag {
     const char* name;
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
-    Resume resume;
-    const char* about;          // a line for --help
-    const char* words = "";     // the texts that it may have; "": any
-    const char* gpu = nullptr;  // the default on a GPU, if it is another
-    int64_t least = 0;          // of a number
+    OnResume on_resume;
+    const char* about;                     // a line of --help
+    const char* words = "";                // the texts that may be given, separated by spaces; "": any text
+    const char* gpu_default = nullptr;     // on a GPU, if it is not that of Flags
+    const char* folder_default = nullptr;  // where --model is a folder; it goes before that of a GPU
+    int64_t least = 0;                     // of a number
+
+    bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
 };
 
 // clang-format off
-inline const Flag TABLE[] = {
-    {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one", "auto cpu gpu"},
-    {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", "", nullptr, 1},
-    {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", "", "llama-30m"},
-    {"recipe", &Flags::recipe, SAME, "formats of weights, activations and gradients"},
-    {"optimizer", &Flags::optimizer, SAME, "formats of the moments; default: the recipe's"},
-    {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8",
-     "compute groups"},
-    {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically", "exact none"},
-    {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward", "kept none"},
-    {"data", &Flags::data, FREE, "text, folders of it, token files (.bin), by commas"},
-    {"batch", &Flags::batch, SAME, "sequences per micro-batch", "", "32", 1},
-    {"seq", &Flags::seq, SAME, "tokens per sequence", "", "1024", 1},
-    {"accumulate", &Flags::accumulate, SAME, "micro-batches per step, on each rank", "", nullptr, 1},
-    {"steps", &Flags::steps, FUTURE, "steps in total; 0 evaluates on held-out text and stops", "", "900"},
-    {"lr", &Flags::lr, FUTURE, "peak of the learning rate, which falls to a tenth", "", "1e-3"},
-    {"warmup", &Flags::warmup, FUTURE, "steps of linear warm-up, before half a cosine"},
-    {"weight-decay", &Flags::weight_decay, FUTURE, "decoupled weight decay of matrices"},
-    {"clip", &Flags::clip, FUTURE, "clip gradients to this global norm; 0: do not clip"},
-    {"seed", &Flags::seed, SAME, "of first weights, the order of the data, the samples"},
-    {"out", &Flags::out, HERE, "folder for checkpoints; \"\": save none"},
-    {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: about half an hour"},
-    {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", "", nullptr, 1},
-    {"resume", &Flags::resume, HERE, "continue this checkpoint, or the newest in a folder"},
-    {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", "", "150"},
-    {"eval-tokens", &Flags::eval_tokens, FREE, "held-out tokens of a validation", "", "131072", 1},
-    {"sample-every", &Flags::sample_every, FREE, "steps between samples of text; 0: none", "", "300"},
-    {"log", &Flags::log, HERE, "file for a log in JSON lines"},
-    {"plan", &Flags::plan, HERE, "print formats and memory of the run, and stop"},
+inline const Flag FLAGS[] = {
+    {.name = "device", .member = &Flags::device, .on_resume = NOT_SAVED,
+     .about = "auto, cpu or gpu; auto is the GPU if there is one", .words = "auto cpu gpu"},
+    {.name = "ranks", .member = &Flags::ranks, .on_resume = NOT_SAVED,
+     .about = "processes, one for each GPU; torchrun sets it itself", .least = 1},
+    {.name = "model", .member = &Flags::model, .on_resume = MUST_MATCH,
+     .about = "a named model, or a Hugging Face folder to start from", .gpu_default = "llama-30m"},
+    {.name = "recipe", .member = &Flags::recipe, .on_resume = MUST_MATCH,
+     .about = "formats of weights, activations and gradients"},
+    {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
+     .about = "formats of the moments; default: the recipe's"},
+    {.name = "attention", .member = &Flags::attention, .on_resume = MUST_MATCH,
+     .about = "saved q, k, v and attention output; groups: in FP8", .words = "compute groups"},
+    {.name = "master", .member = &Flags::master, .on_resume = MUST_MATCH,
+     .about = "FP32 master weights; none: rounded stochastically", .words = "exact none"},
+    {.name = "gradients", .member = &Flags::gradients, .on_resume = MUST_MATCH,
+     .about = "kept until the update; none: update in backward", .words = "kept none"},
+    {.name = "data", .member = &Flags::data, .on_resume = MAY_CHANGE,
+     .about = "text, folders of it, token files (.bin); with commas"},
+    {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
+     .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
+    {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
+     .about = "tokens per sequence", .gpu_default = "1024", .least = 1},
+    {.name = "accumulate", .member = &Flags::accumulate, .on_resume = MUST_MATCH,
+     .about = "micro-batches per step, on each rank", .least = 1},
+    {.name = "steps", .member = &Flags::steps, .on_resume = CHANGES_STEPS,
+     .about = "steps in total; 0 evaluates on held-out text and stops", .gpu_default = "900"},
+    {.name = "lr", .member = &Flags::lr, .on_resume = CHANGES_STEPS,
+     .about = "peak of the learning rate, which falls to a tenth", .gpu_default = "1e-3",
+     .folder_default = "1e-5"},
+    {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
+     .about = "steps of linear warm-up, before half a cosine"},
+    {.name = "weight-decay", .member = &Flags::weight_decay, .on_resume = CHANGES_STEPS,
+     .about = "decoupled weight decay of matrices"},
+    {.name = "clip", .member = &Flags::clip, .on_resume = CHANGES_STEPS,
+     .about = "clip gradients to this global norm; 0: do not clip"},
+    {.name = "seed", .member = &Flags::seed, .on_resume = MUST_MATCH,
+     .about = "of first weights, the order of the data, the samples"},
+    {.name = "out", .member = &Flags::out, .on_resume = NOT_SAVED,
+     .about = "folder for checkpoints; \"\": save none"},
+    {.name = "save-every", .member = &Flags::save_every, .on_resume = MAY_CHANGE,
+     .about = "steps between checkpoints; 0: about half an hour"},
+    {.name = "keep", .member = &Flags::keep, .on_resume = MAY_CHANGE,
+     .about = "newest checkpoints that stay in --out", .least = 1},
+    {.name = "resume", .member = &Flags::resume, .on_resume = NOT_SAVED,
+     .about = "continue this checkpoint, or the newest in a folder"},
+    {.name = "eval-every", .member = &Flags::eval_every, .on_resume = MAY_CHANGE,
+     .about = "steps between validations; 0: first and last", .gpu_default = "150"},
+    {.name = "eval-tokens", .member = &Flags::eval_tokens, .on_resume = MAY_CHANGE,
+     .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
+    {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
+     .about = "steps between samples of text; 0: none", .gpu_default = "300"},
+    {.name = "log", .member = &Flags::log, .on_resume = NOT_SAVED,
+     .about = "file for a log in JSON lines"},
+    {.name = "plan", .member = &Flags::plan, .on_resume = NOT_SAVED,
+     .about = "print formats and memory of the run, and stop"},
 };
 // clang-format on
 
-inline bool is_switch(const Flag& flag) { return std::holds_alternative<bool Flags::*>(flag.member); }
-
+// The value of a flag, as a string, a number or a boolean of JSON.
 inline Json value(const Flags& flags, const Flag& flag) {
     return std::visit([&](auto member) { return Json(flags.*member); }, flag.member);
 }
 inline std::string text_of(const Json& x) { return x.is_string() ? x.get<std::string>() : x.dump(); }
 
+// Sets a flag that takes a value; Error if the text is none of its words, or no number that it may have.
 // Whole numbers have at most 31 bits, so that batch x seq cannot overflow.
 inline void set(Flags& flags, const Flag& flag, const std::string& text) {
     auto parse = [&](auto member) {
@@ -96,72 +138,142 @@ inline void set(Flags& flags, const Flag& flag, const std::string& text) {
             if (*flag.words && !is_one_of(flag.words, text))
                 throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
             flags.*member = text;
-        } else if constexpr (std::is_same_v<T, bool>) {
-            flags.*member = true;
-        } else {
+        } else if constexpr (!std::is_same_v<T, bool>) {
             T x{};
             const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
-            const bool whole = std::is_same_v<T, int64_t>, number = error == std::errc();
-            if (!number || *end || !(x >= flag.least && x <= INT32_MAX))
-                throw Error("--", flag.name, " ", text, " is not ", whole ? "a whole number" : "a number",
-                            " from ", flag.least, " to ", INT32_MAX, "; give such a number.");
+            const bool is_number = error == std::errc() && *end == 0;
+            const char* const kind = std::is_same_v<T, int64_t> ? "a whole number" : "a number";
+            if (!is_number || !(x >= flag.least && x <= INT32_MAX))
+                throw Error("--", flag.name, " ", text, " is not ", kind, " from ", flag.least, " to ",
+                            INT32_MAX, "; give such a number.");
             flags.*member = x;
         }
     };
     std::visit(parse, flag.member);
 }
 
+// -----------------------------------------------------------------------------------------------------------
+// The command line
+
+// How many letters must be inserted, removed or replaced to make one word of the other (Levenshtein's
+// distance).
+inline size_t distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);  // from the first letters of a to each beginning of b
+    std::iota(row.begin(), row.end(), size_t(0));
+    for (size_t i = 0; i < a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i + 1;
+        for (size_t j = 0; j < b.size(); j++) {
+            const size_t replaced = diagonal + (a[i] != b[j]);
+            diagonal = row[j + 1];
+            row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+// The flag that a misspelled word most likely means, or null if none is similar. "--eval_every" and
+// "evl-every" mean --eval-every, and so does its beginning "--eval"; "--batch-size" means --batch.
+inline const Flag* similar_flag(std::string word) {
+    word.erase(0, word.find_first_not_of('-'));
+    std::replace(word.begin(), word.end(), '_', '-');
+    const Flag* best = nullptr;
+    size_t least =
+        1 + (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3));  // two letters are swapped
+    for (const Flag& flag : FLAGS) {
+        const std::string name = flag.name;
+        const bool begins = word.size() > 1 && (name.starts_with(word) || word.starts_with(name + "-"));
+        const size_t letters = begins ? 1 : distance(word, name);
+        if (letters >= least) continue;
+        least = letters;
+        best = &flag;
+    }
+    return best;
+}
+
 inline void Flags::parse(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
-        const std::string argument = argv[i];
-        if (argument == "--help") return void(help = true);
-        const auto is_named = [&](const Flag& f) { return argument == std::string("--") + f.name; };
-        const Flag* const flag = std::find_if(std::begin(TABLE), std::end(TABLE), is_named);
-        if (flag == std::end(TABLE))
-            throw Error("\"", argument, "\" is not a flag; write --flag value (./train --help lists them).");
-        if (!is_switch(*flag) && i + 1 == argc) throw Error(argument, " needs a value after it.");
-        set(*this, *flag, is_switch(*flag) ? "" : argv[++i]);
+        const std::string argument = argv[i];  // "--flag", or "--flag=value"
+        const size_t equals = argument.find('=');
+        const std::string name = argument.substr(0, equals);
+        help = help || name == "--help" || name == "-h";
+        version = version || name == "--version";
+        if (help || version) return;
+        const auto is_named = [&](const Flag& f) { return name == std::string("--") + f.name; };
+        const Flag* const flag = std::find_if(std::begin(FLAGS), std::end(FLAGS), is_named);
+        if (flag == std::end(FLAGS)) {
+            const Flag* const similar = similar_flag(name);
+            const std::string question = similar ? concat("do you mean --", similar->name, "? ") : "";
+            throw Error(name, " is not a flag; ", question, "./train --help lists all flags.");
+        }
         given_.insert(flag->name);
+        if (flag->is_switch()) {
+            if (equals != argument.npos) throw Error(name, " takes no value; give ", name, " alone.");
+            this->*std::get<bool Flags::*>(flag->member) = true;
+            continue;
+        }
+        const bool follows = equals == argument.npos;
+        if (follows && i + 1 == argc) throw Error(name, " needs a value after it.");
+        set(*this, *flag, follows ? argv[++i] : argument.substr(equals + 1));
     }
 }
 
-inline std::string Flags::take(const Json& saved) {
+inline void Flags::take_gpu_defaults() {
+    for (const Flag& flag : FLAGS)
+        if (flag.gpu_default && !given(flag.name)) set(*this, flag, flag.gpu_default);
+}
+
+inline void Flags::take_folder_defaults() {
+    for (const Flag& flag : FLAGS)
+        if (flag.folder_default && !given(flag.name)) set(*this, flag, flag.folder_default);
+}
+
+inline std::string Flags::take_checkpoint(const Json& saved) {
     std::string changes;
-    for (const Flag& flag : TABLE) {
-        if (flag.resume == HERE) continue;
-        const Json ours = value(*this, flag), theirs = saved.value(flag.name, ours);
-        if (!given(flag.name)) set(*this, flag, text_of(theirs));
-        else if (flag.resume == SAME && ours != theirs)
+    for (const Flag& flag : FLAGS) {
+        if (flag.on_resume == NOT_SAVED) continue;
+        const Json ours = value(*this, flag);
+        const Json theirs = saved.value(flag.name, ours);  // checkpoints of an older ./train lack new flags
+        if (!given(flag.name)) {
+            set(*this, flag, text_of(theirs));
+        } else if (flag.on_resume == MUST_MATCH && ours != theirs) {
             throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),
                         "; leave it out to continue that run, or leave --resume out to begin another.");
-        else if (flag.resume == FUTURE && ours != theirs)
-            changes += concat(" --", flag.name, " ", ours.dump(), " in place of ", theirs.dump());
+        } else if (flag.on_resume == CHANGES_STEPS && ours != theirs) {
+            changes += changes.empty() ? "" : ", ";
+            changes += concat("--", flag.name, " ", ours.dump(), " (before: ", theirs.dump(), ")");
+        }
     }
     return changes;
 }
 
-inline void Flags::take_gpu_defaults() {
-    for (const Flag& flag : TABLE)
-        if (flag.gpu && !given(flag.name)) set(*this, flag, flag.gpu);
-}
-
-inline Json Flags::settings(bool of_this_machine) const {
+inline Json Flags::settings(bool not_saved) const {
     Json all;
-    for (const Flag& flag : TABLE)
-        if (!is_switch(flag) && (of_this_machine || flag.resume != HERE)) all[flag.name] = value(*this, flag);
+    for (const Flag& flag : FLAGS) {
+        const bool wanted = not_saved || flag.on_resume != NOT_SAVED;
+        if (wanted && !flag.is_switch()) all[flag.name] = value(*this, flag);
+    }
     return all;
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// What --help and --version print
+
+inline void print_version() { std::printf("COAT %s (arXiv 2410.19313), ./train\n", VERSION); }
 
 inline void print_help() {
     std::printf(
         "./train trains a Llama, Mistral, Qwen or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
-        "Without flags it trains a small model on C++ headers found on this machine. --help prints\n"
-        "this. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
+        "Without flags it trains a small model on C++ headers found on this machine.\n"
+        "-h or --help prints this, --version the version. A value follows its flag: --steps 9 or\n"
+        "--steps=9. Flags, defaults (on a CPU | on a GPU, where they differ), and what they mean:\n\n");
     const Flags standard;
-    for (const Flag& flag : TABLE) {
-        std::string text = is_switch(flag) ? "" : text_of(value(standard, flag));
-        if (flag.gpu) text += concat(" | ", flag.gpu);
+    for (const Flag& flag : FLAGS) {
+        std::string text = flag.is_switch() ? "" : text_of(value(standard, flag));
+        if (flag.gpu_default) text += concat(" | ", flag.gpu_default);
         std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
+        if (flag.folder_default)
+            std::printf("%40sdefault where --model is a folder: %s\n", "", flag.folder_default);
     }
     std::printf("\n--model\n");
     for (const ModelConfig& c : models())

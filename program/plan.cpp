@@ -5,11 +5,20 @@
 
 namespace coat {
 
-// As in the paper's runs, it ends at a tenth of the peak. The first step's rate is above 0: no step is lost.
+int64_t warmup_steps(int64_t warmup, int64_t steps) {
+    return steps > 0 && warmup >= steps ? steps / 10 : warmup;
+}
+
+// As in the paper's runs, the rate ends at a tenth of the peak. The first step's is above 0: no step is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double FLOOR = 0.1, PI = 3.14159265358979323846;
+    warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    const double progress = std::min(1.0, double(step - warmup) / std::max<int64_t>(1, steps - warmup));
+    // The length of the cosine in steps. After n steps it would end with the step after the last, as is usual
+    // (nanoGPT, torchtitan). The last of a few steps would then be far from a tenth: 0.33 if there are three.
+    // So the last step lies at 99% of the cosine at least, where the rate is 0.1002 of the peak.
+    const double n = double(steps - warmup), length = std::max(1.0, std::min(n, (n - 1) / 0.99));
+    const double progress = std::min(1.0, double(step - warmup) / length);
     return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
 }
 

@@ -5,7 +5,11 @@
 
 namespace coat {
 
-// Of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of it.
+// The steps of warm-up that a run makes: a warm-up that would not end before the run does, so that the
+// learning rate would hardly be at its peak, is shortened to a tenth of the run.
+int64_t warmup_steps(int64_t warmup, int64_t steps);
+// The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
+// it.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 
 // Floating-point operations of training on a token: 6 for each weight of a GEMM (the head has one, looking up

@@ -367,8 +367,8 @@ void take_checkpoint(Run& run) {
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
-    const std::string changes = flags.take(settings);
-    if (!changes.empty()) settings["changes"].push_back(concat("after step ", run.state.step, ":", changes));
+    const std::string changes = flags.take_checkpoint(settings);
+    if (!changes.empty()) settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
 }
 
 // The rows of tables that the flags choose, or an Error. What a flag left open is written into it.
@@ -386,6 +386,7 @@ void make_setup(Run& run) {
     // A run that continues has the shape of its checkpoint.
     if (run.weights.empty() && fs::is_directory(flags.model)) {
         run.weights = flags.model;
+        flags.take_folder_defaults();
         for (const ModelConfig& c : models())
             if (c.name == flags.model)
                 throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
@@ -466,6 +467,9 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     print("device: ", device);
     print("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
           " micro-batches on ", s.ranks, " ranks");
+    if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
+        print("warm-up: ", warmup, " steps, a tenth of the run, since --warmup ", run.flags.warmup,
+              " would not end before --steps ", run.flags.steps);
     print("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts");
     print("checkpoints: ", run.flags.out, run.flags.resume.empty() ? "" : "; continuing step ",
           run.flags.resume.empty() ? "" : concat(run.state.step, " of ", run.weights));
@@ -507,7 +511,9 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     run.state.settings = Json::object();
     Flags& flags = run.flags;
     flags.parse(argc, argv);
-    if (flags.help) return print_help(), 0;
+    if (flags.help) print_help();
+    else if (flags.version) print_version();
+    if (flags.help || flags.version) return 0;
     const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
     const bool several = launch.ranks > 1 && !flags.plan;
     processes = ProcessGroup::start(several ? launch : Launch());

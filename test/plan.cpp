@@ -8,14 +8,29 @@ using namespace coat::test;
 static const ModelConfig& LLAMA_7B = find_row(models(), "llama-2-7b", "");
 
 TEST_CASE("learning_rate: warms up and decays to a tenth along a cosine and stays within its bounds") {
-    // Warm-up, steps, step, part of the peak; the last run ends in its warm-up
-    const std::tuple<int64_t, int64_t, int64_t, double> rows[] = {
-        {20, 300, 0, 0.05},  {20, 300, 19, 1}, {20, 300, 20, 1},   {20, 300, 300, 0.1},
-        {20, 300, 399, 0.1}, {0, 1, 0, 1},     {0, 100, 50, 0.55}, {500, 300, 299, 0.6}};
+    // Warm-up, steps, step, part of the peak
+    const std::tuple<int64_t, int64_t, int64_t, double> rows[] = {{20, 300, 0, 0.05},  {20, 300, 19, 1},
+                                                                  {20, 300, 20, 1},    {20, 300, 300, 0.1},
+                                                                  {20, 300, 399, 0.1}, {0, 100, 50, 0.55}};
     for (const auto& [warmup, steps, step, part] : rows)
         CHECK(learning_rate(3e-3, warmup, steps, step) == float(3e-3 * part));
     for (int64_t step = 21; step < 400; step++)
         CHECK(learning_rate(3e-3, 20, 300, step) <= learning_rate(3e-3, 20, 300, step - 1));
+}
+
+TEST_CASE("learning_rate: a run of any length reaches the peak and ends at a tenth of it") {
+    for (int64_t steps = 1; steps <= 300; steps++)
+        for (const int64_t warmup : {0, 1, 4, 100, 299, 1000}) {
+            INFO(steps, " steps, warm-up ", warmup);
+            float most = 0;
+            for (int64_t step = 0; step < steps; step++)
+                most = std::max(most, learning_rate(1, warmup, steps, step));
+            CHECK(most == 1);
+            CHECK(learning_rate(1, warmup, steps, 0) > 0);
+            const float last = learning_rate(1, warmup, steps, steps - 1);
+            if (steps - warmup_steps(warmup, steps) > 1) CHECK((last > 0.1f && last < 0.1025f));
+        }
+    CHECK((warmup_steps(100, 101) == 100 && warmup_steps(100, 100) == 10 && warmup_steps(100, 5) == 0));
 }
 
 TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket may have two matrices") {

@@ -15,11 +15,23 @@ static void check_rows(const Folder& folder, const std::string& before, const st
 
 TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
     check_rows(RunFolder(), "--device cpu --data text ", R"(
-text; --bacth 4; --batch=4; --batch | --batch needs a value after it; --batch 2.5; --batch '';
---batch 0 | --batch 0 is not a whole number from 1 to; --batch 4294967297; --accumulate 0; --ranks 0;
---steps -5; --lr nan; --lr -1; --lr 0.1x; --device tpu; --recipe fp9; --optimizer sgd; --attention fp8;
+text; --batch | --batch needs a value after it; --batch 2.5; --batch ''; --batch= | --batch  is not;
+--plan=yes | --plan takes no value; --batch 0 | --batch 0 is not a whole number from 1 to; --batch 4294967297;
+--accumulate 0; --ranks 0; --steps -5; --lr nan; --lr -1; --lr 0.1x; --device tpu; --recipe fp9; --optimizer sgd; --attention fp8;
 --master bf16; --master 'exact none'; --gradients some; --model llama-tinny;
 --recipe "a$(printf '\033')[31mc" | a?[31mc; --resume '' | --resume  has no complete checkpoint)");
+}
+
+TEST_CASE("train: a misspelled flag is rejected with the flag that it most likely means") {
+    const RunFolder folder;
+    check_rows(folder, "--device cpu ", R"(
+--bacth 4 | do you mean --batch?; --bacth=4 | do you mean --batch?;
+--save_every 3 | do you mean --save-every?; --evaluate-every 5 | do you mean --eval-every?;
+--step 3 | do you mean --steps?; --warm-up 3 | do you mean --warmup?; --modle x | do you mean --model?;
+--batch-size 4 | do you mean --batch?; -steps 4 | do you mean --steps?; steps 4 | do you mean --steps?;
+--accum 4 | do you mean --accumulate?; --weight_decay 0 | do you mean --weight-decay?)");
+    for (const std::string word : {"--nothing-like-it", "x"})
+        check_rejected(folder, word, "train: " + word + " is not a flag; ./train --help lists all flags.");
 }
 
 TEST_CASE("train: sizes and data and files that cannot work are rejected before the first step") {

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <set>
 
-#include "../program/plan.h"
+#include "../program/flags.h"
 #include "../reference.h"
 #include "help/program.h"
 
@@ -86,6 +86,49 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     CHECK(folder.files().size() == 1);  // only "text"
 }
 
+TEST_CASE("train: a value follows its flag or an equals sign; -h and --version print and stop") {
+    RunFolder folder;
+    const Ended spaces = tiny(folder, "--steps 2 --out a --eval-every 0 --recipe fp32");
+    require_success(spaces);
+    require_success(tiny(folder, "--steps=2 --out=b --eval-every=0 --recipe=fp32"));
+    check_same(folder, "a/step-000002", "b/step-000002");
+    const std::string out = tiny(folder, "--steps=1 --out= --data=text").out;  // an empty value
+    CHECK((contains(out, "Done: 1 steps") && !contains(out, "saved | ")));
+    const Ended help = train(folder, "--help");
+    const Ended h = train(folder, "--steps 4 -h");
+    CHECK((h.code == 0 && h.out == help.out && contains(h.out, "--steps=9")));
+    const Ended version = train(folder, "--version");
+    CHECK((version.code == 0 && version.error.empty()));
+    CHECK(contains(version.out, "COAT " + std::string(VERSION)));
+    CHECK(contains(read_file("CITATION.cff"), concat("\nversion: ", VERSION, "\n")));
+}
+
+TEST_CASE("train: a run that starts from a folder has a low rate unless --lr is given") {
+    RunFolder folder;
+    const std::string flags =
+        "--device cpu --data text --batch 1 --seq 16 --sample-every 0 --out '' --warmup 0 --steps 1 --log "
+        "log ";
+    for (const auto& [more, lr] : {std::pair{"--model \"$SMALL\"", 1e-5},
+                                   {"--model \"$SMALL\" --lr 2e-3", 2e-3},
+                                   {"--model llama-tiny", 3e-3}}) {
+        require_success(train(folder, flags + more));
+        CHECK(logged(folder, "step").back().at("lr") == double(float(lr)));
+    }
+    CHECK(contains(train(folder, "--help").out, "default where --model is a folder: 1e-5\n"));
+}
+
+TEST_CASE("train: a warm-up longer than the run is shortened so that the rate reaches --lr and it is said") {
+    RunFolder folder;
+    const Ended ended = tiny(folder, "--steps 20 --eval-every 0 --out '' --log log");  // --warmup is 100
+    require_success(ended);
+    CHECK(contains(ended.out,
+                   "warm-up: 2 steps, a tenth of the run, since --warmup 100 would not end before "));
+    double most = 0;
+    for (const auto& line : logged(folder, "step")) most = std::max(most, line.at("lr").get<double>());
+    CHECK(most == double(float(3e-3)));
+    CHECK(!contains(tiny(folder, "--steps 2 --warmup 1 --out ''").out, "warm-up: "));
+}
+
 TEST_CASE("train: every flag that changes numbers changes the weights; threads and the rest do not") {
     RunFolder folder;
     auto weights = [&](const std::string& flags, const std::string& environment = "") {
@@ -148,8 +191,8 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
     CHECK(!contains(same.out, "without changes"));
     const std::string flags = "--steps 6 --lr 1e-4 --warmup 0 --weight-decay 0 --clip 0.1 --save-every 5 ";
     const std::string sentence =
-        "after step 4: --steps 6 in place of 4 --lr 0.0001 in place of 0.003 --warmup 0 in place of 1 "
-        "--weight-decay 0.0 in place of 0.1 --clip 0.1 in place of 1.0\n";
+        "after step 4: --steps 6 (before: 4), --lr 0.0001 (before: 0.003), --warmup 0 (before: 1), "
+        "--weight-decay 0.0 (before: 0.1), --clip 0.1 (before: 1.0)\n";
     const Ended changed = train(folder, resume + flags + "--out two");
     require_success(changed);
     CHECK(contains(changed.out, sentence));

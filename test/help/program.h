@@ -59,7 +59,8 @@ inline Ended shell(const Folder& folder, const std::string& command) {
 
 // Flags of a run that takes a fraction of a second. Of a flag that is given twice the last value counts.
 inline const std::string TINY =
-    " --device cpu --model \"$SMALL\" --data text --batch 2 --seq 16 --sample-every 0 --eval-tokens 640 ";
+    " --device cpu --model \"$SMALL\" --data text --batch 2 --seq 16 --lr 3e-3 --sample-every 0 "
+    "--eval-tokens 640 ";
 inline Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "train " + flags); }
 inline Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
 
