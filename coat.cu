@@ -1,18 +1,22 @@
-// coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision
-// flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
-// Types are those of gpu/tensor.cuh. Kernels go through a tensor in tiles, and a producer computes what is
-// not stored: both are in gpu/tiles.cuh.
+// coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface: gpu/coat.cuh;
+// the same operators on the CPU, with the same names: section 2 of reference.cpp).
 //
-// Words that all parts use:
-//   code        an FP8 value as it is stored, before it is multiplied by its scale
-//   1x16 group  16 neighbouring elements of a token that share a scale (section 5 of the paper)
-//   chunk       8 neighbouring elements of a row: what a thread loads, computes and stores at once
-//   tile        128 x 128 elements: what a thread block works on
-//   live        false where a thread's place lies outside the tensor: it computes, but stores nothing
-//   amax        the largest magnitude of a tensor; to take it is to update it with an atomicMax
+// What is stored. Activations that backward reads again are E4M3 codes, with a BF16 scale for each 1x16 group
+// (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor; it is stored by
+// rows, by columns (transposed), or both, and only for as long as its GEMMs need it (part 3). The scale
+// follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
 //
-// Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
-// dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
+// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 rows of a chunk in
+// it, 8 neighbouring columns: no other thread stores these. Two neighbouring lanes own a 1x16 group.
+//
+// Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
+// of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
+// norm's output are never stored: a Producer (gpu/tiles.cuh) computes them from what is. for_each_row() there
+// loads a thread's rows, several at once, and hands over the values of one row after the other. Its `live` is
+// false for a row behind the tensor's last: that one is computed, but not stored. What gated activations read
+// or write, such as [gate | up], has two planes side by side.
+//
+// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
 #include "gpu/coat.cuh"
 
 #include "gpu/report.cuh"
@@ -21,15 +25,23 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. Quantize in groups of 1 x 16 (paper section 5, granularity)
+// 1. Mixed granularity: groups of 1 x 16, for what non-linear layers save
 //
-// scale = amax / 448 of the group, code = E4M3(x / scale).
-// Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
-// costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) has the arithmetic.
+// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_and_store (gpu/tensor.cuh). A group
+// never crosses a token, so that an outlier costs precision only in its own 16 elements.
 //
-// The kernel quantizes what attention saves (--attention groups), and the input of the activation. In the
-// same pass it may take the amax of the activation's output, the operand of the next GEMM. residual_add
-// writes all other groups in passing.
+// The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
+// has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
+// residual_add (gpu/norm.cu) writes all other groups in passing.
+
+// The largest magnitude of `top` and of the activation's output for one row of the thread's values.
+template <int PLANES> static __device__ float amax_of_activation(float top, const Values (&v)[PLANES]) {
+    for (int j = 0; j < CHUNK; j++) {
+        const float output = activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]);
+        top = larger_magnitude(top, output);
+    }
+    return top;
+}
 
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
@@ -37,23 +49,21 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
                            AmaxAndScale* activation) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
+    // A thread outside the tensor owns nothing and leaves: it must not read what another one writes back.
+    if (!at.inside(rows, x.width)) return;  // both owners of a group do, or neither
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        auto take_amax = [&] {
-            for (int j = 0; j < CHUNK; j++)
-                top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
-        };
-        if (TAKES_AMAX && !reads_saved) take_amax();
+        if (TAKES_AMAX && !reads_saved) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
-            groups.from(first).round_and_store(offset, v[p], live);  // v becomes scale * code
+            // This rounds v to what the group holds, scale * code.
+            groups.from(first).round_and_store(offset, v[p], live);
             if (!TAKES_AMAX && write_back) x.in.from(first).round_and_store(offset, v[p], live);
         }
-        if (TAKES_AMAX && reads_saved) take_amax();
+        if (TAKES_AMAX && reads_saved) top = amax_of_activation(top, v);
     });
-    // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
-    if (TAKES_AMAX) update_amax_by_warp(&activation->amax, at.col < x.width ? magnitude(top) : 0);
+    if (TAKES_AMAX) update_amax_by_warp(&activation->amax, magnitude(top));
 }
 
 void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
@@ -73,21 +83,23 @@ void quantize_groups(const View& x, const View& groups, bool write_back, const A
 }
 
 // ===========================================================================================================
-// 2. Group scaling (paper section 5): the amax of a tensor in two stages
+// 2. Group scaling: the amax of a tensor in two stages
 //
-// Stage one: each warp takes the maximum of its values. (The paper takes 1xG groups; the result is the same.)
-// Stage two: an atomicMax over the warps. Mostly both happen in passing, in a kernel that has the values
-// anyway: the kernels that write the inputs of norms and activations compute the outputs for their amax. The
-// kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
+// Stage one finds the amax of each group of values; here a group is what a warp has. (The paper takes 1xG
+// groups; the result is the same.) Stage two finds the largest of these, by an atomicMax. Mostly both happen
+// in passing, in a kernel that has the values anyway: the kernels that write the inputs of norms and
+// activations compute the outputs for their amax. The kernel below is for what no other kernel has at hand,
+// for instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    amax_kernel(Producer x, int64_t rows, AmaxAndScale* out) {
+    amax_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale) {
     float top = 0;
+    // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
-    update_amax_by_warp(&out->amax, magnitude(top));
+    update_amax_by_warp(&amax_and_scale->amax, magnitude(top));
 }
 
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
@@ -98,103 +110,100 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 }
 
 // ===========================================================================================================
-// 3. FP8 operands of GEMMs: codes = encode(x / s), row-major and transposed; s = amax / FMAX per tensor
+// 3. Operands of GEMMs: one scale per tensor, just in time; codes by rows, and transposed
 //
-// A kernel multiplies by 1 / s, rounded to FP32, as the CPU does.
-
-// Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
-// scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
-// scaling no register. In BLOCKS (rowwise, deepseek), row-major and transposed codes have scales of their own
-// (gpu/other_scaling.cu). codes may be null; transposed too, in BLOCKS and where not TRANSPOSED.
-template <class Producer, bool TRANSPOSED, bool BLOCKS>
-static __global__ void __launch_bounds__(TILE_THREADS, BLOCKS ? 2 : TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, ScaleGrid by_row, ScaleGrid by_column,
-                    float fmax, bool e5m2, uint8_t* codes, uint8_t* transposed) {
+// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32.
+//
+// The transposed copy goes through shared memory: a thread has 8 columns of a row, but memory wants many rows
+// of a column. A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, and the n-th
+// word of every column lies in bank n. Thread (across, down) of the 16 x 16 owns rows 8 * down ... + 7 of
+// columns 8 * across ... + 7: to each of these it writes two words, down.0 (its first 4 rows) and down.1.
+//
+//                      piece 0: rows 0 ... 15    piece 1: rows 16 ... 31
+//   bank                0     1     2     3       4     5     6     7      ...    31
+//   columns  0 ... 7   0.0   0.1   1.1   1.0     2.0   2.1   3.1   3.0     ...   15.0    across = 0 writes it
+//   columns  8 ... 15  1.1   1.0   0.0   0.1     3.1   3.0   2.0   2.1     ...   14.1    across = 1
+//   columns 16 ... 23  2.0   2.1   3.1   3.0     0.0   0.1   1.1   1.0     ...   13.0    across = 2
+//   columns 24 ... 31  3.1   3.0   2.0   2.1     1.1   1.0   0.0   0.1     ...   12.1    across = 3
+//
+// Writing: a warp is 16 threads across and two down, say 0 and 1. At a time it writes all its 0.0 and 1.0,
+// one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
+// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece, 4
+// words or 16 rows of a column, and stores it with one instruction. 8 lanes read the 8 pieces of a column:
+// every bank once. TransposeTile::rows16() (gpu/tiles.cuh) orders the 4 words.
+template <class Producer, Format FP8, bool TRANSPOSED>
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
+                    uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    __shared__ uint32_t for_later;
     const TilePlace at;
-    const bool transposes = BLOCKS ? transposed != nullptr : TRANSPOSED;
-    const bool delayed = !BLOCKS && tensor->from_history > 0;  // 0 where scaling is just in time
-    const float scale = BLOCKS    ? 0
-                        : delayed ? tensor->from_history
-                                  : scale_of(fmax, tensor->amax),
-                inverse = __frcp_rn(scale);
-    if (delayed) {
-        if (threadIdx.x == 0) for_later = 0;
-        __syncthreads();
-    }
-    uint8_t* to[PLANES];
-    Values inverses[PLANES] = {};  // in blocks: of the thread's columns, for the transposed codes
-    for (int p = 0; p < PLANES; p++) {
-        to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-        for (int j = 0; j < CHUNK; j++)
-            if (BLOCKS && transposes && at.col < x.width)
-                inverses[p][j] =
-                    __frcp_rn(*by_column.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
-    }
-    uint2 last_four[PLANES][4];
-    for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        for (int p = 0; p < PLANES; p++) {
-            if (delayed) {  // a dead place may have read codes where values were: it does not count
-                const uint32_t top = __reduce_max_sync(~0u, live ? magnitude(larger_magnitude(0, v[p])) : 0);
-                if (threadIdx.x % 32 == 0) atomicMax(&for_later, top);
+    // Just in time: every thread derives the same scale from the amax.
+    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float inverse = __frcp_rn(scale);
+    uint8_t* row0[PLANES];  // where the codes of the thread's first row go
+    for (int p = 0; p < PLANES; p++) row0[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint2 four_rows[PLANES][4];
+
+    // A thread outside the tensor must not even read, because codes may overwrite what x is computed from.
+    if (at.inside(rows, x.width))
+        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++) {
+                const uint2 eight_codes = encode<FP8>(v[p], inverse);
+                if (live && codes) put(row0[p] + row_offset(i, PLANES * x.width), eight_codes);
+                four_rows[p][i % 4] = eight_codes;
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
             }
-            const bool stores = live && codes;
-            float of_row = inverse;
-            if (BLOCKS && stores) of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
-            last_four[p][i % 4] = encode(e5m2, v[p], of_row);
-            if (stores) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
-            if (!transposes) continue;
-            if (BLOCKS) {
-                for (int j = 0; j < CHUNK; j++) v[p][j] = __fmul_rn(v[p][j], inverses[p][j]);
-                last_four[p][i % 4] = encode(e5m2, v[p], 1.0f);
-            }
-            if (i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
-        }
+        });
+    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
+
+    // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+}
+
+// out.view.data, out.transposed or both may be null.
+template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Operand& out, cudaStream_t s) {
+    with_producer<true>(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_kernel<P, FP8, false>;
+        if (out.transposed) kernel = quantize_kernel<P, FP8, true>;
+        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
+               amax_and_scale(out.view), info(FP8).max, static_cast<uint8_t*>(out.view.data),
+               static_cast<uint8_t*>(out.transposed));
     });
-    if (transposes) store_transposed(tiles, rows, x.width, transposed);
-    if (delayed) __syncthreads();
-    if (BLOCKS || threadIdx.x != 0) return;
-    if (delayed) update_amax(&tensor->amax, for_later);
-    if (blockIdx.x == 0 && blockIdx.y == 0) tensor->scale = scale;  // last, so that it delays no load of x
 }
 
 // ===========================================================================================================
-// 4. quantize(): the kernel for each format
+// 4. Without codes, and the choice between all of these
 
-// Values rounded to BF16 or stored as FP32.
+// Values are rounded to BF16, or stored as FP32.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     round_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
+    if (!at.inside(rows, x.width)) return;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
             out.round_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
     });
 }
 
+static void round_values(const Lazy& x, const View& out, cudaStream_t s) {
+    with_producer(x, [&](auto producer) {
+        launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0,
+               s, producer, x.rows, either_dense(out));
+    });
+}
+
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    if (!q.fp8())
-        return with_producer(x, [&](auto producer) {
-            launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS,
-                   0, s, producer, x.rows, either_dense(out.view));
-        });
+    if (!q.fp8()) return round_values(x, out.view, s);
     if (q == Q_GROUP) return quantize_groups(x.input, out.view, false, {}, stats, s);
-    const bool in_blocks = !(q.granularity == PER_TENSOR);
-    if (in_blocks) block_scales(x, out, s);
+    if (!(q.granularity == PER_TENSOR)) return quantize_in_blocks(x, out, stats, s);
+    if (out.delayed) return quantize_delayed(x, out, stats, s);
     measure(x, out, stats, s);  // first, because the codes may overwrite x
-    with_producer<true>(x, [&](auto producer) {
-        using P = decltype(producer);
-        const auto kernel = in_blocks        ? quantize_kernel<P, true, true>
-                            : out.transposed ? quantize_kernel<P, true, false>
-                                             : quantize_kernel<P, false, false>;
-        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               amax_and_scale(out.view), scale_grid(out, false), scale_grid(out, true), info(q.format).max,
-               q.format == Format::E5M2, static_cast<uint8_t*>(out.view.data),
-               static_cast<uint8_t*>(out.transposed));
-    });
+    if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);
+    else quantize_per_tensor<Format::E4M3>(x, out, s);
 }
 
 void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }

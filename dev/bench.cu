@@ -330,7 +330,8 @@ private:
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
-        const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
+        Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
+        out.delayed = r_.scaling == Scaling::Delayed;
         find_scale(x, out);
         const double bytes = reads(x) + (plain + transposed) * double(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
@@ -465,6 +466,7 @@ private:
             double bytes = 0;
             for (const View& v : w) {
                 to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
+                to.back().delayed = r_.scaling == Scaling::Delayed;
                 find_scale(stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.data, nullptr, v.rows, v.cols, r_.w});
             }

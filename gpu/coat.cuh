@@ -45,8 +45,8 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
 // with delayed scaling, in every step.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
-// Writes x as out says: FP8 per tensor (with the delayed scale in amax_and_scale(out.view), or just in time
-// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups,
+// Writes x as out says: FP8 per tensor (just in time from the amax in amax_and_scale(out.view), or with the
+// delayed scale there); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups,
 // if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are computed
 // from, where an element's code is as large as the element. What quantizing loses is added to *stats if that
 // is not null. Codes may have rows beyond x's, which are left as they are.
@@ -98,8 +98,10 @@ struct ScaleGrid {
 // The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
 ScaleGrid scale_grid(const Operand& out, bool transposed);
 
-// The scales of x per row, 1x128 or 128x128, for quantize(); *out.amax is updated.
-void block_scales(const Lazy& x, const Operand& out, cudaStream_t s);
+// What quantize() calls for these recipes: codes per row, 1x128 or 128x128, with scales of their own, just in
+// time (*out.amax is updated); and codes per tensor with a delayed scale, while the amax is taken for later.
+void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
 // is from_history = max(history) / FMAX. A maximum that is 0 or not finite leaves it as it was, and

@@ -134,7 +134,8 @@ private:
             const Slice mine = part(peers_.rank);
             const View kept = state_.owned_weight(i),
                        made{to + mine.first, scale, kept.rows, kept.cols, quant};
-            if (codes) quantize(stored(kept), {made}, state_.stats_of(Kind::Weight), peers_.stream());
+            const Operand to_codes{.view = made, .delayed = state_.delayed_scaling()};
+            if (codes) quantize(stored(kept), to_codes, state_.stats_of(Kind::Weight), peers_.stream());
             else copy(made.data, kept.data, mine.count, peers_.stream());
             peers_.add_gather(to, part, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};

@@ -100,7 +100,10 @@ private:
                          AmaxAndScale* scale, void* place = nullptr) const {
         void* const codes = place || !plain ? place : arena().take(q.operand_bytes(rows, cols));
         void* const others = transposed ? arena().take(q.operand_bytes(cols, rows)) : nullptr;
-        if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, others};
+        if (q.granularity == PER_TENSOR)
+            return {.view = {codes, scale, rows, cols, q},
+                    .transposed = others,
+                    .delayed = c_.state.delayed_scaling()};
         auto behind = [&](void* p) {
             return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr;
         };

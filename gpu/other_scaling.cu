@@ -1,7 +1,9 @@
-// gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with, and operands
-// that arrive as codes (interface: coat.cuh, parameters.cuh). How kernels go through a tensor: tiles.cuh.
+// gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with, and
+// operands that arrive as codes (interface: coat.cuh, parameters.cuh). Its quantizers are that of coat.cu,
+// part 3, where it is explained, with other scales. How kernels go through a tensor: tiles.cuh.
 #include "cuda.cuh"
 #include "parameters.cuh"
+#include "report.cuh"
 #include "tiles.cuh"
 
 namespace coat::gpu {
@@ -10,8 +12,7 @@ namespace coat::gpu {
 // 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
 // Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
-// passes: here the amaxes of all blocks, which are stored where their scales will be; then the codes
-// (coat.cu).
+// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes.
 
 constexpr int LOG_128 = 7, ALL = 62;
 static_assert(TILE == 1 << LOG_128);
@@ -71,7 +72,8 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
     if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
 }
 
-void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
+// The scales of x, of both sets that out wants; *out.amax is updated.
+static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
@@ -85,8 +87,100 @@ void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
                    info(out.view.quant.format).max, out.amax);
 }
 
+// The second pass: codes with a scale for each row or block. Either of codes and transposed may be null.
+template <class Producer>
+static __global__ void __launch_bounds__(TILE_THREADS, 2)
+    quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid by_row, ScaleGrid by_column, bool e5m2,
+                              uint8_t* codes, uint8_t* transposed) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at;
+    const bool inside = at.inside(rows, x.width);
+    Values of_columns[PLANES] = {};  // 1 / scale of each of the thread's columns, for the transposed codes
+    for (int p = 0; p < PLANES; p++)
+        for (int j = 0; j < CHUNK; j++)
+            if (transposed && inside) {
+                const int64_t col = p * x.width + at.col + j;
+                of_columns[p][j] = __frcp_rn(*by_column.at(int64_t(blockIdx.y) * TILE, col));
+            }
+    uint2 four_rows[PLANES][4];
+    // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
+    if (inside)
+        for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++) {
+                if (live && codes) {
+                    const float of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
+                    uint8_t* first = codes + (at.row * PLANES + p) * x.width + at.col;
+                    put(first + row_offset(i, PLANES * x.width), encode(e5m2, v[p], of_row));
+                }
+                if (!transposed) continue;
+                for (int j = 0; j < CHUNK; j++) v[p][j] = __fmul_rn(v[p][j], of_columns[p][j]);
+                four_rows[p][i % 4] = encode(e5m2, v[p], 1.0f);
+                if (i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+            }
+        });
+    if (transposed) store_transposed(tiles, rows, x.width, transposed);
+}
+
+void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    block_scales(x, out, s);
+    measure(x, out, stats, s);  // before the codes, which may overwrite x
+    with_producer<true>(x, [&](auto producer) {
+        launch("quantize_in_blocks", quantize_in_blocks_kernel<decltype(producer)>,
+               tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
+               scale_grid(out, false), scale_grid(out, true), out.view.quant.format == Format::E5M2,
+               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+    });
+}
+
 // ===========================================================================================================
-// 2. Delayed scaling (te)
+// 2. Delayed scaling (te): the scale is known before the values are; their amax is for later steps
+
+// While the history is empty, the scale follows just in time from the amax, which another kernel has taken.
+template <class Producer, bool TRANSPOSED>
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
+                            uint8_t* codes, uint8_t* transposed) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at;
+    const bool delayed = amax_and_scale->from_history > 0;
+    float scale = amax_and_scale->from_history;
+    if (!delayed) scale = scale_of(fmax, amax_and_scale->amax);
+    const float inverse = __frcp_rn(scale);
+    float top = 0;
+    uint8_t* row0[PLANES];
+    for (int p = 0; p < PLANES; p++) row0[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint2 four_rows[PLANES][4];
+    // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
+    if (at.inside(rows, x.width))
+        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++) {
+                // A row that is not live may be the last one again, read after its codes were stored.
+                if (live) top = larger_magnitude(top, v[p]);
+                const uint2 eight_codes = encode(e5m2, v[p], inverse);
+                if (live && codes) put(row0[p] + row_offset(i, PLANES * x.width), eight_codes);
+                four_rows[p][i % 4] = eight_codes;
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+            }
+        });
+    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
+    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude(top));
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+}
+
+void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    const Format fp8 = out.view.quant.format;
+    measure(x, out, stats, s);  // before the codes, which may overwrite x
+    with_producer<true>(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_delayed_kernel<P, false>;
+        if (out.transposed) kernel = quantize_delayed_kernel<P, true>;
+        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
+               x.rows, amax_and_scale(out.view), info(fp8).max, fp8 == Format::E5M2,
+               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+    });
+}
 
 // A thread has one operand's history, which moves up by one from its end on.
 constexpr int HISTORY_THREADS = 32;

@@ -57,6 +57,7 @@ struct Operand {
     void* transposed_scales = nullptr;
     // Updated by quantize() where the granularity is not per tensor; may be null.
     AmaxAndScale* amax = nullptr;
+    bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
 // A norm layer. Backward recomputes its output from `in` and `stats` instead of saving it.
@@ -161,13 +162,15 @@ inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
 }
-inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {  // eight codes of v * inverse
-    uint32_t half[4];
-    auto encode_as = [&](bool e5m2) {
-        for (int i = 0; i < 4; i++) half[i] = encode2(e5m2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
-    };
-    e5m2 ? encode_as(true) : encode_as(false);  // one branch for all
-    return {half[0] | half[1] << 16, half[2] | half[3] << 16};
+template <Format FP8> __device__ uint2 encode(const Values& v, float inverse) {  // eight codes of v * inverse
+    constexpr bool E5M2 = FP8 == Format::E5M2;
+    uint32_t two[4];
+    for (int i = 0; i < 4; i++) two[i] = encode2(E5M2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    return {two[0] | two[1] << 16, two[2] | two[3] << 16};
+}
+inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {  // the format of run time
+    if (e5m2) return encode<Format::E5M2>(v, inverse);
+    return encode<Format::E4M3>(v, inverse);
 }
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     for (int i = 0; i < 4; i++) {

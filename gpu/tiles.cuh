@@ -32,6 +32,7 @@ struct TilePlace {
     __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
         : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * ROWS),
           col(int64_t(blockIdx.x) * TILE + across * CHUNK) {}
+    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
 };
 inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
@@ -47,7 +48,9 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = Producer::BYTES <= 16 ? 8 : Producer::BYTES <= 32 ? 4 : 2;
-    const auto cursor = x.cursor(min(at.row, rows - 1), min(at.col, x.width - CHUNK));
+    const int64_t row = at.row < rows ? at.row : rows - 1;
+    const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
+    const auto cursor = x.cursor(row, col);
     const int inside = static_cast<int>(min(max(rows - at.row, int64_t(0)), int64_t(ROWS)));
     const int live_rows = at.col < x.width ? inside : 0;
 #pragma unroll
@@ -84,30 +87,38 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
 inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
     const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
     const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
-    out[0] = __byte_perm(ab01, cd01, 0x5410), out[1] = __byte_perm(ab01, cd01, 0x7632);
-    out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
+    out[0] = __byte_perm(ab01, cd01, 0x5410);
+    out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410);
+    out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). The 128 rows of a
-// column follow each other, in words of 4 rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^
-// (the lowest bit of the thread's `down`). With this swizzle both the writes (of 16 threads across and 2 down
-// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
+// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). A word holds four
+// rows of a column. A column has 32 words, as many as there are banks, so that word b of any column lies in
+// bank b. The drawing in coat.cu, part 3, shows which word is where, and why no two lanes meet in a bank.
 struct TransposeTile {
-    uint32_t words[TILE * TILE / 4];
+    static constexpr int WORDS = TILE / 4;  // of a column
+    uint32_t words[TILE][WORDS];
 
-    // Takes the codes of the thread's rows 4 h ... 4 h + 3.
-    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {
+    // A thread calls it twice: for its rows 0 ... 3 (half 0) and 4 ... 7 (half 1), for its eight columns.
+    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        uint32_t* to =
-            words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
-        for (int j = 0; j < CHUNK; j++) to[j * (TILE / 4)] = columns[j / 4][j % 4];
+        const int unswizzled = 2 * at.down + half;
+        const int bank = unswizzled ^ (2 * at.across) ^ (at.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
-    __device__ uint4 rows16(int col, int piece) const {  // rows 16 * piece ... + 15 of one column
+    // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows: d.0, d.1
+    // of a thread whose `down` is even, and e.0, e.1 of the next one. In columns of an even chunk they lie as
+    // d.0 d.1 e.1 e.0, of an odd chunk as e.1 e.0 d.0 d.1.
+    __device__ uint4 rows16(int col, int piece) const {
         const int chunk = col / CHUNK;
-        const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
-        return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
+        const int bank = 4 * (piece ^ (chunk / 2));
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
+        const uint4 of_even{four.x, four.y, four.w, four.z};
+        const uint4 of_odd{four.z, four.w, four.y, four.x};
+        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
     }
 };
 // Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.

@@ -139,13 +139,15 @@ public:
     const Quant quant;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
     Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
+    const bool delayed_scaling;
 
     Tensor(Shape s, Quant q, float delayed = 0)  // 0: without a delayed scale
         : rows(s.rows), cols(s.cols), quant(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(transposes() ? q.operand_scales(cols, rows) * 4 : 0), slot(1) {
+          transposed_scales(transposes() ? q.operand_scales(cols, rows) * 4 : 0), slot(1),
+          delayed_scaling(delayed > 0) {
         slot.write({AmaxAndScale{0, 0, delayed, 0}});
     }
     Tensor(const Floats& x, Shape s, Quant q) : Tensor(s, q) {
@@ -166,8 +168,10 @@ public:
         return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols, quant};
     }
     Operand operand() const {
-        if (!transposes()) return {view(), nullptr, nullptr, slot.get()};
-        return {view(), transposed.get(), per_tensor() ? nullptr : transposed_scales.get(), slot.get()};
+        Operand out{.view = view(), .amax = slot.get(), .delayed = delayed_scaling};
+        if (transposes()) out.transposed = transposed.get();
+        if (transposes() && !per_tensor()) out.transposed_scales = transposed_scales.get();
+        return out;
     }
     float amax() const { return slot.read()[0].amax; }
     float scale() const { return slot.read()[0].scale; }
