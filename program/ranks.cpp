@@ -21,7 +21,8 @@ namespace coat {
 namespace {
 
 constexpr int MOST_RANKS = 1024;
-constexpr uint64_t MOST_BYTES = uint64_t(1) << 33;  // of a message: no tensor of coat.h's models has more
+constexpr uint64_t MOST_BYTES = uint64_t(1)
+                                << 33;  // of a rank's value: no tensor of coat.h's models has more
 
 // A message is a header and so many bytes. DATA: a value. WAITING: I am here, and wait, too. ENDING: all
 // ranks end; one that has failed gives its sentence, which rank 0 prints.
@@ -30,6 +31,47 @@ struct __attribute__((packed)) Header {
     uint8_t kind;
     uint64_t size = 0;
 };
+Bytes message_of(Kind kind, const void* data, size_t size) {
+    const Header header{kind, size};
+    Bytes message(sizeof header + size);
+    std::memcpy(message.data(), &header, sizeof header);
+    if (size) std::memcpy(&message[sizeof header], data, size);
+    return message;
+}
+
+// The values of all ranks as rank 0 sends them to the others: the size of each, then the bytes of each.
+Bytes join(const std::vector<Bytes>& values) {
+    std::vector<uint64_t> sizes;
+    uint64_t all_bytes = values.size() * sizeof(uint64_t);
+    for (const Bytes& value : values) {
+        sizes.push_back(value.size());
+        all_bytes += value.size();
+    }
+    Bytes joined;
+    joined.reserve(all_bytes);
+    const auto* begin = reinterpret_cast<const uint8_t*>(sizes.data());
+    joined.insert(joined.end(), begin, begin + sizes.size() * sizeof(uint64_t));
+    for (const Bytes& value : values) joined.insert(joined.end(), value.begin(), value.end());
+    return joined;
+}
+
+// The inverse of join(); no values if these bytes are not those of `count` values.
+std::vector<Bytes> split(const Bytes& joined, size_t count) {
+    std::vector<uint64_t> sizes(count);
+    const size_t header = count * sizeof(uint64_t);
+    if (joined.size() < header) return {};
+    std::memcpy(sizes.data(), joined.data(), header);
+    std::vector<Bytes> values;
+    size_t at = header;
+    for (const uint64_t size : sizes) {
+        if (size > joined.size() - at) return {};
+        values.emplace_back(joined.begin() + static_cast<int64_t>(at),
+                            joined.begin() + static_cast<int64_t>(at + size));
+        at += size;
+    }
+    return values;
+}
+
 void tell(int fd, Kind kind) {  // if there is room
     const Header message{kind};
     ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -195,24 +237,27 @@ ProcessGroup::~ProcessGroup() {
     for (const pid_t child : children) ::waitpid(child, nullptr, 0);
 }
 
-// Rank 0 reads from all before it sends to any; the others send first. So no two wait for each other.
+// Rank 0 reads from all before it sends to any; the others send first. So no two wait for each other. Each
+// rank sends and gets one message, however many ranks there are.
 std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
-    std::vector<Bytes> parts(peers_.size());
-    if (rank_ > 0) send(0, DATA, mine.data(), mine.size());
-    for (int r = 0; r < count(); r++)
-        if (r == rank_) parts[size_t(r)] = mine;
-        else if (rank_ == 0 || on_all) parts[size_t(r)] = receive(rank_ == 0 ? r : 0);
-    for (int to = 1; rank_ == 0 && on_all && to < count(); to++)
-        for (int r = 0; r < count(); r++)
-            if (r != to) send(to, DATA, parts[size_t(r)].data(), parts[size_t(r)].size());
-    return parts;
+    std::vector<Bytes> values(peers_.size());
+    values[static_cast<size_t>(rank_)] = mine;
+    if (rank_ == 0) {
+        for (int from = 1; from < count(); from++) values[static_cast<size_t>(from)] = receive(from);
+        if (!on_all || count() == 1) return values;
+        const Bytes joined = join(values), message = message_of(DATA, joined.data(), joined.size());
+        for (int to = 1; to < count(); to++) send(to, message);
+        return values;
+    }
+    send(0, message_of(DATA, mine.data(), mine.size()));
+    if (!on_all) return values;
+    values = split(receive(0), peers_.size());
+    if (values.empty())
+        end("Rank 0 has sent something else than values; start the same program on all ranks.");
+    return values;
 }
 
-void ProcessGroup::send(int to, char kind, const void* data, size_t size) {
-    const Header header{uint8_t(kind), size};
-    Bytes message(sizeof header + size);
-    std::memcpy(message.data(), &header, sizeof header);
-    if (size) std::memcpy(&message[sizeof header], data, size);
+void ProcessGroup::send(int to, const Bytes& message) {
     size_t sent = 0;
     pollfd socket{peers_[size_t(to)].socket, POLLOUT, 0};
     sending_to_ = to;
@@ -242,7 +287,7 @@ bool ProcessGroup::has_sent(int rank) {
     for (;;) {
         Header header{0};
         if (peer.got >= sizeof header) std::memcpy(&header, peer.message.data(), sizeof header);
-        if (header.size > MOST_BYTES) break;
+        if (header.size > MOST_BYTES * peers_.size()) break;
         peer.message.resize(sizeof header + header.size);
         if (const size_t missing = peer.message.size() - peer.got) {
             const ssize_t n = ::recv(peer.socket, &peer.message[peer.got], missing, MSG_DONTWAIT);
@@ -260,9 +305,9 @@ bool ProcessGroup::has_sent(int rank) {
 }
 
 void ProcessGroup::wait_until(const std::function<bool()>& done) {
-    double looked = now(), told = looked;
+    const double began = now();
+    double looked = began, told = began;
     bool named = false;
-    for (Peer& peer : peers_) peer.heard = looked;
     while (!done()) {
         const double time = now();
         if (time < looked + 0.01) continue;
@@ -277,7 +322,7 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
             pollfd closed{peer.socket, POLLRDHUP, 0};
             while (has_sent(r) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
             if (tells && r != sending_to_) tell(peer.socket, WAITING);
-            if (time < peer.heard + patience) continue;
+            if (time < std::max(peer.heard, began) + patience) continue;
             if (!named && rank_ <= 1)  // rank 1 speaks of rank 0
                 std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", r, patience);
             named = true;
@@ -300,7 +345,7 @@ void ProcessGroup::end(const std::string& sentence, int code) {
 // Another rank gives its sentence to rank 0, which prints it or its own, and waits for the end.
 void ProcessGroup::fail(const std::string& sentence) {
     if (rank_ == 0) end(sentence);
-    send(0, ENDING, sentence.data(), sentence.size());
+    send(0, message_of(ENDING, sentence.data(), sentence.size()));
     ::shutdown(peers_[0].socket, SHUT_WR);
     // It may be within a call, of a driver or a library, that reads nothing: then this rank prints it.
     const double deadline = now() + patience;

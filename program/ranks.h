@@ -69,14 +69,14 @@ private:
     struct Peer {
         int socket = -1;
         double heard = 0;  // when it last sent anything
-        Bytes message;     // the next that it sends
+        Bytes message;     // the next that it sends, with its header
         size_t got = 0;    // the bytes of it that have come
     };
     const int rank_, local_;
     std::vector<Peer> peers_;  // by rank
     int sending_to_ = -1;      // in the middle of a message
 
-    void send(int to, char kind, const void* data, size_t size);
+    void send(int to, const Bytes& message);
     Bytes receive(int from);
     bool has_sent(int rank);
     [[noreturn]] void end(const std::string& sentence, int code = 1);

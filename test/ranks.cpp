@@ -155,6 +155,35 @@ TEST_CASE("ranks: every rank gets the values of all whatever their sizes; rank 0
     }
 }
 
+TEST_CASE("ranks: rank 0 answers every rank with one message however many ranks there are") {
+    constexpr int COUNT = 40;
+    std::vector<int> sockets = {-1}, others;
+    for (int rank = 1; rank < COUNT; rank++) {
+        int ends[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        const std::string value = "D" + std::string("\x04\0\0\0\0\0\0\0", 8) + "abcd";
+        for (const std::string& message : {value, "D" + std::string(8, '\0')})  // the last is for the end
+            REQUIRE(send(ends[1], message.data(), message.size(), 0) == ssize_t(message.size()));
+        sockets.push_back(ends[0]), others.push_back(ends[1]);
+    }
+    {
+        ProcessGroup ranks(0, 0, sockets);
+        CHECK(ranks.gather({'a', 'b', 'c', 'd'}, true) == std::vector<Bytes>(COUNT, {'a', 'b', 'c', 'd'}));
+        for (int other : others) {
+            struct __attribute__((packed)) {
+                char kind = 0;
+                uint64_t size = 0;
+            } header;
+            CHECK(recv(other, &header, sizeof header, 0) == ssize_t(sizeof header));
+            CHECK((header.kind == 'D' && header.size >= (COUNT - 1) * 4));
+            std::string message(4096, '\0');
+            const ssize_t rest = recv(other, message.data(), message.size(), MSG_DONTWAIT);
+            CHECK(rest == ssize_t(header.size));  // nothing follows
+        }
+    }
+    for (int other : others) close(other);
+}
+
 TEST_CASE("ranks: one that fails or dies ends all within seconds and the user sees one sentence") {
     const std::string full = "The disk is full; free some space.", ended = " has ended unexpectedly";
     // The GPU of each rank waits for that of another: nothing comes through the sockets.
