@@ -47,15 +47,53 @@ template <class Values> void write_fields(Values& values, bool gpt2, ordered_jso
 
 // Fields that change a model's arithmetic but not its tensors, with the values that are implemented.
 const json IMPLEMENTED = {
-    {"hidden_act", {"silu", "swish"}},    {"use_sliding_window", {false}},
-    {"partial_rotary_factor", {1.0}},     {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},       {"scale_attn_by_inverse_layer_idx", {false}},
-    {"rope_type", {"default", "llama3"}}, {"type", {"default", "llama3"}}};
+    {"hidden_act", {"silu", "swish"}},
+    {"partial_rotary_factor", {1.0}},
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
+    {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}},
+    {"rope_type", {"default", "llama3"}},
+    {"type", {"default", "llama3"}},
+};
 
 void require_implemented(const Fields& f) {
     for (const auto& [field, values] : IMPLEMENTED.items())
         if (f.has(field) && !std::count(values.begin(), values.end(), f.object[field]))
             f.reject(field, "one of " + values.dump());
+}
+
+// Some tools write quantized weights with the names and shapes of those that are not, so that their tensors
+// would be read. These are the fields of transformers, of MLX, and of older versions of compressed-tensors.
+void require_not_quantized(const Fields& f) {
+    for (const char* field : {"quantization_config", "quantization", "compression_config"})
+        if (f.has(field))
+            throw Error(f.path, " has the field ", field, ", so the weights are quantized, which is not ",
+                        "supported; give a folder with weights in BF16, F16 or F32.");
+}
+
+// The sliding window of a model's attention in tokens; 0 if no layer has one. All of this is as transformers
+// reads config.json: a field that is missing has a default there, and null says that there is no window.
+int64_t sliding_window(const Fields& f, const ModelConfig& c) {
+    constexpr int64_t DEFAULT_WINDOW = 4096, DEFAULT_MAX_WINDOW_LAYERS = 28;
+    const std::string arch = c.arch.name;
+    const bool qwen = arch == "qwen2" || arch == "qwen3";
+    const int64_t otherwise = f.object.contains("sliding_window") ? 0 : DEFAULT_WINDOW;
+    if (arch == "mistral") return f.get<int64_t>("sliding_window", otherwise);  // in all layers
+
+    const json FULL = "full_attention", SLIDING = "sliding_attention";
+    const bool lists_layers = f.has("layer_types");
+    const json layers = lists_layers ? f.object["layer_types"] : json::array();
+    auto is_known = [&](const json& type) { return type == FULL || (qwen && type == SLIDING); };
+    if (!layers.is_array() || !std::all_of(layers.begin(), layers.end(), is_known))
+        f.reject("layer_types",
+                 qwen ? "a list of full_attention and sliding_attention" : "a list of full_attention");
+    if (!f.get<bool>("use_sliding_window", false)) return 0;
+    if (!qwen) f.reject("use_sliding_window", "false");
+    // The first max_window_layers layers attend to all tokens, unless layer_types says it for each layer.
+    const int64_t first = f.get<int64_t>("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS);
+    const bool in_some_layer =
+        lists_layers ? std::count(layers.begin(), layers.end(), SLIDING) > 0 : first < c.L;
+    return in_some_layer ? f.get<int64_t>("sliding_window", otherwise) : 0;
 }
 
 // config.json of a named model.
@@ -128,10 +166,12 @@ std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
     return result;
 }
 
+// Files of a model without its head, such as those of GPT-2 itself or of a LlamaModel of transformers, leave
+// out the first part of the names, "transformer." or "model.".
 const Tensor& tensor_of(const Safetensors& files, const Piece& piece) {
-    const std::string prefix = "transformer.";  // the files of GPT-2 itself leave it out
-    const bool bare = piece.theirs.rfind(prefix, 0) == 0 && !files.tensors().count(piece.theirs);
-    return files.require(piece.theirs.substr(bare ? prefix.size() : 0), piece.shape, "BF16 F16 F32");
+    const std::string bare = piece.theirs.substr(piece.theirs.find('.') + 1);
+    const bool is_bare = !files.tensors().count(piece.theirs) && files.tensors().count(bare);
+    return files.require(is_bare ? bare : piece.theirs, piece.shape, "BF16 F16 F32");
 }
 
 // Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
@@ -149,6 +189,16 @@ uint32_t f32_bits(const Tensor& t, int64_t i) {
     value = magnitude < 31u << 23 ? value * 0x1p112f : INFINITY;  // or NaN
     std::memcpy(&bits, &value, sizeof bits);
     return sign | bits;
+}
+
+// Whether two tensors have the same shape and the same values. Their dtypes may differ.
+bool equal_values(const Tensor& a, const Tensor& b) {
+    if (a.shape != b.shape || !is_one_of("BF16 F16 F32", b.dtype)) return false;
+    const int64_t elements = a.bytes / (a.dtype == "F32" ? 4 : 2);
+    int64_t different = 0;
+#pragma omp parallel for reduction(+ : different)
+    for (int64_t i = 0; i < elements; i++) different += f32_bits(a, i) != f32_bits(b, i);
+    return different == 0;
 }
 
 // weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16 bits. NaN, infinity and what rounds to
@@ -186,14 +236,14 @@ ModelConfig read_model_config(const std::string& folder) {
     c.name = folder;
     c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
                       (f.path + ": the field model_type").c_str());
+    require_not_quantized(f);
     require_implemented(f);
     const bool gpt2 = !c.arch.rope;
     c.max_T = gpt2 ? 1024 : 2048, c.norm_eps = gpt2 ? 1e-5f : 1e-6f, c.tied = gpt2;
     read_fields(c, gpt2, f);
     if (!c.NKV) c.NKV = c.NH;
     if (!c.F && gpt2) c.F = 4 * c.C;
-    if (c.arch.name == std::string("mistral"))  // missing and null differ in transformers
-        c.window = f.object.contains("sliding_window") ? f.get<int64_t>("sliding_window", 0) : 4096;
+    c.window = sliding_window(f, c);
     // transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling with fields.
     Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
     if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
@@ -216,26 +266,54 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
     for (const Param& p : params)
         for (const Piece& piece : pieces(c, p)) used.insert(&tensor_of(files, piece));
     // A tensor that no piece asks for means another architecture than config.json says, such as one with
-    // biases, or a head where the embedding should be the head. Buffers are not learned.
-    for (const auto& [name, tensor] : files.tensors())
-        if (!used.count(&tensor) && !ends_with(name, ".rotary_emb.inv_freq") &&
-            !ends_with(name, ".attn.bias") && !ends_with(name, ".attn.masked_bias"))
-            throw Error(folder, " has tensor ", name,
-                        ", which the model of config.json does not have; give another model.");
+    // biases. Buffers are not learned. The files of some tied models, such as Qwen3-0.6B, have the embedding
+    // once more as lm_head.weight.
+    const Tensor& embedding = tensor_of(files, pieces(c, params.front()).front());
+    for (const auto& [name, tensor] : files.tensors()) {
+        if (used.count(&tensor) || ends_with(name, ".rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
+            ends_with(name, ".attn.masked_bias"))
+            continue;
+        const bool tied_head = c.tied && name == "lm_head.weight";
+        if (tied_head && equal_values(embedding, tensor)) continue;
+        if (tied_head)
+            throw Error(
+                folder, " has a tensor lm_head.weight that differs from the embedding, but ",
+                "tie_word_embeddings of config.json says that they are the same; correct config.json, ",
+                "or give another model.");
+        throw Error(folder, " has tensor ", name,
+                    ", which the model of config.json does not have; give another model.");
+    }
     for (const Param& p : params)
         if (model) write_parameter(*model, p, files);
 }
 
+bool is_tokenizer_file(const std::string& name) {
+    for (const char* begin :
+         {"tokenizer", "tokenization_", "vocab", "merges", "tekken", "special_tokens_map", "added_tokens"})
+        if (name.starts_with(begin) && name != "tokenizer.bin") return true;  // that is llm.c's
+    for (const char* end : {".model", ".tiktoken", ".spm"})                   // SentencePiece's and OpenAI's
+        if (name.ends_with(end)) return true;
+    return false;
+}
+
+std::string tokenizer_in(const std::string& folder) {
+    std::set<std::string> names;
+    std::error_code none;  // a folder that is not there has no files
+    for (const auto& entry : fs::directory_iterator(folder, none)) {
+        const std::string name = entry.path().filename().string();
+        if (is_tokenizer_file(name) && entry.is_regular_file(none)) names.insert(name);
+    }
+    return names.empty() ? "" : *names.begin();
+}
+
 Companions read_companions(const std::string& folder) {
-    const std::string names =
-        "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-        "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.json";
     Companions files;
     std::error_code none;  // a folder that is not there has no files; a link that leads nowhere is none
     for (const fs::path below : {"", "additional_chat_templates"})
         for (const auto& entry : fs::directory_iterator(folder / below, none)) {
             const std::string name = entry.path().filename().string();
-            const bool known = ends_with(name, ".jinja") || is_one_of(names, name);
+            const bool known = is_tokenizer_file(name) || ends_with(name, ".jinja") ||
+                               is_one_of("config.json generation_config.json chat_template.json", name);
             if (!known || !entry.is_regular_file(none)) continue;
             files[(below / name).string()] = MappedFile(entry.path().string()).text();
         }

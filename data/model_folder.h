@@ -20,6 +20,13 @@ void load_weights(const std::string& folder, const ModelConfig& config, Model* m
 using Companions = std::map<std::string, std::string>;  // path -> bytes
 Companions read_companions(const std::string& folder);
 
+// Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
+// tokenizer.model, vocab.json and merges.txt, tekken.json, ...
+bool is_tokenizer_file(const std::string& name);
+
+// The name of a file of the tokenizer that is in this folder; empty if there is none.
+std::string tokenizer_in(const std::string& folder);
+
 // All bytes of a tensor on rank 0, elsewhere none. Every rank calls it at the same time.
 std::vector<uint8_t> whole_tensor(Model& model, const StateTensor& t);
 

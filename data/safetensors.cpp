@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <set>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -122,12 +123,40 @@ static int64_t bytes_of(const Tensor& t) {
     return bytes;
 }
 
+// The files that an index names: {"weight_map": {name of a tensor: name of a file}}. What is in which file,
+// their headers say. An index may come from anywhere: only files of its own folder are read.
+static std::set<std::string> files_of_index(const std::string& path) {
+    const Fields map{path + ", weight_map", read_json(path).get<Fields>("weight_map").object};
+    std::set<std::string> files;
+    for (const auto& [tensor, value] : map.object.items()) {
+        const std::string file = value.is_string() ? value.get<std::string>() : "";
+        const bool plain = file.find('/') == file.npos && file.find('\0') == file.npos;
+        if (!plain || !file.ends_with(".safetensors"))
+            map.reject(tensor, "the name of a safetensors file in the same folder");
+        files.insert(file);
+    }
+    return files;
+}
+
+// The files of a folder that have its weights, as transformers chooses them.
+static std::set<std::string> weight_files(const std::string& folder) {
+    std::set<std::string> files;
+    const std::string index = path_in(folder, "model.safetensors.index.json"), single = "model.safetensors";
+    if (fs::exists(index)) files = files_of_index(index);  // also read where it is not used: it may be wrong
+    if (fs::exists(path_in(folder, single))) return {single};
+    if (!files.empty()) return files;
+    for (const fs::path& file : fs::directory_iterator(folder))
+        if (file.filename().string().starts_with("model") && file.extension() == ".safetensors")
+            files.insert(file.filename().string());
+    return files;
+}
+
 Safetensors::Safetensors(const std::string& path) : path_(path) {
-    if (!fs::is_directory(path)) add(path);
-    else
-        for (const fs::path& file : fs::directory_iterator(path))
-            if (file.filename().string().rfind("model", 0) == 0 && file.extension() == ".safetensors")
-                add(file.string());
+    if (fs::is_directory(path)) {
+        for (const std::string& file : weight_files(path)) add(path_in(path, file));
+    } else {
+        add(path);
+    }
 }
 
 // Compares all of the header with the file, so that users of a tensor need no checks of their own.

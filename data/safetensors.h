@@ -103,7 +103,8 @@ struct Tensor {
     int64_t bytes = 0;
 };
 
-// The tensors of one file, or of all files model*.safetensors of a folder: large models come in several.
+// The tensors of one file, or those of a folder: in model.safetensors, or else in the files that
+// model.safetensors.index.json names, or else in all files model*.safetensors. Large models come in several.
 class Safetensors {
 public:
     explicit Safetensors(const std::string& path);  // Error if a header does not describe its file

@@ -126,6 +126,7 @@ void read_texts(const std::vector<std::string>& files, Corpus& c) {
     for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
         stream->append({text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size())});
     for (int byte = 0; byte < 256; byte++) c.vocabulary.emplace_back(1, char(byte));
+    c.bytes = true;
 }
 
 constexpr int64_t HEADER = 256 * 4;  // bytes

@@ -52,6 +52,7 @@ struct Corpus {
     std::vector<std::string> vocabulary;  // the bytes of each token; empty if token files come without
     int32_t end_token = -1;               // that ends a text or an answer; -1: not known
     int64_t seq = 0;                      // of packed conversations; 0 for text
+    bool bytes = false;                   // the tokens are the bytes of text files
 
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token that is not known becomes <17>
 };

@@ -405,11 +405,14 @@ Json load_data(Run& run) {
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
     if (config.V == 0) config.V = in_use ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
-    const bool bytes = run.corpus.vocabulary.size() == 256 && config.V > 256 && !run.weights.empty() &&
-                       fs::exists(path_in(run.weights, "tokenizer.json"));
-    if (in_use > config.V || bytes)
-        throw Error("--data contains ", bytes ? "bytes" : concat("token ", in_use - 1), ", but ", config.name,
-                    " has ", config.V, " tokens; make token files with its tokenizer (data/tokenize.py).");
+    const std::string tokenizer = run.weights.empty() ? "" : tokenizer_in(run.weights);
+    if (run.corpus.bytes && !tokenizer.empty())
+        throw Error("--data contains bytes of text, which are no tokens of ", config.name, ": it has a ",
+                    "tokenizer (", tokenizer, "); python3 data/tokenize.py --tokenizer ", run.weights,
+                    " --out tokens ", flags.data, " makes token files, which --data tokens reads.");
+    if (in_use > config.V)
+        throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
+                    " tokens; make token files with its tokenizer (data/tokenize.py).");
     if (!flags.given("seq") && flags.resume.empty())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest());
     if (packed && packed != flags.seq)

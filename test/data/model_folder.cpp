@@ -2,6 +2,7 @@
 // and read them; what would be another model in transformers; which files a checkpoint keeps of a folder.
 #include <doctest/doctest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -33,10 +34,15 @@ struct HuggingFace {
     static float value(size_t tensor, int64_t row, int64_t col) {
         return 1.0f + float(int64_t(tensor) * 8192 + row * 128 + col) * 0x1p-20f;
     }
-    Piece& at(const std::string& end) {
+    Piece& at(const std::string& end, const std::string& or_end = "none") {
         for (Piece& p : pieces)
-            if (ends_with(p.theirs, end)) return p;
+            if (ends_with(p.theirs, end) || ends_with(p.theirs, or_end)) return p;
         throw std::logic_error(end);
+    }
+    // The bits in a file of a number between 1 and 2 that has these bits as a float.
+    static uint32_t code(const std::string& dtype, uint32_t bits) {
+        if (dtype == "F32") return bits;
+        return dtype == "F16" ? 15u << 10 | (bits >> 13 & 0x3FF) : bits >> 16;
     }
     void erase(const std::string& end) { pieces.erase(pieces.begin() + (&at(end) - pieces.data())); }
     void write(const std::string& folder, size_t shards = 1) const {
@@ -54,14 +60,10 @@ struct HuggingFace {
                 tensors.push_back({p.theirs, p.dtype, shape});
                 const int64_t cols = shape.size() == 2 ? shape[1] : 1;
                 for (int64_t e = 0; e < shape[0] * cols; e++) {
-                    // The bits of a number between 1 and 2.
                     const uint32_t bits = bits_of(p.transposed ? value(i, e % cols, e / cols)
                                                                : value(i, e / cols, e % cols)),
-                                   code = !p.codes.empty()   ? p.codes[size_t(e)]
-                                          : p.dtype == "F32" ? bits
-                                          : p.dtype == "F16" ? 15u << 10 | (bits >> 13 & 0x3FF)
-                                                             : bits >> 16;
-                    data.append(reinterpret_cast<const char*>(&code), p.dtype == "F32" ? 4 : 2);
+                                   in_file = p.codes.empty() ? code(p.dtype, bits) : p.codes[size_t(e)];
+                    data.append(reinterpret_cast<const char*>(&in_file), p.dtype == "F32" ? 4 : 2);
                 }
             }
             const std::string name = shards == 1 ? "model.safetensors" : concat("model-", s, ".safetensors");
@@ -128,6 +130,16 @@ HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
     for (const auto& [ours, theirs] :
          {std::pair{l + "norm1", h + "ln_1"}, {l + "norm2", h + "ln_2"}, {"final_norm", prefix + "ln_f"}})
         for (const char* end : {".weight", ".bias"}) f.pieces.push_back({ours + end, theirs + end, 32, 1});
+    return f;
+}
+
+// The names of transformers' LlamaModel: "layers.0...", without "model." before them.
+HuggingFace without_prefix(bool tied) {
+    HuggingFace f = hugging_face_llama();
+    for (HuggingFace::Piece& p : f.pieces)
+        if (p.theirs.starts_with("model.")) p.theirs = p.theirs.substr(strlen("model."));
+    if (tied) f.erase("lm_head.weight");
+    f.config["tie_word_embeddings"] = tied;
     return f;
 }
 
@@ -226,12 +238,24 @@ TEST_CASE("read_model_config: defaults of missing fields and all spellings of sc
     }
 }
 
-TEST_CASE("read_model_config: the sliding window of Mistral limits --seq; other models have none") {
+TEST_CASE("read_model_config: a sliding window limits --seq in models and layers that have one") {
     for (const auto& [type, fields, expected] : std::vector<std::tuple<std::string, std::string, int64_t>>{
              {"mistral", R"({"sliding_window": null})", 0},
              {"mistral", R"({"sliding_window": 2048})", 2048},
              {"mistral", "{}", 4096},
              {"qwen2", R"({"use_sliding_window": false, "sliding_window": 2048})", 0},
+             // Layers from max_window_layers on have the window (28 if the field is missing); there is one.
+             {"qwen2", R"({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1})", 0},
+             {"qwen2", R"({"use_sliding_window": true, "sliding_window": 9})", 0},
+             {"qwen3", R"({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 99})", 0},
+             {"qwen2", R"({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 0})", 9},
+             {"qwen3", R"({"use_sliding_window": true, "max_window_layers": 0})", 4096},
+             {"qwen3", R"({"use_sliding_window": true, "sliding_window": null, "max_window_layers": 0})", 0},
+             // transformers follows layer_types where it is given.
+             {"qwen2", R"({"use_sliding_window": true, "layer_types": ["sliding_attention"]})", 4096},
+             {"qwen2", R"({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 0,
+                           "layer_types": ["full_attention"]})", 0},
+             {"qwen2", R"({"use_sliding_window": false, "layer_types": ["sliding_attention"]})", 0},
              {"llama", R"({"sliding_window": 8})", 0}}) {  // not a field of Llama
         CAPTURE(fields);
         HuggingFace f = hugging_face_llama(type);
@@ -260,6 +284,9 @@ num_hidden_layers 5000 | from 1 to 4096; num_key_value_heads 3 | heads; partial_
 rms_norm_eps "small"; rms_norm_eps -1; rope_theta 0; tie_word_embeddings "yes"; use_sliding_window true;
 rope_parameters 5; rope_parameters "llama3"; rope_scaling "llama3"; rope_scaling {"type": 3} | type;
 rope_scaling {"rope_type": "yarn", "factor": 8.0} | rope_type; rope_parameters {"rope_type": 3} | rope_type;
+quantization_config {"quant_method": "fp8"}; quantization {"bits": 4, "group_size": 64};
+compression_config {}; quantization_config "gptq"; layer_types ["sliding_attention"]; layer_types 5;
+layer_types ["linear_attention"]; layer_types [null];
 rope_scaling {"type": "dynamic", "factor": 8.0} | type; rope_scaling {"type": "linear", "factor": 2} | type;
 rope_parameters {"rope_type": "default", "partial_rotary_factor": 0.5} | partial_rotary_factor)"},
                                      {hugging_face_gpt2().config, R"(
@@ -289,7 +316,8 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
     gpt2.pieces.push_back({"", "transformer.h.0.attn.bias", 16, 16});  // a buffer
     gpt2.pieces.push_back({"", "transformer.h.0.attn.masked_bias", 1, 1});
     for (HuggingFace f : {hugging_face_llama(), hugging_face_llama("mistral"), hugging_face_llama("qwen2"),
-                          hugging_face_llama("qwen3"), gpt2, hugging_face_gpt2("")})
+                          hugging_face_llama("qwen3"), gpt2, hugging_face_gpt2(""), without_prefix(true),
+                          without_prefix(false)})
         for (const auto& [dtype, bits] : {std::pair{"F32", ~0u}, {"F16", 0xFFFFE000u}, {"BF16", 0xFFFF0000u}})
             for (size_t shards : {1, 3}) {
                 INFO(f.config.at("model_type").get<std::string>(), ", ", dtype, ", ", shards, " shards");
@@ -305,7 +333,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 save_model_folder(folder / "saved", model, {});
                 const Safetensors all(folder), saved(folder / "saved");
                 for (const auto& [name, t] : saved.tensors()) {
-                    const size_t prefix = all.tensors().count(name) ? 0 : strlen("transformer.");
+                    const size_t prefix = all.tensors().count(name) ? 0 : name.find('.') + 1;
                     const Tensor& from = all.require(name.substr(prefix), t.shape, dtype);
                     CHECK((t.dtype == "BF16" &&
                            (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
@@ -360,6 +388,45 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     rejected("embed_tokens.weight", 0x7C00);  // infinity in F16
 }
 
+TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_head.weight but no other head") {
+    HuggingFace qwen3 = hugging_face_llama("qwen3"), gpt2 = hugging_face_gpt2(), bare = without_prefix(true);
+    qwen3.config["tie_word_embeddings"] = true;
+    gpt2.pieces.push_back({"head", "lm_head.weight", 50, 32});
+    bare.pieces.push_back({"head", "lm_head.weight", 50, 32});
+    for (HuggingFace f : {qwen3, gpt2, bare})
+        for (const std::string dtype : {"BF16", "F16", "F32"})
+            for (const size_t shards : {1, 2}) {
+                INFO(f.config.at("model_type").get<std::string>(), ", ", dtype, ", ", shards, " shards");
+                const size_t embedding = size_t(&f.at("embed_tokens.weight", "wte.weight") - f.pieces.data());
+                HuggingFace::Piece& head = f.at("lm_head.weight");
+                f.pieces[embedding].dtype = "BF16", head.dtype = dtype, head.codes.clear();
+                for (int64_t e = 0; e < head.rows * head.cols; e++) {
+                    const float exact = HuggingFace::value(embedding, e / head.cols, e % head.cols);
+                    head.codes.push_back(f.code(dtype, bits_of(exact) & 0xFFFF0000));
+                }
+                Folder folder;
+                f.write(folder, shards);
+                MemoryModel model = model_of(folder);
+                load(folder, model);
+                for (int64_t e : {0, 1, 50 * 32 - 1})
+                    CHECK(model.master(parameters(model.setup().config)[0], e) ==
+                          std::bit_cast<float>(bits_of(HuggingFace::value(embedding, e / 32, e % 32)) & 0xFFFF0000));
+                fs::create_directory(folder / "saved");
+                save_model_folder(folder / "saved", model, {});
+                CHECK(!Safetensors(folder / "saved").tensors().count("lm_head.weight"));
+                for (const size_t at : {size_t(0), head.codes.size() - 1}) {
+                    HuggingFace other = f;
+                    other.at("lm_head.weight").codes[at] ^= 1;  // the next number
+                    other.write(folder, shards);
+                    check_error([&] { load(folder, model); }, folder, "lm_head.weight");
+                }
+                HuggingFace transposed = f;
+                transposed.at("lm_head.weight").shape = {32, 50};
+                transposed.write(folder, shards);
+                check_error([&] { load(folder, model); }, folder, "lm_head.weight");
+            }
+}
+
 TEST_CASE("load_weights: missing or unknown or misshapen tensors change nothing in the model") {
     // The architecture, what happens to which tensor, and a shape or dtype.
     for (const std::string& row : rows_of(R"(
@@ -407,14 +474,16 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
     for (const std::string name :
          {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-          "generation_config.json", "additional_chat_templates/tool_use.jinja"}) {
+          "generation_config.json", "additional_chat_templates/tool_use.jinja", "tekken.json", "vocab.txt",
+          "spiece.model", "tokenizer.model.v3", "qwen.tiktoken", "tokenization_qwen.py"}) {
         expected[name] = name + std::string("\r\n\0\xFF\n\n", 6);
         folder.write("model/" + name, expected[name]);
     }
     for (const char* name :
          {"README.md", "more.safetensors", "runs/step-000001/tokenizer.json", ".git/tokenizer.json"})
         folder.write(concat("model/", name), "not a companion");
-    require_success(tiny(folder, "--steps 2 --warmup 0 --model model"));
+    folder.write("tokens.bin", token_file(std::vector<uint16_t>(1000, 7)));
+    require_success(tiny(folder, "--data tokens.bin --steps 2 --warmup 0 --model model"));
     fs::rename(folder / "model", folder / "moved");  // a resumed run takes them from the checkpoint
     require_success(train(folder, "--device cpu --resume out --steps 3 --out next"));
     for (const char* checkpoint : {"out/step-000002", "next/step-000003"}) {
@@ -428,4 +497,21 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
     const std::string path = folder / "moved/tokenizer.json";
     fs::remove(path), fs::create_symlink("merges.txt", path);  // as in the cache of Hugging Face
     CHECK((read_companions(folder / "moved").at("tokenizer.json") == expected["merges.txt"]));
+}
+
+TEST_CASE("train: bytes of text are no tokens of a model that has a tokenizer of any kind") {
+    RunFolder folder;
+    fs::copy(small_model(), folder.path / "chat");
+    folder.write("bytes.bin", token_file(std::vector<uint16_t>(1000, 7)));
+    for (const std::string name :
+         {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json",
+          "tokenizer_config.json", "tokenizer.model.v3", "spiece.model", "qwen.tiktoken"}) {
+        folder.write("chat/" + name, "{}");
+        check_rejected(folder, TINY + "--model chat --steps 2",
+                       "--data contains bytes of text, which are no tokens of chat: it has a tokenizer (" +
+                           name + "); python3 data/tokenize.py --tokenizer chat --out tokens text");
+        require_success(tiny(folder, "--model chat --data bytes.bin --steps 0"));
+        fs::remove(folder.path / "chat" / name);
+    }
+    require_success(tiny(folder, "--model chat --steps 0"));  // without a tokenizer bytes are its tokens
 }

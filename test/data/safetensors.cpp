@@ -96,6 +96,48 @@ a "F32" [1000000000000000,4611686018427387904] [0,8] a "F32" [2,2147418113,21475
     });
 }
 
+TEST_CASE("Safetensors: the index of a folder names its files and a name that leads elsewhere is rejected") {
+    auto file_of = [](const std::string& tensor) {
+        return raw_file("{\"" + tensor + R"(":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})", 4);
+    };
+    Folder folder;
+    const std::string path = folder / "shards", index = "shards/model.safetensors.index.json";
+    folder.write("outside.safetensors", file_of("outside"));
+    for (const char* name : {"model-1", "model-2", "model-old"})
+        folder.write(concat("shards/", name, ".safetensors"), file_of(name));
+    auto names = [&] {
+        std::string all;
+        const Safetensors file(path);
+        for (const auto& [name, tensor] : file.tensors()) all += name + " ";
+        return all;
+    };
+    CHECK(names() == "model-1 model-2 model-old ");
+    folder.write(index, R"({"metadata": {"total_size": 8}, "weight_map":
+        {"model-1": "model-1.safetensors", "model-2": "model-2.safetensors"}})");
+    CHECK(names() == "model-1 model-2 ");
+    const std::string outside = "\"" + folder / "outside.safetensors" + "\"";
+    for (const std::string& value : std::vector<std::string>{
+             outside, "\"../outside.safetensors\"", "\"sub/../../outside.safetensors\"", "\"..\"", "\".\"",
+             "\"\"", "\"/\"", "\"sub/x.safetensors\"", "5", "null", "[\"model-1.safetensors\"]", "true",
+             "\"config.json\"", R"("model-1.safetensors\u0000x.safetensors")"})
+        // transformers prefers model.safetensors, but a wrong index is an error also beside that.
+        for (const bool single : {false, true}) {
+            CAPTURE(value);
+            folder.write(index, R"({"weight_map": {"a": "model-1.safetensors", "b": )" + value + "}}");
+            if (single) folder.write("shards/model.safetensors", file_of("single"));
+            check_error([&] { names(); }, folder / index, "b");
+            fs::remove(folder / "shards/model.safetensors");
+        }
+    for (const char* text : {"{}", "[]", "7", R"({"weight_map": 5})", R"({"weight_map": ["x"]})"}) {
+        folder.write(index, text);
+        check_error([&] { names(); }, folder / index);
+    }
+    folder.write(index, R"({"weight_map": {"a": "model-3.safetensors"}})");
+    check_error([&] { names(); }, folder / "shards/model-3.safetensors", "No such file");
+    folder.write("shards/model.safetensors", file_of("single"));
+    CHECK(names() == "single ");
+}
+
 TEST_CASE("read_json: limits of depth and size; brackets in strings do not count") {
     Folder folder;
     auto read = [&](const std::string& text) { return read_json(folder.write("a.json", text)).object; };
