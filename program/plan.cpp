@@ -6,7 +6,7 @@
 namespace coat {
 
 int64_t warmup_steps(int64_t warmup, int64_t steps) {
-    return steps > 0 && warmup >= steps ? steps / 10 : warmup;
+    return steps > 0 && warmup > steps ? steps / 10 : warmup;
 }
 
 // As in the paper's runs, the rate ends at a tenth of the peak. The first step's is above 0: no step is lost.
@@ -17,7 +17,8 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     // The length of the cosine in steps. After n steps it would end with the step after the last, as is usual
     // (nanoGPT, torchtitan). The last of a few steps would then be far from a tenth: 0.33 if there are three.
     // So the last step lies at 99% of the cosine at least, where the rate is 0.1002 of the peak.
-    const double n = double(steps - warmup), length = std::max(1.0, std::min(n, (n - 1) / 0.99));
+    const double n = double(steps - warmup);
+    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
     return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
 }

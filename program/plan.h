@@ -5,8 +5,8 @@
 
 namespace coat {
 
-// The steps of warm-up that a run makes: a warm-up that would not end before the run does, so that the
-// learning rate would hardly be at its peak, is shortened to a tenth of the run.
+// The steps of warm-up that a run makes. A warm-up that is longer than the run would end below the peak; it
+// is shortened to a tenth of the run.
 int64_t warmup_steps(int64_t warmup, int64_t steps);
 // The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
 // it.

@@ -2,6 +2,8 @@
 // steps, the training loop, and the stages before it. It contains no CUDA and no file format.
 #include "flags.h"
 
+#include <fcntl.h>
+#include <omp.h>
 #include <sys/file.h>
 #include <unistd.h>
 
@@ -329,6 +331,15 @@ int loop(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The stages of a run before the loop
 
+// --ranks starts processes on this machine. A slip such as 999 must not bring it down before a GPU is missed.
+void require_cores(int64_t ranks) {
+    constexpr int64_t RANKS_PER_CORE = 4;
+    const int64_t cores = omp_get_num_procs(), most = RANKS_PER_CORE * cores;
+    if (ranks > most)
+        throw Error("--ranks ", ranks, " is too many for a machine of ", cores, " cores; use at most ", most,
+                    ", ", RANKS_PER_CORE, " for each core.");
+}
+
 // Two runs would remove each other's checkpoints. The folder stays locked until the program ends.
 void lock_folder(const std::string& out) {
     create_folders(out);
@@ -367,8 +378,27 @@ void take_checkpoint(Run& run) {
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
-    const std::string changes = flags.take_checkpoint(settings);
-    if (!changes.empty()) settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
+    const double lr = settings.at("lr");
+    const float planned = learning_rate(lr, settings.at("warmup"), settings.at("steps"), run.state.step);
+    std::string changes = flags.take_checkpoint(settings);
+    if (changes.empty() || flags.steps == 0) return;  // --steps 0 takes no step that could be another
+    const float now = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
+    if (now != planned) {
+        char rates[100];
+        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", now,
+                      planned);
+        changes += rates;
+    }
+    settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
+}
+
+// Whether the run that --resume names has made all its steps. If so, says it and what to do.
+bool is_complete(const Run& run) {
+    const Flags& flags = run.flags;
+    if (flags.resume.empty() || flags.plan || flags.steps == 0 || run.state.step < flags.steps) return false;
+    std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
+                printable(run.weights).c_str(), run.state.step, run.state.step);
+    return true;
 }
 
 // The rows of tables that the flags choose, or an Error. What a flag left open is written into it.
@@ -472,15 +502,17 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
           " micro-batches on ", s.ranks, " ranks");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
         print("warm-up: ", warmup, " steps, a tenth of the run, since --warmup ", run.flags.warmup,
-              " would not end before --steps ", run.flags.steps);
+              " is longer than --steps ", run.flags.steps);
     print("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts");
     print("checkpoints: ", run.flags.out, run.flags.resume.empty() ? "" : "; continuing step ",
           run.flags.resume.empty() ? "" : concat(run.state.step, " of ", run.weights));
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", text.train.size(), " tokens to train on, ",
               text.validation.size(), " held out");
-    for (const Json& change : run.state.settings.value("changes", Json::array()))
-        print("not the bits of a run without changes, ", change.get<std::string>());
+    const Json changes = run.state.settings.value("changes", Json::array());
+    for (const Json& change : changes) print("changed: ", change.get<std::string>());
+    if (!changes.empty())
+        print("So the weights are not those of a run that had these flags from its first step.");
     std::printf("\n");
 }
 
@@ -519,12 +551,13 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     if (flags.help || flags.version) return 0;
     const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
     const bool several = launch.ranks > 1 && !flags.plan;
+    if (several && launch.address.empty()) require_cores(launch.ranks);
     processes = ProcessGroup::start(several ? launch : Launch());
     run.processes = processes.get();
     run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
     const bool prints = launch.rank + processes->rank() == 0;  // rank 0, by torchrun or by --ranks
-    if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
+    if (!prints && !std::freopen("/dev/null", "w", stdout)) throw Error("/dev/null cannot be written.");
 
     const std::string why_cpu = flags.device == "cpu" ? "" : why_no_gpu(processes->local());
     if (flags.device == "gpu" && !why_cpu.empty() && !flags.plan)  // a plan needs no GPU
@@ -533,6 +566,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     if (flags.device == "gpu") flags.take_gpu_defaults();
     choose_checkpoint(run);
     if (!flags.resume.empty()) take_checkpoint(run);
+    if (is_complete(run)) return 0;
     make_setup(run);
     const Json data = load_data(run);
     validate(run.setup);
@@ -553,6 +587,11 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
 }  // namespace
 
 int main(int argc, char** argv) {
+    // Standard input, output and error may be closed. Then the next file that is opened, say the log, would
+    // get the number of one of them, and what is printed would run into that file. open() takes the lowest
+    // number that is free.
+    for (const int standard : {0, 1, 2})
+        if (::fcntl(standard, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
     // GNU's OpenMP spins after every parallel loop unless it is told otherwise before main. On a busy machine
     // a step then takes several times as long. So the program starts itself again with the setting.
     if (!std::getenv("OMP_WAIT_POLICY")) {

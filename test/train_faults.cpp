@@ -28,6 +28,22 @@ kill -HUP $pid; wait $pid)");
     CHECK((hangup.code == 0 && contains(read_file(folder / "printed"), "Done: 60 steps")));
 }
 
+TEST_CASE("train: a standard descriptor that is closed is not the log's or a checkpoint's") {
+    for (const char* closed : {">&-", "2>&-", "<&-", ">&- 2>&- <&-"})
+        for (const char* ranks : {"", "--ranks 2 "}) {
+            INFO(std::string(closed), " ", std::string(ranks));
+            RunFolder folder;
+            const std::string run = "train" + TINY + "--steps 4 --save-every 2 --log log --out out ";
+            require_success(shell(folder, run + ranks + closed));
+            for (const std::string& line : lines_of(read_file(folder.path / "log")))
+                CHECK(nlohmann::json::accept(line));
+            CHECK(logged(folder, "step").size() == 4);
+            const Ended failed = shell(folder, "train" + TINY + "--log log2 --data nowhere " + closed);
+            CHECK((failed.code == 1 && read_file(folder.path / "log2").empty()));
+            check_resumes(folder, contains(ranks, "2") ? " --accumulate 2" : "");
+        }
+}
+
 TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays") {
     for (const bool interrupted : {false, true})
         for (const bool saves : {true, false}) {

@@ -44,7 +44,7 @@ TEST_CASE("train: sizes and data and files that cannot work are rejected before 
     // The small model has 256 positions, and vocabulary 256.
     check_rows(folder, TINY + "--steps 2 ", R"(
 --seq 512 | --seq; --data short | --; --data large.bin | 50300; --ranks 2 --data nowhere | No such file;
---ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
+--ranks 1000 | --ranks 1000 is too many for a machine of; --ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
 --out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text cannot be created;
 --model empty | config.json; --model ./llama-tiny | ./llama-tiny;
 --model llama-tiny | write ./llama-tiny for the folder; --model chat | --data contains bytes;

@@ -122,7 +122,7 @@ TEST_CASE("train: a warm-up longer than the run is shortened so that the rate re
     const Ended ended = tiny(folder, "--steps 20 --eval-every 0 --out '' --log log");  // --warmup is 100
     require_success(ended);
     CHECK(contains(ended.out,
-                   "warm-up: 2 steps, a tenth of the run, since --warmup 100 would not end before "));
+                   "warm-up: 2 steps, a tenth of the run, since --warmup 100 is longer than --steps 20\n"));
     double most = 0;
     for (const auto& line : logged(folder, "step")) most = std::max(most, line.at("lr").get<double>());
     CHECK(most == double(float(3e-3)));
@@ -188,11 +188,16 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
     require_success(tiny(folder, "--warmup 1 --steps 4 --out out"));
     const std::string resume = "--device cpu --resume out --eval-every 0 --log log ";
     const Ended same = train(folder, resume + "--steps 4 --plan --lr 0.003 --clip 1.0");
-    CHECK(!contains(same.out, "without changes"));
+    CHECK(!contains(same.out, "changed: "));
     const std::string flags = "--steps 6 --lr 1e-4 --warmup 0 --weight-decay 0 --clip 0.1 --save-every 5 ";
+    char rate[20];
+    std::snprintf(rate, sizeof rate, "%.3e", learning_rate(1e-4, 0, 6, 4));
     const std::string sentence =
-        "after step 4: --steps 6 (before: 4), --lr 0.0001 (before: 0.003), --warmup 0 (before: 1), "
-        "--weight-decay 0.0 (before: 0.1), --clip 0.1 (before: 1.0)\n";
+        "changed: after step 4: --steps 6 (before: 4), --lr 0.0001 (before: 0.003), --warmup 0 (before: 1), "
+        "--weight-decay 0.0 (before: 0.1), --clip 0.1 (before: 1.0); the next step's learning rate is " +
+        std::string(rate) +
+        " (before: 3.000e-04)\n"
+        "So the weights are not those of a run that had these flags from its first step.\n";
     const Ended changed = train(folder, resume + flags + "--out two");
     require_success(changed);
     CHECK(contains(changed.out, sentence));
@@ -201,6 +206,24 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
     require_success(again);
     CHECK(contains(again.out, sentence));
     check_same(folder, "two/step-000006", "three/step-000006");
+    // What does not concern the schedule does not speak of it.
+    const Ended clip = train(folder, "--device cpu --resume two/step-000005 --out four --clip 2");
+    CHECK(contains(clip.out, "changed: after step 5: --clip 2.0 (before: 0.1)\n"));
+    CHECK(!contains(train(folder, "--device cpu --resume out --steps 0").out, "changed: "));
+}
+
+TEST_CASE("train: to continue a run that is complete says so and how and changes nothing") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 3 --accumulate 2 --out out"));
+    const auto before = folder.files();
+    for (const std::string flags : {"", "--steps 3", "--steps 2 --ranks 2", "--out other"}) {
+        CAPTURE(flags);
+        const Ended ended = train(folder, "--device cpu --resume out " + flags);
+        CHECK((ended.code == 0 && ended.error.empty()));
+        CHECK(
+            contains(ended.out, "The run is complete: out/step-000003 is its step 3. To continue it, give "));
+        CHECK(folder.files() == before);
+    }
 }
 
 TEST_CASE("train: several ranks print and validate and log the numbers of one rank once") {
