@@ -1159,7 +1159,9 @@ private:
     }
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
+    // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
     void end_delayed_step() {
+        if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : delayed_scales)
             for (int o = 0; o < OPERANDS; o++) {
                 DelayedScale& d = operands[o];

@@ -14,7 +14,8 @@ namespace coat::gpu {
 
 class Exchange {
 public:
-    // It comes before the State: its buffers are the first that ranks take (peers.cuh).
+    // It comes before the State, whose size differs from rank to rank: what is received lies before that, at
+    // the same place on every rank (peers.cuh).
     Exchange(Device& device, State& state, Peers& peers)
         : setup_(device.setup), cuda_(device.stream), state_(state), peers_(peers) {
         if (!peers_.several()) return;
@@ -44,10 +45,14 @@ public:
         const int64_t me = peers_.rank, each = state_.gradient_bytes;
         std::vector<Transfer> transfers;
         for (size_t i = b.first; i < b.last; i++)
-            for (int64_t from = 0; from < peers_.count; from++)
-                for (int64_t to = 0; to < peers_.count; to++)
-                    transfers.push_back(
-                        {from, to, gradients_for(i, to), received(i, from, to), padded(own(i, to)) * each});
+            for (int64_t other = 0; other < peers_.count; other++)
+                if (other != me)
+                    transfers.push_back({.with = other,
+                                         .send = gradients_for(i, other),
+                                         .there = received(i, me, other),
+                                         .send_bytes = padded(own(i, other)) * each,
+                                         .receive = received(i, other, me),
+                                         .receive_bytes = padded(own(i, me)) * each});
         peers_.wait_for_compute();
         peers_.exchange(transfers);
         for (size_t i = b.first; i < b.last; i++)
@@ -116,6 +121,13 @@ private:
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
+    void quantize_pieces(const View& from, const View& to) const {
+        const std::vector<View> values = pieces_for_grids(from), codes = pieces_for_grids(to);
+        for (size_t i = 0; i < values.size(); i++)
+            quantize(stored(values[i]), {.view = codes[i], .delayed = state_.delayed_scaling()},
+                     state_.stats_of(Kind::Weight), peers_.stream());
+    }
+
     // As FP8 codes, which each rank makes of its part with the scale of the whole, or as the weights are.
     void gather(int64_t stage) {
         if (in_buffer_[stage % 2] == stage) return;
@@ -134,8 +146,7 @@ private:
             const Slice mine = part(peers_.rank);
             const View kept = state_.owned_weight(i),
                        made{to + mine.first, scale, kept.rows, kept.cols, quant};
-            const Operand to_codes{.view = made, .delayed = state_.delayed_scaling()};
-            if (codes) quantize(stored(kept), to_codes, state_.stats_of(Kind::Weight), peers_.stream());
+            if (codes) quantize_pieces(kept, made);
             else copy(made.data, kept.data, mine.count, peers_.stream());
             peers_.add_gather(to, part, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};

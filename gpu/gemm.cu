@@ -61,7 +61,7 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
-    require(scales, "an FP8 operand lacks the scales of the orientation that this GEMM reads");
+    require(codes && scales, "an FP8 operand lacks the codes of the orientation that this GEMM reads");
     return {codes, scales, depth, width, contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
@@ -154,7 +154,7 @@ Gemms::~Gemms() {
 
 void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
                 const void* bias, cudaStream_t s) {
-    if (out.rows == 0 || s == DRY_RUN) return;
+    if (s == DRY_RUN) return;
     if (!handle_) succeed(LOADED(cublasLtCreate)(&handle_), "Starting cuBLASLt failed");
     const Side x = side(b, kind != Gemm::Fprop, true), y = side(a, kind == Gemm::Wgrad, false);
     const int64_t depth = x.transpose ? x.rows : x.cols, width = x.transpose ? x.cols : x.rows;

@@ -57,7 +57,7 @@ public:
         begin(1);
         start_pass(tokens, tokens, 1, n);
         last_logits(gemms_.scratch);
-        fetch(logits, gemms_.scratch, config_.V * 4);
+        device_.fetch(logits, gemms_.scratch, config_.V * 4);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -66,7 +66,7 @@ public:
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
         run(0, tokens, targets);
         peers_.make_compute_wait();
-        fetch(report_.kinds, device_.results->stats, sizeof(device_.results->stats));
+        device_.fetch(report_.kinds, device_.results->stats, sizeof(device_.results->stats));
         report_.k_m = state_.expansion_factors(false);
         report_.k_v = state_.expansion_factors(true);
         // Where weights travel as codes, each rank has measured those that it made.
@@ -130,7 +130,6 @@ protected:
         if (state_.stats) return state_.measure(bucket, report_);
         if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
         if (setup_.keep_gradients) return;
-        peers_.make_compute_wait();
         check_loss(&device_.results->checked_loss);
         state_.update(*adamw_, bucket, bucket + 1);
     }
@@ -147,6 +146,9 @@ private:
     int64_t micro_batch_ = 0;       // of the step that runs
     const AdamW* adamw_ = nullptr;  // of a step, while it runs
     QuantReport report_;            // while quantization is measured
+    // What the GPU may still read while the host goes on.
+    double loss_scale_ = 0;
+    EmbeddingOrder embedding_order_;
 
     int64_t batch_tokens() const { return setup_.B * setup_.T; }
     int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
@@ -158,23 +160,16 @@ private:
         return sum;
     }
 
-    // A copy from or to the host that waits for what runs would not notice the end of a rank: so wait first.
-    void fetch(void* to, const void* from, int64_t bytes) const {
-        device_.wait();
-        copy(to, from, bytes, cuda_);
-        device_.wait();
-    }
     void start_pass(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
-        device_.wait();
-        copy(tokens_, tokens, N_ * 4, cuda_);
-        copy(targets_, targets, N_ * 4, cuda_);
+        device_.send(tokens_, tokens, N_ * 4);
+        device_.send(targets_, targets, N_ * 4);
     }
     // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
     // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
     void begin(double counted, QuantStats* stats = nullptr) {
-        const double loss_scale = 1.0 / counted;
-        copy(&device_.results->loss_scale, &loss_scale, sizeof(double), cuda_);
+        loss_scale_ = 1.0 / counted;
+        device_.send(&device_.results->loss_scale, &loss_scale_, sizeof(double));
         clear(device_.results, offsetof(Results, loss_scale), cuda_);  // what stands before it
         state_.stats = stats;
         if (state_.delayed_scaling()) {
@@ -200,14 +195,13 @@ private:
         linear_.assigns = micro_batch == 0 || peers_.several();
         start_pass(tokens, targets, setup_.B, setup_.T);
         auto work = [&] { pass(true); };
-        const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
-        if (!first_step_done_ || state_.stats || buckets_travel || state_.some_without_history) work();
+        const bool by_bucket = peers_.several() || !setup_.keep_gradients;
+        if (!first_step_done_ || state_.stats || by_bucket || state_.some_without_history) work();
         else (linear_.assigns ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
-        const EmbeddingOrder sorted = embedding_order(tokens, N_);
-        const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());
-        device_.wait();
-        copy(order_, sorted.order.data(), N_ * 4, cuda_);
-        copy(token_rows_, sorted.tokens.data(), distinct * int64_t(sizeof(TokenRows)), cuda_);
+        embedding_order_ = embedding_order(tokens, N_);
+        const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
+        device_.send(order_, embedding_order_.order.data(), N_ * 4);
+        device_.send(token_rows_, embedding_order_.tokens.data(), distinct * int64_t(sizeof(TokenRows)));
         embedding_backward(distinct);
     }
 
@@ -217,7 +211,7 @@ private:
     }
     Outcome finish() {
         Outcome outcome{};
-        fetch(&outcome, &device_.results->outcome, sizeof outcome);
+        device_.fetch(&outcome, &device_.results->outcome, sizeof outcome);
         return outcome;
     }
 };

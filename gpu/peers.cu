@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 
 #include "peers.cuh"
@@ -39,6 +40,9 @@ public:
         for (void* memory : others_)
             if (memory && !processes_->threads) cudaIpcCloseMemHandle(memory);
         cudaGetLastError();
+        // Memory must not be freed while another process has it open (the manual of cudaIpcOpenMemHandle):
+        // all ranks have closed it before one goes on. After an error no rank goes on.
+        if (!std::uncaught_exceptions()) processes_->all_gather(0);
     }
 
     // Whether every rank reaches the memory of every other: all ranks get the same answer.
@@ -60,16 +64,15 @@ public:
     void send(const std::vector<Transfer>& transfers) override {
         number_++;
         auto other = [&](int64_t i) { return (rank + i) % count; };  // each rank begins with another one
-        for (int64_t i = 1; i < count; i++) flag(write_, at(other(i), ready_ + rank));
+        for (int64_t i = 1; i < count; i++) flag(write_, at(other(i), ready_ + rank), 0);
         for (int64_t i = 1; i < count; i++) {
             const int64_t to = other(i);
-            flag(wait_, ready_ + to);
+            flag(wait_, ready_ + to, AT_LEAST);
             for (const Transfer& t : transfers)
-                if (t.from == rank && t.to == to && t.bytes)
-                    copy(at(to, t.receive), t.send, t.bytes, stream());
-            flag(write_, at(to, arrived_ + rank));
+                if (t.with == to && t.send_bytes) copy(at(to, t.there), t.send, t.send_bytes, stream());
+            flag(write_, at(to, arrived_ + rank), 0);
         }
-        for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i));
+        for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i), AT_LEAST | flush_);
     }
 
 private:
@@ -77,7 +80,12 @@ private:
     uint32_t *const ready_, *const arrived_;  // flags, by the rank that sets them
     std::vector<void*> others_;               // where the memory of each rank is mapped; null if it is not
     uint32_t number_ = 0;                     // of the exchange; flags only grow
-    // Sets a flag; waits until a flag is at least the value (with the option 0).
+    // What other GPUs have written before the flag must be visible after it: where a GPU reorders such
+    // writes, it has this option of waiting.
+    static constexpr unsigned AT_LEAST = CU_STREAM_WAIT_VALUE_GEQ;
+    const unsigned flush_ =
+        device_attribute(cudaDevAttrCanFlushRemoteWrites) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
+    // Sets a flag; waits until a flag is at least the value.
     using StreamFlag = decltype(cuStreamWriteValue32);
     StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", UPDATE);
     StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", UPDATE);
@@ -95,8 +103,8 @@ private:
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - memory_;
         return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[at_rank]) + offset);
     }
-    void flag(StreamFlag* operation, uint32_t* at) const {
-        if (operation(stream(), reinterpret_cast<CUdeviceptr>(at), number_, 0) != CUDA_SUCCESS)
+    void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
+        if (operation(stream(), reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }
 };
@@ -115,20 +123,20 @@ public:
         call<int(void**, int, UniqueId, int)>("ncclCommInitRank", &communicator_, int(count), id, int(rank));
     }
     // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
-    ~Nccl() override {
-        if (communicator_) find<int(void*)>("ncclCommAbort")(communicator_);
-    }
+    ~Nccl() override { find<int(void*)>("ncclCommAbort")(communicator_); }
 
     // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
     // circle.
     void send(const std::vector<Transfer>& transfers) override {
         call<int()>("ncclGroupStart");
         for (const Transfer& t : transfers) {
-            if (t.from == t.to || t.bytes == 0) continue;
-            if (t.from == rank)
-                call<Move<const void*>>("ncclSend", t.send, t.bytes, BYTE, t.to, communicator_, stream());
-            if (t.to == rank)
-                call<Move<void*>>("ncclRecv", t.receive, t.bytes, BYTE, t.from, communicator_, stream());
+            const int with = static_cast<int>(t.with);
+            if (t.send_bytes)
+                call<Move<const void*>>("ncclSend", t.send, t.send_bytes, BYTE, with, communicator_,
+                                        stream());
+            if (t.receive_bytes)
+                call<Move<void*>>("ncclRecv", t.receive, t.receive_bytes, BYTE, with, communicator_,
+                                  stream());
         }
         call<int()>("ncclGroupEnd");
     }

@@ -14,13 +14,14 @@
 
 namespace coat::gpu {
 
-// What one rank sends to another. All ranks list the same transfers in the same order; one from a rank to
-// itself counts for nothing.
+// What this rank and another one send each other. With each other rank, both list theirs in the same order.
 struct Transfer {
-    int64_t from, to;
-    const uint8_t* send;  // at `from`
-    uint8_t* receive;     // the address here of the place at `to`
-    int64_t bytes;
+    int64_t with;         // the other rank
+    const uint8_t* send;  // what it gets
+    uint8_t* there;       // where: its place has this address here
+    int64_t send_bytes;
+    uint8_t* receive;  // where its bytes come to
+    int64_t receive_bytes;
 };
 
 // What travels has a stream of its own. Objects of this class are alone, or in a dry run: nothing travels.
@@ -44,7 +45,7 @@ public:
 
     // All transfers of one call belong together; what is launched on stream() afterwards finds them done. The
     // host does not wait. A collective: every rank makes the same calls in the same order. If a rank ends,
-    // ranks.h ends the others.
+    // the others notice it where their hosts wait (Device::wait(), ranks.h): nothing else ends them.
     //
     // Before CUDA loads a kernel, it waits for all GPUs of the process. One that waits for a transfer, which
     // the host of another rank is about to launch, would wait for ever, if that host, in the same process,
@@ -57,11 +58,15 @@ public:
 
     // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
-        for (int64_t from = 0; from < count; from++)
-            for (int64_t to = 0; to < count; to++) {
-                uint8_t* const place = whole + part(from).first;
-                transfers.push_back({from, to, place, place, part(from).count});
-            }
+        uint8_t* const mine = whole + part(rank).first;
+        for (int64_t other = 0; other < count; other++)
+            if (other != rank)
+                transfers.push_back({.with = other,
+                                     .send = mine,
+                                     .there = mine,
+                                     .send_bytes = part(rank).count,
+                                     .receive = whole + part(other).first,
+                                     .receive_bytes = part(other).count});
     }
     // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation waits.
     void all_gather(void* blocks, int64_t bytes) {

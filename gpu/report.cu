@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
 }  // namespace
 
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    if (!stats || x.rows == 0) return;
+    if (!stats) return;
     const Quant& q = out.view.quant;
     auto with_scales = [&](const AmaxAndScale* tensor, const ScaleGrid& blocks) {
         with_producer<true>(x, [&](auto producer) {

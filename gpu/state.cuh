@@ -42,7 +42,30 @@ struct Device {
             setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);
     }
+    // Copies between the host and this GPU. CUDA may wait for all that runs before it copies, and would not
+    // notice that a rank has ended for which that waits: so wait() comes first. What send() reads must stay
+    // until the next wait(); fetch() returns when the copy is there.
+    void send(void* to_gpu, const void* from_host, int64_t bytes) const {
+        wait();
+        copy(to_gpu, from_host, bytes, stream);
+    }
+    void fetch(void* to_host, const void* from_gpu, int64_t bytes) const {
+        wait();
+        copy(to_host, from_gpu, bytes, stream);
+        wait();
+    }
 };
+
+// A grid has at most 65,535 tiles of 128 rows: a view that has more rows, in parts that have not.
+inline std::vector<View> pieces_for_grids(const View& v) {
+    constexpr int64_t MOST_ROWS = 65535 * 128;
+    std::vector<View> pieces;
+    for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
+        pieces.push_back(rows(v, first, std::min(MOST_ROWS, v.rows - first)));
+        pieces.back().scales = v.scales;
+    }
+    return pieces;
+}
 
 // -----------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
@@ -129,8 +152,9 @@ public:
     void expect_missing_histories() {
         some_without_history = delayed_scaling() && linear_formats(setup).x.fp8();
     }
+    // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
     void end_delayed_step() {
-        if (!delayed_scaling()) return;
+        if (!delayed_scaling() || !linear_formats(setup).x.fp8()) return;
         Outcome& outcome = device_.results->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(o), linears, history(0, o), setup.recipe.history,
@@ -168,8 +192,10 @@ public:
         gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w.format, cuda_);
     }
 
-    // For the quantization report: the error of storing the moments of a bucket.
+    // For the quantization report: the error of storing the moments of a bucket. They are copied to the host,
+    // as Device::fetch() does it.
     void measure(int64_t bucket, QuantReport& report) const {
+        device_.wait();
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
             const Slice& slice = shards[i].own;
             measure_moments(setup.optimizer, moments_[0][i], moments_[1][i], gradient_from(i, slice.first),
@@ -184,8 +210,7 @@ public:
             if (!k) continue;
             const size_t before = all.size();
             all.resize(before + groups(i));
-            copy(all.data() + before, k, groups(i) * 4, cuda_);
-            device_.wait("Reading the moments failed");
+            device_.fetch(all.data() + before, k, groups(i) * 4);
         }
         return all;
     }
@@ -195,7 +220,6 @@ public:
         if (setup.keep_gradients && name == param + ".gradient")
             read_gradient(number(param), static_cast<float*>(out));
         else transfer(name, out, nullptr);
-        device_.wait("Reading a tensor failed");
     }
     void write(const std::string& name, const void* in) {
         transfer(name, nullptr, in);
@@ -262,9 +286,10 @@ private:
             }
         }
     }
-    // Gradients that are kept may lie over saved activations (plan.h, gradients_offset). Those that are not
-    // kept share one place, by bucket; with several ranks they alternate between two, so that one travels
-    // while the next is computed. Those of a tied embedding have their own.
+    // Gradients that are kept may lie over saved activations (plan.h, gradients_offset). With several ranks
+    // these are the sums, and the gradients of one micro-batch alternate by bucket between two places: those
+    // of one bucket travel while the next are computed. Gradients that are not kept share one place. Those of
+    // a tied embedding have their own, because the head writes them first.
     void take_activations_and_gradients() {
         Arena& arena = device_.arena;
         const int64_t each = gradient_bytes, saved = setup.config.L * saved_layer_bytes(setup);
@@ -279,9 +304,7 @@ private:
         uint8_t* const odd = several ? arena.take(e.largest * each) : even;
         for (size_t b = 0; b < buckets.size(); b++) gradients_[b] = b % 2 ? odd : even;
         if (setup.config.tied) gradients_[0] = arena.take(e.embedding * each);
-        if (kept) return;
-        if (several) sums_.assign(buckets.size(), arena.take(std::max(e.largest, e.embedding) * each));
-        else sums_ = gradients_;
+        if (!kept) sums_ = gradients_;
     }
 
     // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
@@ -317,7 +340,8 @@ private:
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
         clear(scale(i), sizeof(AmaxAndScale), cuda_);
-        if (compute.format != Format::F32) amax(stored(owned_weight(i)), scale(i), cuda_);
+        if (compute.format == Format::F32) return;
+        for (const View& piece : pieces_for_grids(owned_weight(i))) amax(stored(piece), scale(i), cuda_);
     }
 
     const Tensor& find(const std::string& name) const {
@@ -331,30 +355,30 @@ private:
         const bool remainder = name == params[i].name + ".remainder";
         if (compute.format == Format::F32 && (remainder || name == params[i].name))
             return copy_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
-        copy(out ? out : data, out ? data : in, bytes, cuda_);
+        if (out) device_.fetch(out, data, bytes);
+        else device_.send(data, in, bytes);
     }
     // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
     void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
         const int64_t count = shards[i].own.count;
         uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i));
         std::vector<uint32_t> bits(static_cast<size_t>(count));
-        copy(bits.data(), masters, count * 4, cuda_);
-        device_.wait("Reading a tensor failed");
+        device_.fetch(bits.data(), masters, count * 4);
         for (size_t e = 0; e < bits.size(); e++) {
             const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
             if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
             else if (remainder) bits[e] = (weight << 16) + static_cast<int16_t>(in[e]);
             else bits[e] = (uint32_t(in[e]) << 16) + static_cast<int16_t>(rest);
         }
-        if (!out) copy(masters, bits.data(), count * 4, cuda_);
+        if (out) return;
+        device_.send(masters, bits.data(), count * 4);
         device_.wait("Writing a tensor failed");
     }
     // As FP32, of which BF16 is the upper half.
     void read_gradient(size_t i, float* out) const {
         const int64_t n = shards[i].own.count, each = gradient_bytes;
         std::vector<uint8_t> raw(n * each);
-        copy(raw.data(), gradient_sums(i), n * each, cuda_);
-        device_.wait("Reading a gradient failed");
+        device_.fetch(raw.data(), gradient_sums(i), n * each);
         std::fill_n(out, n, 0.0f);
         for (int64_t e = 0; e < n; e++)
             std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - each, &raw[e * each], each);

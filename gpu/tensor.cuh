@@ -97,6 +97,7 @@ inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessor
 template <class... P>
 void launch(const char* what, void (*kernel)(P...), dim3 grid, dim3 block, int shared, cudaStream_t s,
             std::common_type_t<P>... arguments) {
+    require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (s == DRY_RUN || grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     if (shared > 40 << 10)                                   // 48 KiB, with static ones, need no permission
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),

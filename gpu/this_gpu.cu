@@ -13,9 +13,24 @@ namespace {
 
 using namespace gpu;
 
+// CUDA can load it on the GPUs for which the program's kernels were compiled, and on no others.
+__global__ void empty_kernel() {}
+
 int capability() {
     return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
            device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
+}
+
+std::string why_no_kernels() {
+    cudaFuncAttributes unused;
+    const cudaError_t error = cudaFuncGetAttributes(&unused, empty_kernel);
+    cudaGetLastError();
+    if (error == cudaSuccess) return "";
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
+        return concat("the GPU does not start: ", cudaGetErrorString(error));
+    return concat("this program was built for other GPUs than this one, of compute capability ",
+                  capability() / 10, ".", capability() % 10, ": rebuild with make GPU_ARCH=", capability(),
+                  capability() >= 90 ? "a" : "");
 }
 
 // FP8 weights are cached only if they fit.
@@ -30,8 +45,9 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
         if (needed <= static_cast<int64_t>(free)) return gpu_model(s, bytes, cached);
     }
     throw Error("This run needs ", needed >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
-                "choose a smaller --batch, --seq or --model, or save memory with --master none, --attention "
-                "groups, and --gradients none with --clip 0.");
+                "choose a smaller --batch, --seq or --model, or save memory with --master none",
+                s.ranks > 1 ? " and --attention groups."
+                            : ", --attention groups, and --gradients none with --clip 0.");
 }
 
 }  // namespace
@@ -47,7 +63,7 @@ std::string coat::why_no_gpu(int gpu) {
                       " or newer, else install a newer driver");
     cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
     if (capability() < 80) return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
-    return "";
+    return why_no_kernels();
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
@@ -62,7 +78,7 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     Setup s = setup;
     s.recipe = recipe_on_gpu(setup.recipe, capability());
-    if (setup.recipe.x.fp8() && !s.recipe.x.fp8())
+    if (setup.recipe.x.fp8() && !s.recipe.x.fp8() && s.rank == 0)
         std::fprintf(stderr,
                      "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
                      "run in %s.\n",

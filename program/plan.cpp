@@ -36,7 +36,7 @@ void validate(const Setup& s) {
     if (s.T > s.config.longest())
         throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
                     s.config.longest(), ".");
-    // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
+    // A GPU's grid has at most 65,535 sequences, or tiles of 128 tokens, in its second dimension.
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
@@ -148,11 +148,11 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += kept(s, t).count * t.bytes;
-    int64_t scaling = 0, gradients = shard_places(s).back().at;  // elements that exist at the same time
+    int64_t scaling = 0;
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     const BucketElements e = bucket_elements(s);
-    if (!s.keep_gradients)
-        gradients = s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
+    // Elements that exist at the same time.
+    const int64_t gradients = s.keep_gradients ? shard_places(s).back().at : e.largest + e.embedding;
     auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const bool fp32 = compute == Format::F32;  // such a weight is its own master
     using C = Category;

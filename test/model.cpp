@@ -544,6 +544,25 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
     }
 }
 
+// Another GPU, or a number of tokens that is no multiple of 16, may continue a run with FP8.
+PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales as they are") {
+    std::vector<Setup> list = {setup_of("te", tiny_config(LLAMA, true), 3, 5), setup_of("te")};
+    list[1].recipe = recipe_on_gpu(list[1].recipe, 80);
+    FOR_EACH_SETUP(s, list) {
+        REQUIRE(!linear_formats(s).x.fp8());
+        Training t(make, s);
+        Snapshot before;
+        for (const StateTensor& tensor : scaling_tensors(s.config, s.recipe)) {
+            const Floats values(size_t(tensor.size()), ends_with(tensor.name, ".scale") ? 0.5f : 3.0f);
+            t.model->write(tensor.name, values.data());
+            before[tensor.name] = read_as<uint8_t>(*t.model, tensor.name, tensor.total_bytes());
+        }
+        CHECK(!t.step().skipped);
+        for (const auto& [name, bytes] : before)
+            CHECK_MESSAGE(read_as<uint8_t>(*t.model, name, int64_t(bytes.size())) == bytes, name);
+    }
+}
+
 PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubles saturates for one step") {
     Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, 2);
     s.recipe.history = 4;

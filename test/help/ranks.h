@@ -88,12 +88,10 @@ struct RankTraining : Training {
     }
 };
 
-inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false,
-                       float clip = 1) {
+inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false) {
     std::vector<Run> runs{size_t(ranks)};
     with_ranks(setup, ranks, [&](const Setup& own) {
         RankTraining training(make, own, masked);
-        if (own.keep_gradients) training.adamw.clip = clip;
         Run& run = runs[size_t(own.rank)];
         for (int i = 0; i < steps; i++) {
             training.next();
@@ -102,7 +100,7 @@ inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps,
         }
         std::vector<StateTensor> gradients;
         for (const Param& p : training.params())
-            if (own.keep_gradients) gradients.push_back({p.name + ".gradient", "F32", 4, {p.size()}, p});
+            gradients.push_back({p.name + ".gradient", "F32", 4, {p.size()}, p});
         run.gradients = training.whole(gradients), run.state = training.whole(state_tensors(own));
         for (const StateTensor& t : state_tensors(own))  // delayed scales, norm weights and biases
             if (t.per == 0 || (t.name == t.param.name && t.param.rows == 1))
