@@ -122,6 +122,39 @@ std::string find_checkpoint(const std::string& folder) {
     return found.empty() ? "" : found.rbegin()->second.string();
 }
 
+void require_whole(const std::string& checkpoint) {
+    const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
+    for (const std::string& name : HASHED)
+        if (hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
+            throw Error(path_in(checkpoint, name), " is not the file that was saved (trainer.json has its ",
+                        "hash); resume from another checkpoint, with another --out.");
+}
+
+WholeCheckpoint find_whole_checkpoint(const std::string& folder) {
+    std::vector<std::string> newest_first;
+    for (const auto& [step, path] : checkpoints_in(folder)) newest_first.insert(newest_first.begin(), path);
+    if (fs::exists(path_in(folder, TRAINER_FILE))) newest_first = {folder};
+    WholeCheckpoint found;
+    for (const std::string& path : newest_first) {
+        try {
+            require_whole(path);
+            found.path = path;
+            return found;
+        } catch (const Error& error) {
+            found.skipped.push_back({path, error.what()});
+        }
+    }
+    throw Error("--resume ", folder, " has no whole checkpoint",
+                found.skipped.empty() ? "; give another folder." : ": " + found.skipped.front().why);
+}
+
+std::string set_aside(const std::string& checkpoint) {
+    std::string name = checkpoint + ".damaged";
+    for (int n = 2; fs::exists(name); n++) name = concat(checkpoint, ".damaged-", n);
+    fs::rename(checkpoint, name);
+    return name;
+}
+
 LoopState read_loop_state(const std::string& checkpoint) {
     const Fields f = read_trainer(checkpoint);
     return {f.get<int64_t>("step"), f.get<int64_t>("updates"), f.get<double>("first_validation"),
@@ -130,11 +163,6 @@ LoopState read_loop_state(const std::string& checkpoint) {
 
 void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Setup& setup = model.setup();
-    const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
-    for (const std::string& name : HASHED)
-        if (setup.rank == 0 && hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
-            throw Error(path_in(checkpoint, name), " is not the file that was saved (trainer.json has its ",
-                        "hash); resume from another checkpoint, with another --out.");
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);

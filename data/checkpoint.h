@@ -27,12 +27,30 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
                             const Companions& companions = {}, int64_t keep = 2);
 
 // The folder itself if it is a checkpoint; else the one in it of the largest step; empty if there is none.
+// Only names are looked at.
 std::string find_checkpoint(const std::string& folder);
+
+// Error if a file of a checkpoint is missing, or is not as it was saved: all bytes are read and hashed.
+void require_whole(const std::string& checkpoint);
+
+// What --resume continues: the newest checkpoint that is whole. An interrupted copy or a bad disk may have
+// left newer ones that are not.
+struct WholeCheckpoint {
+    struct Skipped {
+        std::string path, why;  // why: a sentence
+    };
+    std::string path;
+    std::vector<Skipped> skipped;  // newer ones, the newest first
+};
+WholeCheckpoint find_whole_checkpoint(const std::string& folder);  // Error if there is none
+
+// Renames a checkpoint that is not whole, so that it is none by its name, and returns the new name.
+std::string set_aside(const std::string& checkpoint);
 
 LoopState read_loop_state(const std::string& checkpoint);  // Error if a field of trainer.json was changed
 
-// Copies weights and optimizer state into the model. Error, before the model changes, if a byte of a file was
-// changed (rank 0 compares the hashes), or if the tensors are those of another shape, recipe or optimizer.
+// Copies weights and optimizer state of a whole checkpoint into the model. Error, before the model changes,
+// if the tensors are those of another shape, recipe or optimizer.
 void load_checkpoint(const std::string& checkpoint, Model& model);
 
 }  // namespace coat

@@ -350,18 +350,33 @@ void lock_folder(const std::string& out) {
         throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
 }
 
+// The newest whole checkpoint of --resume; rank 0 reads all of it and says what it skips. Where the run will
+// save into the same folder, what it skips must not stand in the way of later checkpoints.
+void find_resumed(Run& run, bool saves) {
+    const Flags& flags = run.flags;
+    WholeCheckpoint found;
+    if (run.setup.rank == 0) found = find_whole_checkpoint(flags.resume);
+    for (const auto& [path, why] : found.skipped) {
+        print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
+        if (saves && fs::equivalent(fs::path(path).parent_path(), flags.out))
+            print_error(concat(path, " is now ", set_aside(path), "."));
+    }
+    run.weights = run.processes->all_gather(found.path).front();
+}
+
 // The checkpoint to continue. A new run must not use the folder of another run's checkpoints.
 void choose_checkpoint(Run& run) {
     Flags& flags = run.flags;
     const bool resumes = flags.given("resume");
-    if (resumes) run.weights = find_checkpoint(flags.resume);
-    if (resumes && run.weights.empty())
+    const std::string last = resumes ? find_checkpoint(flags.resume) : "";
+    if (resumes && last.empty())
         throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
-    if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
-    if (flags.out.empty() || flags.plan || flags.steps == 0) return;
-    if (run.setup.rank == 0) lock_folder(flags.out);
+    if (resumes && !flags.given("out")) flags.out = fs::canonical(last).parent_path().string();
+    const bool saves = !flags.out.empty() && !flags.plan && flags.steps > 0;
+    if (saves && run.setup.rank == 0) lock_folder(flags.out);
     run.processes->all_gather(0);
-    if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
+    if (resumes) find_resumed(run, saves);  // under the lock
+    if (!saves) return;
     const std::string newest = find_checkpoint(flags.out);
     if (!newest.empty() && !(resumes && fs::equivalent(newest, run.weights)))
         throw Error("--out ", flags.out, " already holds the checkpoint ", newest,

@@ -10,6 +10,7 @@
 
 #include "../../program/plan.h"
 #include "../help/checkpoints.h"
+#include "../help/program.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -52,6 +53,7 @@ struct Damage {
     MemoryModel saved{small_setup(LLAMA), 1}, loaded{small_setup(LLAMA), 2};
     const std::string path = save(folder / "out", saved, 5);
     void load() {
+        require_whole(path);
         read_loop_state(path);
         load_checkpoint(path, loaded);
     }
@@ -176,6 +178,72 @@ TEST_CASE("checkpoint: the newest by number counts; --keep newest stay; nothing 
         expected.insert(steps.begin(), steps.end());
         CHECK(names_in(out) == expected);
     }
+}
+
+TEST_CASE("checkpoint: of those in a folder the newest whole one is found and the others are named") {
+    Damage d;
+    const std::string out = d.folder / "out", newer = out + "/step-000009", older = d.path;
+    auto check_skipped = [&](const std::string& why) {
+        CAPTURE(why);
+        const WholeCheckpoint found = find_whole_checkpoint(out);
+        CHECK(found.path == older);
+        REQUIRE(found.skipped.size() == 1);
+        CHECK(found.skipped[0].path == newer);
+        check_error(found.skipped[0].why, newer, why);
+        check_error([&] { find_whole_checkpoint(newer); }, newer);  // it alone
+    };
+    CHECK(find_whole_checkpoint(out).skipped.empty());
+    fs::create_directory(newer);
+    check_skipped("trainer.json");
+    fs::remove(newer);
+    save(out, d.saved, 9);
+    CHECK((find_whole_checkpoint(out).path == newer && find_whole_checkpoint(older).path == older));
+    for (const std::string name : {"trainer.json", "config.json", "model.safetensors", "optimizer.state"}) {
+        const std::string path = newer + "/" + name, good = read_file(path);
+        std::string flipped = good, zeros = good;
+        flipped[good.size() / 2] ^= 1;
+        std::fill(zeros.end() - long(good.size() / 4), zeros.end(), '\0');  // as after a power failure
+        for (const std::string& bad : {std::string(), good.substr(0, good.size() / 2), flipped, zeros}) {
+            write_file(path, bad);
+            check_skipped(name);
+        }
+        fs::remove(path);
+        check_skipped(name);
+        write_file(path, good);
+    }
+    CHECK(find_whole_checkpoint(out).path == newer);
+    for (const std::string& path : {older, newer}) write_file(path + "/model.safetensors", "x");
+    check_error([&] { find_whole_checkpoint(out); }, "--resume " + out, newer + "/model.safetensors");
+    check_error([&] { find_whole_checkpoint(d.folder / "none"); }, "--resume " + d.folder / "none");
+    CHECK(set_aside(newer) == newer + ".damaged");
+    fs::create_directory(newer);
+    CHECK(set_aside(newer) == newer + ".damaged-2");
+    CHECK(names_in(out) == Names{"step-000005", "step-000009.damaged", "step-000009.damaged-2"});
+}
+
+TEST_CASE("train: --resume takes the newest whole checkpoint and says which it skipped and why") {
+    RunFolder folder;
+    for (const char* out : {"out", "whole"})
+        require_success(
+            tiny(folder, concat("--recipe fp32 --steps 4 --save-every 2 --accumulate 2 --out ", out)));
+    folder.write("out/step-000004/optimizer.state", "a part");
+    const std::string skipped =
+        "train: The checkpoint out/step-000004 is not whole and is skipped: "
+        "out/step-000004/optimizer.state is not the file that was saved";
+    for (const std::string flags : {"--plan", "--steps 3 --out other"}) {  // these write nothing into out
+        const Ended ended = train(folder, "--device cpu --resume out " + flags);
+        require_success(ended);
+        CHECK(contains(ended.error, skipped));
+        CHECK(names_in(folder / "out") == Names{"step-000002", "step-000004"});
+    }
+    const Ended resumed = train(folder, "--device cpu --resume out --ranks 2");
+    require_success(resumed);
+    CHECK(contains(resumed.error, skipped));
+    CHECK(contains(resumed.error, "train: out/step-000004 is now out/step-000004.damaged.\n"));
+    CHECK(std::count(resumed.error.begin(), resumed.error.end(), '\n') == 2);  // not once for each rank
+    CHECK(contains(resumed.out, "continuing step 2 of out/step-000002"));
+    CHECK(names_in(folder / "out") == Names{"step-000002", "step-000004", "step-000004.damaged"});
+    CHECK((tensors_of(folder.path / "out/step-000004") == tensors_of(folder.path / "whole/step-000004")));
 }
 
 TEST_CASE("checkpoint: every file is on the disk before it gets its name and the folders after") {
