@@ -5,7 +5,8 @@
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
 # make exercise N=3   what the judge says of dev/exercises/03-...: passed, or a hint
-# make figures    the figures of dev/figures, from a run and from --plan (needs Python's matplotlib)
+# make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page
+# make figures    draws the figures of the course again, into build/figures/drawn (needs Python's matplotlib)
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
@@ -73,7 +74,7 @@ $(foreach kind,test/model%.cpp test/reference/%.cpp test/dev/%.cpp test/train_%.
 
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test exercise figures bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
+.PHONY: test exercise figures read bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
 $(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 # The program first: CUDA knows its kernels before the tests ask whether the GPU can run them, also before main.
@@ -98,6 +99,8 @@ figures: $(PROGRAM)
 	@python3 -c 'import matplotlib' 2>/dev/null || \
 	 { echo "The figures need Python's matplotlib: apt-get install python3-matplotlib, or pip install matplotlib." >&2; exit 1; }
 	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
+read:
+	@python3 dev/read.py $(abspath $(O))/read.html
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
 # A program that writes the tables of GPUs into dev/README.md.

@@ -15,7 +15,6 @@ using namespace coat::reference;
 
 namespace {
 
-const bool NO_NUMPY = std::system("python3 -c 'import numpy' >/dev/null 2>&1") != 0;
 #define NUMPY_TEST_CASE(name) TEST_CASE("coat.py: " name* doctest::skip(NO_NUMPY))
 const bool NO_NODE = std::system("node --version >/dev/null 2>&1") != 0;
 
