@@ -83,8 +83,8 @@ addEventListener("load", () => setTimeout(() => {
         folder / "page.html" + " 2>/dev/null > " + folder / "dom";
     if (std::system(command.c_str()) != 0) return "chromium failed";
     const std::string dom = read_file(folder / "dom");
-    const size_t title = dom.find("opened: ");
-    return title == dom.npos ? "the page has not loaded" : dom.substr(title, dom.find('<', title) - title);
+    const size_t title = dom.find("<title>opened: ");
+    return title == dom.npos ? "the page has not loaded" : dom.substr(title + 7, dom.find("</title>", title) - title - 7);
 }
 static const bool NO_BROWSER = std::system("command -v chromium >/dev/null 2>&1") != 0;
 
