@@ -116,8 +116,8 @@ inline const Flag FLAGS[] = {
      .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
     {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
      .about = "steps between samples of text; 0: none", .gpu_default = "300"},
-    {.name = "log", .member = &Flags::log, .on_resume = NOT_SAVED,
-     .about = "file for a log in JSON lines"},
+    {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
+     .about = "file for a log in JSON lines; --resume continues it"},
     {.name = "plan", .member = &Flags::plan, .on_resume = NOT_SAVED,
      .about = "print formats and memory of the run, and stop"},
 };

@@ -14,6 +14,7 @@
 #include "../data/checkpoint.h"
 #include "../data/tokens.h"
 #include "../model.h"
+#include "log.h"
 #include "ranks.h"
 
 namespace {
@@ -30,23 +31,14 @@ struct Run {
     Companions companions;  // of `weights`, for the checkpoints
     Corpus corpus;
     std::unique_ptr<Model> model;
-    std::ofstream log;
+    RunLog log;                            // of rank 0
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool unsaved = false;  // the model is at the end of a step, may be saved, and is in no checkpoint
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
     int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }
 
-    // A log on a full disk does not end the run.
-    void print_log(const char* kind, const Json& fields) {
-        if (!log.is_open()) return;
-        Json line = {{"kind", kind}, {"step", state.step}};
-        line.update(fields);
-        log << line.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
-        if (log) return;
-        print_error("--log " + flags.log + " cannot be written any more; the run continues without it.");
-        log.close();
-    }
+    void print_log(const char* kind, const Json& fields) { log.print(kind, state.step, fields); }
 };
 
 // The length of a minute in seconds. Tests make it shorter, because no test can wait for half an hour.
@@ -317,10 +309,9 @@ int loop(Run& run) {
     const int64_t steps = state.step - resumed_at;
     Json end = {{"first_validation", state.first_validation},
                 {"validation", validation},
-                {"skipped", state.step - state.updates},
-                {"seconds", now() - started}};
+                {"skipped", state.step - state.updates}};
     if (steps > 1) end["tokens_per_second"] = run.step_tokens() * (steps - 1) / timed;
-    std::printf("\nDone: %ld steps in %s", steps, duration(end["seconds"]).c_str());
+    std::printf("\nDone: %ld steps in %s", steps, duration(now() - started).c_str());
     if (steps > 1) std::printf(", %.0f tok/s", end["tokens_per_second"].get<double>());
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", state.step - state.updates,
                 state.first_validation, validation);
@@ -396,6 +387,7 @@ void take_checkpoint(Run& run) {
     const double lr = settings.at("lr");
     const float planned = learning_rate(lr, settings.at("warmup"), settings.at("steps"), run.state.step);
     std::string changes = flags.take_checkpoint(settings);
+    if (flags.steps == 0 && !flags.given("log")) flags.log = "";  // the log is of the run, not of evaluations
     if (changes.empty() || flags.steps == 0) return;  // --steps 0 takes no step that could be another
     const float now = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
     if (now != planned) {
@@ -497,7 +489,16 @@ void require_same(Run& run, const Json& data) {
         require_equal("--data is not that of the checkpoint's run,", data, before.at("data_found"));
     settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
     settings["changes"] = before.value("changes", Json::array());
+    const std::string started = run.processes->all_gather(utc_now()).front();
+    settings["run_started"] = before.value("run_started", started);
     run.state.settings = settings;
+}
+
+// What was found of the file that --log names, for the start-up line.
+const char* log_before(const Run& run) {
+    if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
+    const bool restored = !run.flags.resume.empty() && !run.flags.given("log");
+    return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
 // What is good to know before the first step; --plan has more.
@@ -524,6 +525,7 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", text.train.size(), " tokens to train on, ",
               text.validation.size(), " held out");
+    if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     const Json changes = run.state.settings.value("changes", Json::array());
     for (const Json& change : changes) print("changed: ", change.get<std::string>());
     if (!changes.empty())
@@ -535,10 +537,7 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
 void make_model(Run& run) {
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
     if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
-    if (!run.flags.log.empty() && run.setup.rank == 0) {
-        run.log.open(run.flags.log, std::ios::app);
-        if (!run.log) throw Error("--log ", run.flags.log, " cannot be written; choose another file.");
-    }
+    if (!run.flags.log.empty() && run.setup.rank == 0) run.log.open(run.flags.log);
     run.model = run.flags.device == "gpu" ? make_gpu(run.setup) : make_reference(run.setup);
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
@@ -591,7 +590,8 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
     if (flags.plan) return print_plan(last), 0;
     make_model(run);
-    Json settings = flags.settings(true);
+    Json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
+    settings.update(flags.settings(true));
     settings["parameters"] = parameter_count(run.setup.config), settings["ranks"] = run.setup.ranks;
     run.print_log("settings", settings);
     if (flags.steps == 0) return validate(run), print_quantization(run), 0;

@@ -126,6 +126,18 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     check_rejected(folder, "--device cpu --resume taken --data nowhere", "Cannot read nowhere (No such file");
 }
 
+TEST_CASE("train: two runs do not write one log at the same time") {
+    RunFolder folder;
+    const std::string other = "train" + TINY + "--out '' --steps 1 ";
+    const Ended first =
+        run_with_action(folder, TINY + "--steps 100000 --out '' --log log", "step      2/",
+                        other + "--log log 2> refused\n" + other + "--log /dev/null; kill -INT $pid");
+    CHECK(first.code == 130);
+    CHECK(contains(read_file(folder.path / "refused"),
+                   "train: --log log is the log of another run that is going"));
+    CHECK(logged(folder, "settings").size() == 1);
+}
+
 TEST_CASE("train: when its data are cut or overwritten all ranks save the last step and end") {
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},

@@ -212,6 +212,46 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
     CHECK(!contains(train(folder, "--device cpu --resume out --steps 0").out, "changed: "));
 }
 
+TEST_CASE("train: the log has times and its run; --resume continues it; a file may hold several runs") {
+    RunFolder folder;
+    const std::string flags = "--eval-every 0 --save-every 2 ";
+    require_success(tiny(folder, flags + "--steps 4 --out out --log log"));
+    auto settings = [&] { return logged(folder, "settings").back(); };
+    const std::string first = settings().at("run_started"), date = settings().at("date");
+    CHECK((first.size() == 24 && date >= first && date.substr(0, 2) == "20" && date.back() == 'Z'));
+    double before = 0;
+    for (const std::string& line : lines_of(read_file(folder.path / "log"))) {
+        const double seconds = nlohmann::json::parse(line).at("seconds");
+        CHECK((seconds >= before && seconds < 300));
+        before = seconds;
+    }
+    // A resumed run continues its log also where the last line was cut off, but no evaluation does.
+    folder.write("log", read_file(folder / "log") + "{\"kind\": \"st");
+    const Ended more = train(folder, "--device cpu --resume out --steps 6");
+    require_success(more);
+    CHECK(contains(more.out, "log: log; what the file has stays, new lines follow it\n"));
+    require_success(train(folder, "--device cpu --resume out --steps 0"));
+    int64_t steps = 0, broken = 0;
+    for (const std::string& line : lines_of(read_file(folder.path / "log"))) {
+        broken += !nlohmann::json::accept(line);
+        steps += contains(line, "\"kind\":\"step\"");
+    }
+    CHECK((broken == 1 && steps == 6));
+    write_file(folder.path / "log",
+               read_file(folder / "log").substr(read_file(folder / "log").rfind("{\"kind\":\"set")));
+    CHECK((settings().at("run_started") == first && settings().at("date") > date &&
+           settings().at("step") == 4));
+    // Another run writes behind it, and says that it is another.
+    require_success(tiny(folder, flags + "--steps 1 --out '' --log log"));
+    CHECK((logged(folder, "settings").size() == 2 && settings().at("run_started") > first));
+    fs::remove(folder.path / "log");
+    CHECK(contains(train(folder, "--device cpu --resume out --steps 7").out,
+                   "log: log; the file of the checkpoint's"));
+    CHECK((logged(folder, "step").size() == 1 && settings().at("run_started") == first));
+    require_success(train(folder, "--device cpu --resume out --steps 8 --log ''"));
+    CHECK(logged(folder, "step").size() == 1);
+}
+
 TEST_CASE("train: to continue a run that is complete says so and how and changes nothing") {
     RunFolder folder;
     require_success(tiny(folder, "--steps 3 --accumulate 2 --out out"));
