@@ -15,23 +15,26 @@ is padding. Attention crosses from one conversation of a window into the next.
 """
 import argparse
 import array
-import itertools
 import os
-import re
 import sys
+import tempfile
 
-from records import fail, files_below, has_conversations, read_conversations, read_texts
+from conversations import DATE_AS_TEXT, NOT_COUNTED, ChatTemplate, stop_the_clock, tokens_of_record
+from records import Report, fail, files_below, has_conversations, read_conversations, read_texts
 
-NOT_COUNTED = 1 << 31
 PROGRESS = 10 << 20  # characters from which on it is shown: more than ten seconds
-PART = re.compile("(?s:.{262144})[^\n]*\n|(?s:.+)")  # it ends with a line: nearly no token crosses that
+PART = 1 << 18  # characters of a text that the tokenizer gets at least, if there are so many
+BATCH = 1 << 21  # characters that it gets at a time: it needs up to 190 bytes of memory for each
+LONGEST_CONVERSATION = 1 << 19  # characters
 OPEN_WINDOWS = 64  # that the next conversation may go into
-MARK = "\ue000"  # stands for an answer; no template cuts it off or looks for it
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja",
+                   "chat_template.json")
 
 
-def write(path, header, content):
-    with open(path, "wb") as f:
-        f.write(array.array("i", header + [0] * (256 - len(header))).tobytes() + content)
+def header(*words):
+    """The beginning of llm.c's files: 256 int32."""
+    return array.array("i", [*words, *[0] * (256 - len(words))]).tobytes()
 
 
 def hold_out(items, part):
@@ -44,17 +47,64 @@ def hold_out(items, part):
     return [x for i, x in enumerate(items) if i % every != first], items[first::every]
 
 
+def end_of_part(text, begin):
+    """Where a text is cut that is too long for the tokenizer: behind the first line end after PART characters;
+    if a line is as long as that, before a space; else anywhere. Nearly no token crosses the first two."""
+    middle = begin + PART
+    end = middle + PART
+    if end >= len(text):
+        return len(text)
+    line_end = text.find("\n", middle, end)
+    if line_end >= 0:
+        return line_end + 1
+    space = text.rfind(" ", middle, end)
+    return space if space >= 0 else end
+
+
+def parts_of(texts):
+    """(part, whether a text begins with it) of all texts."""
+    for text in texts:
+        begin = 0
+        while begin < len(text):
+            end = end_of_part(text, begin)
+            yield text[begin:end], begin == 0
+            begin = end
+
+
+def batches_of(parts):
+    """Lists of parts with about BATCH characters."""
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[0])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def encode(tokenizer, texts, end):
-    """One stream, an end-of-text token before each text, as in llm.c. A special token in a text is text."""
+    """One stream, an end-of-text token before each text, as in llm.c. A special token in a text is text.
+
+    Some tokenizers write a space before a text, which does not belong before its later parts. So these are
+    tokenized behind a line end, whose tokens are then left out."""
+    def tokens_of(many):
+        return tokenizer(many, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    line_end = tokens_of(["\n"])[0]
     tokens = array.array("I")  # 4 bytes a token; a list takes more than 8
     done, size = 0, sum(map(len, texts))
-    parts = (part for text in texts for part in PART.finditer(text))
-    while batch := list(itertools.islice(parts, 64)):  # on all cores, in bounded memory
-        found = tokenizer([part[0] for part in batch], add_special_tokens=False, split_special_tokens=True,
-                          verbose=False)["input_ids"]
-        for part, ids in zip(batch, found):
-            tokens.extend(ids if part.start() or end is None else [end, *ids])
-            done += len(part[0])
+    for batch in batches_of(parts_of(texts)):  # the tokenizer takes a batch on all cores
+        found = tokens_of([part if first else "\n" + part for part, first in batch])
+        for (part, first), ids in zip(batch, found):
+            if first:
+                tokens.extend(ids if end is None else [end, *ids])
+            elif ids[:len(line_end)] == line_end:
+                tokens.extend(ids[len(line_end):])
+            else:  # the line end became one token with what follows
+                tokens.extend(tokens_of([part])[0])
+            done += len(part)
         if size > PROGRESS:
             print(f"\r{done * 100 // size}% of {size:,} characters", end="", file=sys.stderr, flush=True)
     print(end="\n" if size > PROGRESS else "", file=sys.stderr)
@@ -65,7 +115,7 @@ def train_bpe(texts, size):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train_from_iterator((part for part, _ in parts_of(texts)), vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
 
 
@@ -90,60 +140,24 @@ def pieces_of(tokenizer):
             yield token.replace("\u2581", " ").encode()
 
 
-def common(a, b):
-    """The length of the longest common beginning."""
-    return len(os.path.commonprefix([a, b]))
-
-
-def span_of_answer(render, whole, messages, i, where):
-    """Where message i begins and ends in the text of the whole conversation, with the end of its turn. A
-    template may write other things in the middle of a conversation than at its end. So the conversation is
-    written once more, with a mark in place of the answer: the answer is where the two texts differ. It begins
-    after the generation prompt if the text has that. What follows an answer that is last is a turn's end."""
-    marked = [*messages[:i], {"role": "assistant", "content": MARK}]
-    other, last = render(marked + messages[i + 1:]), render(marked).rstrip()
-    begin, end = common(whole, other), len(whole) - common(whole[::-1], other[::-1])
-    prompt = render(messages[:i], True) if i else ""
-    turn_end = last[last.rfind(MARK) + 1:]
-    if begin >= end or MARK not in other or MARK not in last or not whole.startswith(turn_end, end):
-        fail(f"{where}: the chat template writes {whole[end:end + 20]!r} after answer {i + 1}, but "
-             f"{turn_end[:20]!r} where it is the last, so its end cannot be found; use another template.")
-    return len(prompt) if i and whole.startswith(prompt) else begin, end + len(turn_end)
-
-
-def tokens_of_conversation(tokenizer, messages, tools, where):
-    """The tokens, with the bit NOT_COUNTED where the assistant does not speak; none if an answer is empty."""
-    def render(messages, generate=False):
-        try:  # without the date, Llama 3's template would write today's: other tokens every day
-            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
-                                                 add_generation_prompt=generate, date_string="26 Jul 2024")
-        except Exception as problem:  # a template can raise anything
-            fail(f"{where}: the chat template fails ({problem}); correct the record, or give a chat model.")
-    text, spans = render(messages), []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if not str(message.get("content") or "").strip() and not message.get("tool_calls"):
-            return []
-        if message.get("weight", 1):
-            spans.append(span_of_answer(render, text, messages, i, where))
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    tokens = [t if any(a < end and b > begin for begin, end in spans) else t | NOT_COUNTED
-              for t, (a, b) in zip(found["input_ids"], found["offset_mapping"])]
-    return [tokens[0] | NOT_COUNTED, *tokens[1:]]  # nothing precedes the first token
-
-
-def tokens_of_conversations(tokenizer, files, T):
+def tokens_of_conversations(template, files, T, report):
     """The tokens of each conversation, cut after T."""
+    # No more characters than these can be in T tokens, whatever the tokens are.
+    longest = max(LONGEST_CONVERSATION, T * max(map(len, template.tokenizer.get_vocab())))
     found, without, longer = [], 0, 0
-    for where, messages, tools in read_conversations(files):
-        tokens = tokens_of_conversation(tokenizer, messages, tools, where)
+    for record in read_conversations(files, report):
+        tokens = tokens_of_record(template, record, longest)
         if all(t & NOT_COUNTED for t in tokens[:T]):
             without += 1
         else:
             longer += len(tokens) > T
             found.append(tokens[:T])
-    print(f"{without:,} conversations have no answer within {T} tokens and are left out; {longer:,} are cut.")
+    report.print()
+    for remark, times in template.remarks.items():
+        print(f"{remark} ({times:,} times).")
+    print(f"{without:,} conversations have an empty answer, or none within {T} tokens, and are left out; "
+          f"{longer:,} are cut.")
+    print(f"Chat templates that ask for the date are told {DATE_AS_TEXT}, on every day.")
     return found if len(found) > 1 else fail("give two conversations or more with answers within --seq.")
 
 
@@ -160,8 +174,9 @@ def pack(conversations, T, padding):
     return packed + array.array("I", [padding | NOT_COUNTED])  # the target of the last position
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Turns text or conversations into token files for ./train.")
+def parse_arguments():
+    parser = argparse.ArgumentParser(description="Turns text or conversations into token files for ./train.",
+                                     epilog="data/records.py lists the forms of records that are known.")
     add = parser.add_argument
     add("text", nargs="+", help="text (UTF-8), folders of it, or records (*.jsonl, *.json, *.parquet)")
     add("--tokenizer", metavar="NAME", help="a model's folder, or a name on Hugging Face's hub")
@@ -169,54 +184,98 @@ def main():
     add("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
     add("--hold-out", metavar="PART", type=float, default=0.1, help="for validation (default: %(default)s)")
     add("--seq", metavar="N", type=int, default=0, help="tokens of a window of conversations, as in ./train")
-    run = parser.parse_args()
-    files = [file for path in run.text for file in files_below(path)]
-    for file in (file for file in files if not os.path.isfile(file)):
-        fail(f"{file} does not exist, or is no file; give text files or conversations.")
-    chats = [file for file in files if has_conversations(file)]
-    if chats and (len(chats) < len(files) or not run.tokenizer or run.seq < 2):
-        fail(f"{chats[0]} has conversations; give conversations alone, with --tokenizer and --seq N.")
+    return parser.parse_args()
+
+
+def check_arguments(run, files, chats):
+    """chats: those of the files that have conversations."""
+    if chats and len(chats) < len(files):
+        other = next(file for file in files if file not in chats)
+        fail(f"{chats[0]} has conversations, and {other} has none; give conversations alone, or texts alone.")
+    if chats and (not run.tokenizer or run.seq < 2):
+        fail(f"{chats[0]} has conversations; they need --tokenizer and --seq N.")
     one_way = run.train_bpe == 0 if run.tokenizer else run.train_bpe > 256
     if not one_way or run.seq and not chats or not 0.001 <= run.hold_out <= 0.5:
         fail("text needs either --tokenizer or --train-bpe of 257 tokens or more, no --seq, and a --hold-out "
              "from 0.001 to 0.5.")
-    texts = None if chats else hold_out(read_texts(files), run.hold_out)
+
+
+def open_tokenizer(name):
+    """The tokenizer of this name; None without a name."""
+    stop_the_clock()
     try:
         from transformers import AutoTokenizer
     except ImportError:
         fail("the package transformers of Python is missing: install it with 'pip install transformers'.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(run.tokenizer) if run.tokenizer else None
+        return AutoTokenizer.from_pretrained(name) if name else None
     except Exception as problem:  # a damaged file can raise anything
-        fail(f"--tokenizer {run.tokenizer} cannot be opened ({problem!r:.150}); give a model's folder, or a name "
-             "on Hugging Face's hub.")
-    tokenizer = tokenizer or train_bpe(texts[0], run.train_bpe)
-    end = tokenizer.eos_token_id
-    parts = texts or hold_out(tokens_of_conversations(tokenizer, chats, run.seq), run.hold_out)
-    streams = [pack(p, run.seq, end or 0) if chats else encode(tokenizer, p, end) for p in parts]
-    if max(map(len, streams)) >= 1 << 31:
-        fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
-    pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
-    width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)
-    # Earlier data stay until the new ones are written; old and new files must not stand together.
-    os.makedirs(run.out, exist_ok=True)
-    paths = [os.path.join(run.out, name) for name in ("train.bin", "val.bin", "tokenizer.bin")]
+        fail(f"--tokenizer {name} cannot be opened ({problem!r:.150}); give a model's folder, or a name on "
+             "Hugging Face's hub.")
+
+
+def tokenizer_files(name, tokenizer):
+    """The files from which others open the tokenizer, by their names. They go beside the token files, and
+    ./train copies them into its checkpoints."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = name if name and os.path.isdir(name) else temporary
+        if folder == temporary:
+            tokenizer.save_pretrained(folder)
+        paths = [os.path.join(folder, file) for file in TOKENIZER_FILES]
+        return {os.path.basename(path): open(path, "rb").read() for path in paths if os.path.isfile(path)}
+
+
+def replace_files(folder, contents, stale):
+    """Writes files, as lists of bytes by their names, and removes those that are `stale`. Old and new files must
+    not stand together: earlier ones stay until all new ones are written."""
+    os.makedirs(folder, exist_ok=True)
+    paths = [os.path.join(folder, name) for name in contents]
     try:
-        for path, tokens in zip(paths, streams):
-            write(path + ".new", [magic, 1, len(tokens), run.seq], array.array(width, tokens).tobytes())
-            counted = sum(t < NOT_COUNTED for t in tokens)
-            print(f"{path}: {len(tokens):,} tokens, {counted:,} count in the loss")
-        write(paths[2] + ".new", [20240328, 2, len(pieces), -1 if end is None else end],
-              b"".join(bytes([len(p)]) + p for p in pieces))
-        for path in filter(os.path.exists, paths):
+        for path, content in zip(paths, contents.values()):
+            with open(path + ".new", "wb") as f:
+                f.writelines(content)
+        for path in filter(os.path.exists, [os.path.join(folder, name) for name in stale] + paths):
             os.remove(path)
         for path in paths:
             os.rename(path + ".new", path)
     finally:
-        for path in filter(os.path.exists, (path + ".new" for path in paths)):
+        for path in filter(os.path.exists, [path + ".new" for path in paths]):
             os.remove(path)
-    if not run.tokenizer:
-        tokenizer.save_pretrained(run.out)
+
+
+def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    run, report = parse_arguments(), Report()
+    files = [file for path in run.text for file in files_below(path, report)]
+    chats = [file for file in files if has_conversations(file)]
+    check_arguments(run, files, chats)
+    texts = read_texts(files, report) if not chats else []
+    if not chats:
+        report.print()
+        if not texts:
+            fail("there is no text; give text files or folders of them.")
+        texts = hold_out(texts, run.hold_out)
+    tokenizer = open_tokenizer(run.tokenizer) or train_bpe(texts[0], run.train_bpe)
+    end = tokenizer.eos_token_id
+    if chats:
+        conversations = tokens_of_conversations(ChatTemplate(tokenizer), chats, run.seq, report)
+        streams = [pack(part, run.seq, end or 0) for part in hold_out(conversations, run.hold_out)]
+    else:
+        streams = [encode(tokenizer, part, end) for part in texts]
+    if max(map(len, streams)) >= 1 << 31:
+        fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
+    pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
+    width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)
+    contents = {name: [header(magic, 1, len(tokens), run.seq), array.array(width, tokens).tobytes()]
+                for name, tokens in zip(("train.bin", "val.bin"), streams)}
+    contents["tokenizer.bin"] = [header(20240328, 2, len(pieces), -1 if end is None else end),
+                                 *(bytes([len(piece)]) + piece for piece in pieces)]
+    for name, content in tokenizer_files(run.tokenizer, tokenizer).items():
+        contents[name] = [content]
+    replace_files(run.out, contents, TOKENIZER_FILES)
+    for name, tokens in zip(contents, streams):
+        counted = sum(token < NOT_COUNTED for token in tokens)
+        print(f"{os.path.join(run.out, name)}: {len(tokens):,} tokens, {counted:,} count in the loss")
     print(f"{len(pieces):,} tokens in the vocabulary. Train with ./train --data {run.out}")
 
 

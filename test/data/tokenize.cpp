@@ -1,5 +1,6 @@
-// tokenize.cpp - data/tokenize.py: which tokens of conversations count, and how it packs and divides. The
-// last test has transformers itself; the others have a small one of the tests.
+// tokenize.cpp - data/tokenize.py: what it reads, which tokens of conversations count, how it packs and
+// divides; and dev/chat.py. The last tests have transformers itself; the others have a small one of the
+// tests.
 #include "../help/program.h"
 
 using namespace coat;
@@ -13,9 +14,10 @@ const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev
 
 // Token t below 256 is a byte, spelled as in SentencePiece or, with BYTE_LEVEL, as in GPT-2. model/special
 // lists the special tokens that follow, and model/template is the chat template as an expression of Python.
+// With FIRST_SPACE the tokenizer puts a space before every text. It takes no text of a million characters.
 const char* const TRANSFORMERS = R"py(
-import collections, re
-Added = collections.namedtuple("Added", "content")
+import collections, datetime, json, re
+Added = collections.namedtuple("Added", "content special")
 OWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in OWN]
 class AutoTokenizer:
@@ -24,8 +26,8 @@ class AutoTokenizer:
         self = AutoTokenizer()
         self.special = open(name + "/special").read().split("\n")
         self.template = open(name + "/template").read()
-        self.eos_token_id = 258
-        self.added_tokens_decoder = {256 + i: Added(s) for i, s in enumerate(self.special)}
+        self.eos_token_id, self.eos_token, self.bos_token_id = 258, "<|end|>", 257
+        self.added_tokens_decoder = {256 + i: Added(s, True) for i, s in enumerate(self.special)}
         return self
     def get_vocab(self):
         byte_level = "BYTE_LEVEL" in self.template
@@ -33,15 +35,18 @@ class AutoTokenizer:
         spelled = {own(t) if byte_level else "<0x%02X>" % t: t for t in range(256)}
         return {**spelled, **{s: 256 + i for i, s in enumerate(self.special)}}
     def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt, date_string):
-        assert tokenize is False and date_string
-        seen = dict(messages=messages, add_generation_prompt=add_generation_prompt)
-        return eval(self.template, seen)
+        assert tokenize is False and date_string and len(messages) > 0
+        return eval(self.template, dict(messages=messages, add_generation_prompt=add_generation_prompt,
+                                        tools=tools, datetime=datetime, json=json))
     def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False,
                  split_special_tokens=False):
         if isinstance(text, list):
             found = [self(t, add_special_tokens, verbose, False, split_special_tokens) for t in text]
             return {"input_ids": [f["input_ids"] for f in found]}
+        assert len(text) < 1000000
         ids, offsets, at = [257] if add_special_tokens else [], [], 0
+        if "FIRST_SPACE" in self.template:
+            ids.append(32), offsets.append((0, 0))
         for part in re.split("(<[|].*?[|]>)", text):
             if part in self.special and not split_special_tokens:
                 ids.append(256 + self.special.index(part)), offsets.append((at, at + len(part)))
@@ -127,9 +132,9 @@ PYTHON_TEST_CASE("what the assistant says counts with the end of its turn") {
     folder.write("model/template",
                  "'' if not messages else messages[0]['content'] + messages[1]['content']"
                  " if messages[1:] else '' if add_generation_prompt else messages[0]['content']");
-    folder.check(chat({"", "abc"}) + HELD, "--seq 4", "a[bc]");
+    folder.check(chat({"", "abc"}) + chat({"", "out"}), "--seq 4", "a[bc]");
     folder.write("model/template", "'a<|us' + (messages[1]['content'] if messages[1:] else '')");
-    folder.check(chat({"x", "er|>b<|end|>"}) + HELD, "--seq 9", "a[<|user|>b<|end|>]");
+    folder.check(chat({"x", "er|>b"}) + HELD, "--seq 9", "a[<|user|>b]");
 }
 
 PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its own") {
@@ -161,10 +166,6 @@ PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its 
         "''.join(m['content'] + ''.join(str(c['function']['arguments']['x'] + 1)"
         " for c in m.get('tool_calls', [])) + '<|end|>' for m in messages)",
         chat({"q", "A", "r", "B"}, call) + HELD, "q<|end|>[A7<|end|>]r<|end|>[B<|end|>]");
-    // What follows an answer differs between the middle and the end.
-    folder.write("model/template",
-                 "''.join(m['content'] + ('<|end|>' if m is messages[-1] else '/') for m in messages)");
-    check_failed(folder.tokenize(two), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
 }
 
 PYTHON_TEST_CASE("records of every known form and texts among them") {
@@ -201,6 +202,328 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
     CHECK(load_corpus(folder / "tokens").train.size() == 1 + 9 + 1 + 2);
 }
 
+PYTHON_TEST_CASE(
+    "an answer ends with the control tokens that follow it also in the middle of a conversation") {
+    const ChatFolder folder;
+    const std::string two = chat({"q", "A", "r", "B"}) + HELD;
+    // As Phi 3 does: the end of an answer, and more where the conversation ends.
+    const std::string phi =
+        "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>' for m in messages) + "
+        "('<|assistant|>' if add_generation_prompt else '<|stop|>')";
+    folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|stop|>");
+    folder.write("model/template", phi);
+    folder.check(two, "--seq 24",
+                 "<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|><|assistant|>[B<|end|><|stop|>]");
+    // As gpt-oss does: another token where the conversation ends.
+    const std::string other_end =
+        "''.join(m['role'][0] + ':' + m['content'] + ('<|stop|>' if m is messages[-1] and m['role'] != 'user'"
+        " and not add_generation_prompt else '<|end|>') for m in messages) + ('a:' * add_generation_prompt)";
+    folder.write("model/template", other_end);
+    folder.check(two, "--seq 24", "u:q<|end|>a:[A<|end|>]u:r<|end|>a:[B<|stop|>]");
+    // Nothing that could be the end of an answer follows it in the middle.
+    folder.write("model/template",
+                 "''.join(m['content'] + ('<|end|>' if m is messages[-1] else '/') for m in messages)");
+    const Ended ended = folder.check(two, "--seq 24", "q/[A]/r/[B<|end|>]");
+    CHECK(contains(ended.out, "ends an answer with '<|end|>' only where the conversation ends"));
+    // The other answer begins as the generation prompt does. This must not hide where it begins.
+    const std::string thoughts =
+        "''.join(m['role'][0] + ' ' + ('<think>' if m is messages[-1] and m['role'] != 'user' else '') +"
+        " m['content'] + '<|end|>' for m in messages) + ('a <think>' if add_generation_prompt else '')";
+    folder.write("model/template", thoughts);
+    folder.check(chat({"q", "<thank you", "r", "B"}) + HELD, "--seq 40",
+                 "u q<|end|>a [<thank you<|end|>]u r<|end|>a <think>[B<|end|>]");
+    // An answer that the template does not show, and one that comes first.
+    folder.write("model/template",
+                 "''.join(m['content'] + '<|end|>' for m in messages if m['content'] != 'A')");
+    CHECK(contains(folder.check(two, "--seq 24", "q<|end|>r<|end|>[B<|end|>]").out,
+                   "does not show all answers"));
+    folder.write("model/template", CHAT);
+    folder.check(
+        R"({"messages": [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "q"}]})"
+        "\n" +
+            HELD,
+        "--seq 24", "<|assistant|>[hello<|end|>]\n<|user|>q<|end|>\n");
+}
+
+PYTHON_TEST_CASE("conversations with tool calls have the text that their template makes of them") {
+    const ChatFolder folder;
+    const auto record = [](const std::string& arguments, const std::string& tools = "") {
+        return R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": null, )"
+               R"("tool_calls": [{"id": "i", "function": {"name": "f", "arguments": )" +
+               arguments +
+               R"(}}]}, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "A"}])" + tools +
+               "}\n";
+    };
+    const std::string object = R"({"x": 6})", text = R"("{\"x\": 6}")";
+    const auto check = [&](const std::string& as, const std::string& given, const std::string& expected) {
+        CAPTURE(as);
+        folder.write("model/template", as);
+        folder.check(given + HELD, "--seq 60", expected);
+    };
+    const std::string function = "m['tool_calls'][0]['function']", calls = "m.get('tool_calls')",
+                      others = " else m['content']) + '<|end|>' for m in messages)";
+    // User and assistant must take turns, but for calls and their results (Mistral).
+    const std::string turns =
+        "''.join(m['role'][0] + ':' + (json.dumps(" + function + ") if " + calls + others +
+        " if all((m['role'] == 'user') == (i % 2 == 0) for i, m in enumerate(m for m in messages"
+        " if m['role'] != 'tool' and not m.get('tool_calls'))) else 1 / 0";
+    const std::string expected =
+        R"(u:q<|end|>[a:{"name": "f", "arguments": {"x": 6}}<|end|>]t:r<|end|>[a:A<|end|>])";
+    for (const std::string& arguments : {object, text}) check(turns, record(arguments), expected);
+    // The arguments must be text (DeepSeek); then both kinds become text. Or they must be an object.
+    const std::string as_text = "''.join((" + function + "['arguments'] + '' if " + calls + others,
+                      as_object = "''.join((str(" + function + "['arguments']['x'] + 1) if " + calls + others;
+    for (const std::string& arguments : {object, text}) {
+        check(as_text, record(arguments), R"(q<|end|>[{"x": 6}<|end|>]r<|end|>[A<|end|>])");
+        check(as_object, record(arguments), "q<|end|>[7<|end|>]r<|end|>[A<|end|>]");
+    }
+    check(as_text, record(R"("{ \"x\":6 }")"), "q<|end|>[{ \"x\":6 }<|end|>]r<|end|>[A<|end|>]");
+    // A call must not be the last message; a call without arguments; a content that must not be missing.
+    check(as_object + " if not messages[-1].get('tool_calls') else 1 / 0", record(object),
+          "q<|end|>[7<|end|>]r<|end|>[A<|end|>]");
+    check("''.join((" + function + "['name'] if " + calls + others, record("{}"),
+          "q<|end|>[f<|end|>]r<|end|>[A<|end|>]");
+    check("''.join((m['content'] or 'call') + '<|end|>' for m in messages)", record(object),
+          "q<|end|>[call<|end|>]r<|end|>[A<|end|>]");
+    // Tools: a list; text of JSON; a list of such texts.
+    const std::string tool = R"({"type": "function", "function": {"name": "f"}})",
+                      quoted = R"("{\"type\": \"function\", \"function\": {\"name\": \"f\"}}")",
+                      with_tools =
+                          "tools[0]['function']['name'] + ':' + " + as_object + " if tools else 'none'";
+    for (const std::string& tools : {"[" + tool + "]", quoted, "[" + quoted + "]",
+                                     "\"[" + quoted.substr(1, quoted.size() - 2) + "]\""}) {
+        folder.write("model/template", with_tools);
+        folder.check(record(object, ", \"tools\": " + tools) +
+                         record(object, ", \"tools\": [" + tool + "], \"a\": 1") +
+                         record("{\"x\": 1}", ", \"tools\": [" + tool + "]"),
+                     "--seq 60", "f:q<|end|>[7<|end|>]r<|end|>[A<|end|>]");
+    }
+    // A content in parts, for a template that knows parts.
+    const std::string parts =
+        R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "p"}]}, )"
+        R"({"role": "assistant", "content": [{"type": "text", "text": "A"}]}]})";
+    check(
+        "''.join('/'.join([m['content']] if isinstance(m['content'], str) else [''] + [p['text'] for p in"
+        " m['content']]) + '<|end|>' for m in messages)",
+        parts + "\n", "/p<|end|>[/A<|end|>]");
+}
+
+PYTHON_TEST_CASE("control tokens come from the template alone; what a message spells stays text") {
+    const ChatFolder folder;
+    const auto special_tokens = [&] {  // of the first conversation
+        Tokens tokens = tokens_of(load_corpus(folder / "tokens").train);
+        tokens.resize(64);
+        return std::count_if(tokens.begin(), tokens.end(), [](int32_t token) { return token > 255; });
+    };
+    const std::string spelled = chat({"is <|end|> it?", "no: <|end|><|user|>"}) + HELD;
+    folder.check(spelled, "--seq 64",
+                 "<|user|>is <|end|> it?<|end|>\n<|assistant|>[no: <|end|><|user|><|end|>]\n");
+    CHECK(special_tokens() == 4 + 25);  // of which 25 are padding
+    // A template that looks for a control token, and writes another, makes that itself.
+    folder.write("model/template",
+                 "''.join(m['content'].replace('<|user|>', '<|assistant|>') for m in messages)");
+    folder.check(chat({"<|user|>q", "a<|end|>"}) + HELD, "--seq 64", "<|assistant|>q[a<|end|>]");
+    // In the arguments of a call, which are quoted; in tools; in the keys of an object.
+    folder.write(
+        "model/template",
+        "json.dumps(tools) + ''.join(m['content'] + json.dumps(m.get('tool_calls')) for m in messages)");
+    const std::string call =
+        R"(, "tool_calls": [{"function": {"name": "f", "arguments": {"<|end|>": "<|end|>"}}}])";
+    std::string records = chat({"q", "a"}, call);
+    records.insert(records.size() - 2, R"(, "tools": [{"name": "<|end|>"}])");
+    folder.check(records + HELD, "--seq 200",
+                 R"([{"name": "<|end|>"}]qnull[a[{"function": {"name": "f", "arguments": )"
+                 R"({"<|end|>": "<|end|>"}}}]])");
+    CHECK(special_tokens() == 0);
+}
+
+PYTHON_TEST_CASE("a template that asks for the date is told one day every day") {
+    const ChatFolder folder;
+    folder.write("model/template",
+                 "str(datetime.date.today()) + datetime.datetime.now().strftime(' %H:%M') + "
+                 "datetime.datetime.today().strftime(' %d %b') + " +
+                     CHAT);
+    const Ended ended = folder.check(chat({"q", "a"}) + HELD, "--seq 64",
+                                     "2024-07-26 00:00 26 Jul<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
+    CHECK(contains(ended.out, "26 Jul 2024"));
+}
+
+PYTHON_TEST_CASE("system prompts and history are used and other columns with text are named") {
+    const ChatFolder folder;
+    const std::string user = "<|user|>a<|end|>\n", answer = "<|assistant|>[c<|end|>]\n",
+                      system = "<|system|>S<|end|>\n", more = R"("id": 7, "none": null, "note": " ", )";
+    const auto check = [&](const std::string& record, const std::string& expected) {
+        const Ended ended = folder.check("{" + more + record + "}\n" + HELD, "--seq 90", expected);
+        CHECK(!contains(ended.out, "columns that are not used"));
+    };
+    const std::string
+        share = R"("conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}])",
+        openai = R"("messages": [{"role": "user", "content": "a"}, )"
+                 R"({"role": "assistant", "content": "c"}])",
+        alpaca = R"("instruction": "a", "input": "", "output": "c")";
+    for (const std::string& record : {share, openai, alpaca}) {
+        check(R"("system": "S", )" + record, system + user + answer);
+        check(R"("system_prompt": "S", )" + record, system + user + answer);
+        check(R"("system": "", "history": [], )" + record, user + answer);
+        check(R"("system": "S", "history": [["h", "i"]], )" + record,
+              system + "<|user|>h<|end|>\n<|assistant|>[i<|end|>]\n" + user + answer);
+    }
+    check(R"("history": "[[\"h\", \"i\"]]", )" + alpaca,
+          "<|user|>h<|end|>\n<|assistant|>[i<|end|>]\n" + user + answer);
+    // A system message among the messages counts more than the column, which is named then.
+    const std::string both =
+        R"({"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}, )"
+        R"({"role": "assistant", "content": "c"}], "system": "T", "meta": {"from": ["x"]}})";
+    const Ended named = folder.check(both + "\n" + HELD, "--seq 90", system + user + answer);
+    CHECK(contains(named.out, "columns that are not used: system, meta (system stands in c.jsonl:1)"));
+    require_success(
+        folder.tokenize("{\"text\": \"a\", \"title\": \"b\"}\n{\"text\": \"c\"}\n", "", "t.jsonl"));
+}
+
+PYTHON_TEST_CASE("a prompt with its completion is read as in TRL") {
+    const ChatFolder folder;
+    folder.check(
+        R"({"prompt": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "i"}, )"
+        R"({"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "c"}]})"
+        "\n" +
+            HELD,
+        "--seq 60", "<|user|>h<|end|>\n<|assistant|>i<|end|>\n<|user|>a<|end|>\n<|assistant|>[c<|end|>]\n");
+    // Texts: no chat template; a token begins the text, and one ends it.
+    const std::string texts = R"({"prompt": "The sky", "completion": " is blue"})"
+                              "\n"
+                              R"({"prompt": "[1]", "completion": "[2]<|end|>"})"
+                              "\n";
+    folder.check(texts, "--seq 60", "<|assistant|>The sky[ is blue<|end|>]");
+    CHECK(folder.windows("val") == "<|assistant|>[1][[2]<|end|>]\n");
+    const Ended ended =
+        folder.check(R"({"prompt": "<|user|>", "completion": "b"})"
+                     "\n" +
+                         texts,
+                     "--seq 60", "<|assistant|><|user|>[b<|end|>]<|assistant|>The sky[ is blue<|end|>]");
+    CHECK(contains(ended.out, "spells control tokens"));
+}
+
+PYTHON_TEST_CASE("keys that are null are as if they were not there") {
+    const ChatFolder folder;
+    folder.write("model/template",
+                 "json.dumps(tools) + ''.join(json.dumps(m) + '<|end|>' for m in messages)");
+    const std::string record =
+        R"({"tools": [{"name": "f", "to": null, "parameters": {"city": {"type": "string"}, "zone": null}}], )"
+        R"("messages": [{"role": "user", "content": "q", "tool_calls": null}, {"role": "assistant", )"
+        R"("content": "a", "tool_calls": [{"id": null, "function": {"name": "f", "arguments": )"
+        R"({"city": "x", "zone": null, "list": [1, null, {"in": null}]}}}]}]})";
+    const std::string expected =
+        R"([{"name": "f", "parameters": {"city": {"type": "string"}}}]{"role": "user", "content": "q"}<|end|>)"
+        R"([{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": )"
+        R"({"city": "x", "list": [1, null, {}]}}}]}<|end|>])";
+    folder.check(record + "\n" + HELD, "--seq 400", expected);
+    // Rows of parquet; the package is one of the test.
+    folder.write("pyarrow/__init__.py", "class ArrowException(Exception): pass\n");
+    folder.write("pyarrow/parquet.py", R"py(
+import json
+class Batch(list):
+    def to_pylist(self): return self
+class ParquetFile:
+    def __init__(self, file): self.rows = [json.loads(line) for line in open(file)]
+    def iter_batches(self, size): yield Batch(self.rows)
+)py");
+    folder.check(record + "\n" + HELD, "--seq 400", expected, "c.parquet");
+}
+
+PYTHON_TEST_CASE("what is left out is named with its reason") {
+    const ChatFolder folder;
+    folder.write("in/a", "text a\n");
+    folder.write("in/b", std::string("nul\0byte\n", 9));
+    folder.write("in/c", std::string("\xFF\xFEu\0t\0", 6));
+    folder.write("in/d", "latin \xE9\n");
+    folder.write("in/e.jsonl.gz", "\x1F\x8B");
+    folder.write("in/\xFF.txt", "\xFF");
+    folder.write("elsewhere/x", "linked\n");
+    folder.write("in/step-000001/model.safetensors", "");
+    fs::create_directory_symlink(folder / "elsewhere", folder / "in/link");
+    fs::create_symlink(folder / "nowhere", folder / "in/dangling");
+    fs::create_symlink(folder / "elsewhere/x", folder / "in/file");  // is read
+    require_success(shell(folder, "mkfifo in/fifo"));
+    folder.write("in/z", "text z\n");
+    const Ended ended = folder.run("--tokenizer model --out tokens in --hold-out 0.001");
+    require_success(ended);
+    for (const char* line :
+         {"in/b has a NUL byte", "in/c is UTF-16; convert it to UTF-8", "in/d is not UTF-8 from byte 6",
+          "in/e.jsonl.gz is compressed; unpack it", "in/\\udcff.txt is not UTF-8",
+          "in/link is a link to a folder", "in/step-000001 is a checkpoint", "in/dangling is no file",
+          "in/fifo is no file"})
+        CHECK_MESSAGE(contains(ended.out, std::string("left out: ") + line), line);
+    const Corpus corpus = load_corpus(folder / "tokens");
+    CHECK(contains(corpus.decode(tokens_of(corpus.train)), "linked"));
+    // Of more than ten files the others are counted; copies are counted.
+    for (int i = 0; i < 30; i++) folder.write(concat("in/many/", i), concat("\xFF", i));
+    for (int i = 0; i < 5; i++) folder.write(concat("in/copies/", i), "text a\n");
+    const Ended more = folder.run("--tokenizer model --out tokens in --hold-out 0.001");
+    require_success(more);
+    CHECK(contains(more.out, "left out: 29 more files\n"));
+    CHECK(contains(more.out, "left out: 5 copies of texts"));
+    const Ended copies = folder.tokenize(chat({"a", "b"}) + chat({"a", "b"}) + chat({"a", "b"}) + HELD);
+    CHECK(contains(copies.out, "left out: 2 copies of texts or conversations"));
+    // With nothing left it is an error, after the reasons. A file of records says what to do.
+    const Ended none = folder.run("--tokenizer model --out tokens in/b");
+    check_failed(none, "there is no text");
+    CHECK(contains(none.out, "in/b has a NUL byte"));
+    check_failed(folder.run("--tokenizer model --out tokens in/e.jsonl.gz"), "in/e.jsonl.gz", "unpack it");
+    folder.write("mixed/a.txt", "text");
+    folder.write("mixed/c.jsonl", HELD);
+    check_failed(folder.run("--tokenizer model --out tokens --seq 32 mixed"), "mixed/c.jsonl", "mixed/a.txt");
+    folder.write("other/log.jsonl", "{\"loss\": 1}\n");
+    check_failed(folder.run("--tokenizer model --out tokens other"), "other/log.jsonl", "leave the file out");
+}
+
+PYTHON_TEST_CASE("a long text is tokenized in parts and stays the same text") {
+    const ChatFolder folder;
+    std::string words, lines, letters;  // without line ends; with blank lines and indentation; without spaces
+    while (words.size() < 3 << 19) words += "word and ";
+    while (lines.size() < 3 << 19) lines += "line\n\n    of code \n";
+    while (letters.size() < 3 << 19) letters += "letters";
+    folder.write("in/a", words);
+    folder.write("in/b", lines);
+    folder.write("in/c", letters);
+    for (const char* as : {"", "FIRST_SPACE"}) {
+        folder.write("model/template", as);
+        require_success(folder.run("--tokenizer model --out tokens in --hold-out 0.001"));
+        const Corpus corpus = load_corpus(folder / "tokens");
+        const std::string space = *as ? " " : "";
+        std::string expected, rest;
+        for (const std::string& text : {words, lines, letters}) {
+            const size_t kept = size_t(double(text.size()) * (1 - 0.001));
+            expected += "<|end|>" + space + text.substr(0, kept);
+            rest += "<|end|>" + space + text.substr(kept);
+        }
+        CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
+        CHECK(corpus.decode(tokens_of(corpus.validation)) == rest);
+    }
+    // A conversation that is as long is cut before the tokenizer has it.
+    folder.write("model/template", CHAT);
+    folder.check(chat({"q", words}) + HELD, "--seq 24",
+                 "<|user|>q<|end|>\n<|assistant|>[word and word and w]");
+}
+
+PYTHON_TEST_CASE("the tokenizer's files stand beside the token files") {
+    const ChatFolder folder;
+    folder.write("text", "some text");
+    for (const char* name : {"tokenizer.json", "tekken.json", "tokenizer_config.json"})
+        folder.write(concat("model/", name), name);
+    folder.write("model/config.json", "of the model");
+    folder.write("tokens/vocab.json", "of an earlier tokenizer");
+    require_success(folder.run("--tokenizer model --out tokens text --hold-out 0.5"));
+    std::map<std::string, std::string> found = files_below(folder / "tokens");
+    CHECK(found.at("tekken.json") == "tekken.json");
+    CHECK(found.size() == 6);  // train.bin val.bin tokenizer.bin
+    CHECK(!found.count("vocab.json"));
+    // A tokenizer that is opened from the folder to which the tokens go stays.
+    for (const char* name : {"special", "template"})
+        fs::copy(folder / (std::string("model/") + name), folder / (std::string("tokens/") + name));
+    require_success(folder.run("--tokenizer tokens --out tokens text --hold-out 0.5"));
+    CHECK(read_file(folder / "tokens/tekken.json") == "tekken.json");
+}
+
 PYTHON_TEST_CASE("a conversation lies within one window and windows are filled up") {
     const ChatFolder folder;
     folder.write("model/template", "''.join(m['content'] for m in messages) + '<|end|>'*(len(messages)>1)");
@@ -218,7 +541,8 @@ PYTHON_TEST_CASE("a conversation lies within one window and windows are filled u
                                            chat({"123", "yyyyyyyyy"}) + chat({"z", " "}) + "\n" +
                                            chat({"q"}) + chat({"b", "x"}),
                                        "--seq 12", "abc[x<|end|>]\n123[yyyyyyyyy]");
-    CHECK((contains(counted.out, "3 conversations have no answer") && contains(counted.out, "; 1 are cut")));
+    CHECK((contains(counted.out, "3 conversations have an empty answer") &&
+           contains(counted.out, "; 1 are cut")));
     CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
@@ -272,7 +596,10 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier da
         {good + chat({"q", "\\ud800"}), seq, "c.jsonl:3", "where text belongs"},
         {good + chat({"q", "a"}, ", \"weight\": \"0\""), seq, "c.jsonl:3", "weight"},
         {good + R"({"conversations": [{"from": [], "value": 1}]})", seq, "c.jsonl:3", "from"},
-        {good + "{\"messages\": [{\"role\": \"user\"}]}\n", seq, "c.jsonl:3", "template fails"}};
+        {good + "{\"messages\": [{\"role\": \"user\"}]}\n", seq, "c.jsonl:3", "template fails"},
+        {good + R"({"instruction": "a", "output": "b", "history": ["c"]})", seq, "c.jsonl:3", "history"},
+        {good + R"({"messages": [{"role": "user", "content": "a"}], "tools": 5})", seq, "c.jsonl:3",
+         "tools"}};
     for (const auto& [records, flags, who, what] : rows) {
         CAPTURE(records);
         const Ended ended = folder.tokenize(records, flags);
@@ -310,11 +637,15 @@ TEST_CASE("tokenize.py with transformers itself: a BPE is trained and the assist
 import transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained("model")
 tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-tokenizer.chat_template = """{%- for message in messages %}
+tokenizer.chat_template = """{{- strftime_now("%d.%m.%Y") + "|" + date_string }}
+{%- for message in messages %}
     {%- if message.role == "tool" %}{{ raise_exception("unknown role " + message.role) }}{% endif %}
     {{- "<|im_start|>" + message.role + "\n" }}
-    {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
-    {{- "\n" }}
+    {%- if message.role == "assistant" %}
+        {%- generation %}{{- message.content + eos_token + "\n" }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + eos_token + "\n" }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "<|im_start|>assistant\n" }}
@@ -327,13 +658,36 @@ tokenizer.save_pretrained("chat")
     CHECK(std::count(again.begin(), again.end(), again[0]) == 1);
     const std::string conversation = chat({"h\\u00e9", " \\u00fc b"});
     folder.write("c.jsonl", conversation + HELD);
-    const std::string chats = "--tokenizer chat --out tokens --seq 40 c.jsonl";
-    require_success(tokenize_py(folder, chats));
-    const Corpus corpus = load_corpus(folder / "tokens");
-    Tokens tokens(corpus.train.size()), targets(tokens.size()), counted;
-    corpus.train.read(0, corpus.train.size(), tokens.data(), targets.data());
-    std::copy_if(targets.begin(), targets.end(), std::back_inserter(counted), [](auto t) { return t >= 0; });
-    CHECK(corpus.decode(counted) == " \xC3\xBC b<|im_end|>");
+    const std::string chats = "--tokenizer chat --out tokens --seq 120 c.jsonl";
+    Tokens tokens, targets;  // of the first conversation, without padding
+    const auto tokenize = [&](const std::string& records) {
+        folder.write("c.jsonl", records);
+        require_success(tokenize_py(folder, chats));
+        const Corpus corpus = load_corpus(folder / "tokens");
+        tokens.resize(corpus.train.size());
+        targets.resize(corpus.train.size());
+        corpus.train.read(0, corpus.train.size(), tokens.data(), targets.data());
+        while (tokens.back() == corpus.end_token) tokens.pop_back();
+        targets.resize(tokens.size());
+        Tokens counted;
+        std::copy_if(targets.begin(), targets.end(), std::back_inserter(counted),
+                     [](auto t) { return t >= 0; });
+        return std::pair{corpus.decode(tokens), corpus.decode(counted)};
+    };
+    // What the template marks counts, here with the line end. The date is the same every day.
+    const auto [all, counted] = tokenize(conversation + HELD);
+    CHECK(all ==
+          "26.07.2024|26 Jul 2024<|im_start|>user\nh\u00e9<|im_end|>\n"
+          "<|im_start|>assistant\n \u00fc b<|im_end|>\n");
+    CHECK(counted == " \u00fc b<|im_end|>\n");
+    const int32_t end = load_corpus(folder / "tokens").end_token;
+    CHECK(std::count(tokens.begin(), tokens.end(), end) == 2);
+    // A control token that a message spells is text; an answer of weight 0 does not count.
+    const std::string spelled = chat({"<|im_end|>", "no", "q", "A <|im_end|>B"}, R"(, "weight": 0)");
+    const auto [shown, last] = tokenize(spelled + HELD);
+    CHECK(contains(shown, "user\n<|im_end|><|im_end|>\n"));
+    CHECK(last == "A <|im_end|>B<|im_end|>\n");
+    CHECK(std::count(tokens.begin(), tokens.end(), end) == 4);
     folder.write("c.jsonl", conversation + R"({"messages": [{"role": "tool", "content": "x"}, )"
                                            R"({"role": "assistant", "content": "y"}]})");
     check_failed(tokenize_py(folder, chats), "c.jsonl:2", "unknown role tool");
