@@ -241,5 +241,6 @@ std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: th
 std::unique_ptr<Model> make_gpu(const Setup& setup);        // gpu/this_gpu.cu; Error if no GPU can run it
 // gpu/this_gpu.cu; empty if this GPU can be used, else the reason and what to do. It starts no other GPU.
 std::string why_no_gpu(int gpu = 0);
+int gpu_capability();  // of the GPU that why_no_gpu() was asked for: 90 is 9.0; 0 in a program without CUDA
 
 }  // namespace coat

@@ -1,7 +1,6 @@
 // gpu/this_gpu.cu - whether this machine's GPU can run a setup, and in how much of its memory: make_gpu() and
 // why_no_gpu() of model.h.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 
 #include "../program/plan.h"
@@ -44,7 +43,8 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
         needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
         if (needed <= static_cast<int64_t>(free)) return gpu_model(s, bytes, cached);
     }
-    throw Error("This run needs ", needed >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
+    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ",
+                gigabytes(static_cast<int64_t>(free)), " GB are free; ",
                 "choose a smaller --batch, --seq or --model, or save memory with --master none",
                 s.ranks > 1 ? " and --attention groups."
                             : ", --attention groups, and --gradients none with --clip 0.");
@@ -66,6 +66,8 @@ std::string coat::why_no_gpu(int gpu) {
     return why_no_kernels();
 }
 
+int coat::gpu_capability() { return capability(); }
+
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     int local = setup.processes ? setup.processes->local() : 0;  // number of the GPU
     const std::string missing = why_no_gpu(local);
@@ -78,10 +80,5 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     Setup s = setup;
     s.recipe = recipe_on_gpu(setup.recipe, capability());
-    if (setup.recipe.x.fp8() && !s.recipe.x.fp8() && s.rank == 0)
-        std::fprintf(stderr,
-                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
-                     "run in %s.\n",
-                     info(s.recipe.compute).name);
     return model_that_fits(s);
 }

@@ -45,6 +45,9 @@ void validate(const Setup& s) {
                     " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
+    if (!s.keep_gradients && s.ranks > 1)
+        throw Error(
+            "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
     if (s.ranks > 1 && s.optimizer.group == 0)
         throw Error("--optimizer ", s.optimizer.name,
                     " has one scale per tensor, of which ranks cannot keep parts; "
@@ -254,15 +257,43 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Printing
+// Text
+
+std::string grouped(int64_t n) {
+    std::string text = std::to_string(n);
+    for (int64_t at = int64_t(text.size()) - 3; at > (n < 0); at -= 3) text.insert(size_t(at), ",");
+    return text;
+}
+
+std::string gigabytes(int64_t bytes) {
+    char text[32];
+    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", double(bytes) / 1e9);
+    return text;
+}
+
+std::string counted(int64_t n, const std::string& what) {
+    const std::string plural = what.ends_with("ch") ? "es" : "s";
+    return concat(grouped(n), " ", what, n == 1 ? "" : plural);
+}
+
+std::string recipe_text(const Setup& s) {
+    std::string text = concat(s.recipe.name, ": ", s.recipe.about);
+    const bool wants_fp8 = find_row(recipes(), s.recipe.name, "--recipe").x.fp8();
+    if (wants_fp8 && !s.recipe.x.fp8())
+        text +=
+            "; but this GPU has no FP8 GEMMs (they need compute capability 8.9), so linear layers run in "
+            "BF16";
+    if (linear_formats(s).fallback)
+        text += "; but --batch x --seq is no multiple of 16, so linear layers run in BF16";
+    return text;
+}
 
 static void print_precision(const Setup& s) {
-    const Recipe& r = s.recipe;
     std::printf(
         "Precision plan: formats and scales of what operators read, write and save for backward\n"
-        "  recipe %s: %s\n"
+        "  recipe %s\n"
         "  A scale for each tensor, row, or block: 1x16 are 16 values of a token.\n\n",
-        r.name, r.about);
+        recipe_text(s).c_str());
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     for (const auto& [part, operators] : precision_plan(s)) {

@@ -110,6 +110,17 @@ inline bool head_sum_apart(const Setup& s) {
     return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
 }
 
+// -----------------------------------------------------------------------------------------------------------
+// Text
+
+std::string grouped(int64_t n);                           // 6738415616 is "6,738,415,616"
+std::string gigabytes(int64_t bytes);                     // of 10^9 bytes, without the unit: "78.8", "0.021"
+std::string counted(int64_t n, const std::string& what);  // "1 rank", "2 ranks", "2 micro-batches"
+
+// What the recipe is, and why its linear layers do not run in FP8, if they do not. s.recipe is as
+// recipe_on_gpu() returns it.
+std::string recipe_text(const Setup& s);
+
 void print_plan(const Setup& s);
 
 }  // namespace coat

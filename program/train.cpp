@@ -33,6 +33,7 @@ struct Run {
     std::unique_ptr<Model> model;
     RunLog log;                            // of rank 0
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
+    bool out_is_locked = false;            // the folder for checkpoints, which existed before this run
     bool unsaved = false;  // the model is at the end of a step, may be saved, and is in no checkpoint
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
@@ -147,7 +148,8 @@ double validate(Run& run) {
     if (!std::isfinite(loss))
         throw Error("The validation loss is not finite after step ", run.state.step,
                     "; begin again with a lower --lr, or with other weights.");
-    std::printf("validation | step %ld | loss %.4f | %.0f tokens\n", run.state.step, loss, targets);
+    std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, loss,
+                counted(int64_t(targets), "token").c_str());
     run.print_log("validation", {{"loss", loss}, {"tokens", int64_t(targets)}});
     return loss;
 }
@@ -176,21 +178,29 @@ void sample(Run& run) {
     run.print_log("sample", {{"tokens", tokens}});
 }
 
-// How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
-// the moments that its gradients would lead to, by the ranks that keep them; and the factors k in use.
+// How well FP8 represents each kind of tensor: measured on one micro-batch of held-out text, forward and
+// backward. After a run also the moments that its gradients would lead to, which each rank measures where it
+// keeps them, and the factors k in use.
 void print_quantization(Run& run) {
-    read_evaluated(run, held_out(run), 0);  // the same micro-batch on every rank
+    const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
+    read_evaluated(run, held_out(run), 0);     // the same micro-batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
         for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
-        report.kinds[int(kind)] = sum;
+        report.kinds[int(kind)] = trained ? sum : QuantStats();
     }
-    std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
-    for (size_t kind = 0; kind < std::size(report.kinds); kind++)
-        if (const QuantStats& s = report.kinds[kind]; s.elements > 0)
-            std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
-                        s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+    bool has_title = false;  // a recipe without FP8 has no rows
+    for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
+        const QuantStats& s = report.kinds[kind];
+        if (s.elements == 0) continue;
+        if (!has_title)
+            std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
+        has_title = true;
+        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
+                    s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+    }
+    if (!trained) return;
     if (report.part_of_moments) std::printf("Of large parameters, a part of the moments was measured.\n");
     for (const auto& [name, mine] :
          {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
@@ -203,6 +213,63 @@ void print_quantization(Run& run) {
         std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", name,
                     at(0), at(0.25), at(0.5), at(0.75), at(1));
     }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The folder for checkpoints, --out
+
+// Two runs would remove each other's checkpoints. The folder stays locked until the program ends.
+void lock_folder(const std::string& out) {
+    const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0 || ::access(out.c_str(), W_OK) != 0)
+        throw Error("--out ", out, " cannot be written (", std::strerror(errno), "); choose another folder.");
+    if (::flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
+}
+
+// Error if the folder cannot be created later: if the folder that it would be in, or the nearest one above
+// that exists, is a file, or must not be written.
+void require_creatable(const std::string& out) {
+    fs::path above = fs::absolute(out).lexically_normal();
+    std::error_code none;
+    while (!fs::exists(above, none) && above.has_relative_path()) above = above.parent_path();
+    if (!fs::is_directory(above, none))
+        throw Error("--out ", out, " cannot be created: ", above.string(),
+                    " is not a folder; choose another folder.");
+    if (::access(above.c_str(), W_OK) != 0)
+        throw Error("--out ", out, " cannot be created in ", above.string(), " (", std::strerror(errno),
+                    "); choose another folder.");
+}
+
+bool saves_checkpoints(const Flags& flags) { return !flags.out.empty() && !flags.plan && flags.steps > 0; }
+
+// Checks the folder for checkpoints before data are read and a model is made, which can take minutes. A
+// folder that exists is locked from here on. One that does not is created when the first step begins: a run
+// that fails at its start leaves none.
+void check_out_folder(Run& run) {
+    const Flags& flags = run.flags;
+    if (!saves_checkpoints(flags)) return;
+    run.out_is_locked = fs::exists(flags.out);
+    if (run.setup.rank == 0 && run.out_is_locked) lock_folder(flags.out);
+    else if (run.setup.rank == 0) require_creatable(flags.out);
+    run.processes->all_gather(0);
+}
+
+// A new run must not use the folder of another run's checkpoints.
+void require_own_folder(const Run& run) {
+    const Flags& flags = run.flags;
+    if (!saves_checkpoints(flags)) return;
+    const std::string newest = find_checkpoint(flags.out);
+    if (newest.empty() || (flags.given("resume") && fs::equivalent(newest, run.weights))) return;
+    throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with --resume ",
+                flags.out, ", or choose another folder with --out.");
+}
+
+void create_out_folder(const Run& run) {
+    if (!saves_checkpoints(run.flags) || run.setup.rank != 0 || run.out_is_locked) return;
+    create_folders(run.flags.out);
+    lock_folder(run.flags.out);
+    require_own_folder(run);  // another run may have come first
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -231,7 +298,8 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
     return run.model->step(run.tokens.data(), run.targets.data(), adamw);
 }
 
-// took: seconds of this step. left: of the run; it also counts validations, samples and saves.
+// took: seconds of this step. left: of the run; it also counts validations, samples and saves. Tokens and
+// floating-point operations a second are those of all ranks.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
     const Setup& s = run.setup;
     const double rate = run.step_tokens() / took;
@@ -244,7 +312,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
           {"lr", " | lr %.3e", lr},
           {"ms", " | %.0f ms", took * 1e3},
           {"tokens_per_second", " | %.0f tok/s", rate},
-          {"tflops", " | %.3g TFLOP/s", flops_per_token(s.config, s.T) * rate / s.ranks * 1e-12}}) {
+          {"tflops", " | %.3g TFLOP/s", flops_per_token(s.config, s.T) * rate * 1e-12}}) {
         std::printf(format, value);
         line[name] = value;
     }
@@ -265,6 +333,7 @@ int loop(Run& run) {
     std::string& checkpoint = run.processes->checkpoint;  // errors name it from here on
     if (!flags.out.empty()) checkpoint = find_checkpoint(flags.out);
     if (state.step == 0) state.first_validation = validate(run);
+    create_out_folder(run);
     const double started = now();
     double timed = 0, saved_at = started;  // timed: all steps but the first, which warms caches
     int skipped_in_a_row = 0;
@@ -311,7 +380,7 @@ int loop(Run& run) {
                 {"validation", validation},
                 {"skipped", state.step - state.updates}};
     if (steps > 1) end["tokens_per_second"] = run.step_tokens() * (steps - 1) / timed;
-    std::printf("\nDone: %ld steps in %s", steps, duration(now() - started).c_str());
+    std::printf("\nDone: %s in %s", counted(steps, "step").c_str(), duration(now() - started).c_str());
     if (steps > 1) std::printf(", %.0f tok/s", end["tokens_per_second"].get<double>());
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", state.step - state.updates,
                 state.first_validation, validation);
@@ -331,47 +400,24 @@ void require_cores(int64_t ranks) {
                     ", ", RANKS_PER_CORE, " for each core.");
 }
 
-// Two runs would remove each other's checkpoints. The folder stays locked until the program ends.
-void lock_folder(const std::string& out) {
-    create_folders(out);
-    const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0 || ::access(out.c_str(), W_OK) != 0)
-        throw Error("--out ", out, " cannot be written (", std::strerror(errno), "); choose another folder.");
-    if (::flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
-}
-
-// The newest whole checkpoint of --resume; rank 0 reads all of it and says what it skips. Where the run will
-// save into the same folder, what it skips must not stand in the way of later checkpoints.
-void find_resumed(Run& run, bool saves) {
-    const Flags& flags = run.flags;
+// The checkpoint that --resume names: the newest that is whole. Rank 0 reads all of it, once its folder is
+// locked, and says what it skips. Where the run will save into the same folder, what it skips must not stand
+// in the way of later checkpoints.
+void find_resumed(Run& run) {
+    Flags& flags = run.flags;
+    const std::string last = find_checkpoint(flags.resume);
+    if (last.empty())
+        throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
+    if (!flags.given("out")) flags.out = fs::canonical(last).parent_path().string();
+    check_out_folder(run);
     WholeCheckpoint found;
     if (run.setup.rank == 0) found = find_whole_checkpoint(flags.resume);
     for (const auto& [path, why] : found.skipped) {
         print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
-        if (saves && fs::equivalent(fs::path(path).parent_path(), flags.out))
+        if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), flags.out))
             print_error(concat(path, " is now ", set_aside(path), "."));
     }
     run.weights = run.processes->all_gather(found.path).front();
-}
-
-// The checkpoint to continue. A new run must not use the folder of another run's checkpoints.
-void choose_checkpoint(Run& run) {
-    Flags& flags = run.flags;
-    const bool resumes = flags.given("resume");
-    const std::string last = resumes ? find_checkpoint(flags.resume) : "";
-    if (resumes && last.empty())
-        throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
-    if (resumes && !flags.given("out")) flags.out = fs::canonical(last).parent_path().string();
-    const bool saves = !flags.out.empty() && !flags.plan && flags.steps > 0;
-    if (saves && run.setup.rank == 0) lock_folder(flags.out);
-    run.processes->all_gather(0);
-    if (resumes) find_resumed(run, saves);  // under the lock
-    if (!saves) return;
-    const std::string newest = find_checkpoint(flags.out);
-    if (!newest.empty() && !(resumes && fs::equivalent(newest, run.weights)))
-        throw Error("--out ", flags.out, " already holds the checkpoint ", newest,
-                    "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
 }
 
 // The settings of the checkpoint's run. The micro-batches of a step are divided among the present ranks.
@@ -381,8 +427,8 @@ void take_checkpoint(Run& run) {
     Json& settings = run.state.settings;
     const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
     if (all % ranks)
-        throw Error("The run has ", all, " micro-batches a step, which ", ranks,
-                    " ranks cannot share; use a number of ranks that divides ", all, ".");
+        throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
+                    " cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
     const double lr = settings.at("lr");
     const float planned = learning_rate(lr, settings.at("warmup"), settings.at("steps"), run.state.step);
@@ -418,7 +464,7 @@ void make_setup(Run& run) {
     if (flags.attention == "groups") s.recipe.attention = Q_GROUP;
     s.master = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
-    if (!s.keep_gradients && flags.clip > 0)
+    if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
     if (run.weights.empty() && fs::is_directory(flags.model)) {
@@ -501,30 +547,31 @@ const char* log_before(const Run& run) {
     return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
-// What is good to know before the first step; --plan has more.
+// What is good to know before the first step. s: the setup of the rank that keeps most.
 void print_start(const Run& run, const Setup& s, const std::string& device) {
     const ModelConfig& c = s.config;
     const bool gpu = run.flags.device == "gpu";
-    const int64_t memory = total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s));
-    auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
-    print("model: ", c.name, ", ", parameter_count(c), " parameters: ", c.L, " layers, hidden size ", c.C,
-          ", ", c.NH, " heads, vocabulary ", c.V, "; ",
+    const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
+    print("model: ", c.name, ", ", grouped(parameter_count(c)), " parameters: ", counted(c.L, "layer"),
+          ", hidden size ", c.C, ", ", counted(c.NH, "head"), ", vocabulary ", c.V, "; ",
           run.weights.empty() ? "random weights" : "weights of " + run.weights);
-    print("recipe: ", s.recipe.name, ", ", s.recipe.about,
-          linear_formats(s).fallback ? "; BF16 linear layers: --batch x --seq is no multiple of 16" : "");
-    print("moments: ", s.optimizer.name, ", ", s.optimizer.about, "; master weights: ", run.flags.master);
+    print("recipe: ", recipe_text(s));
+    print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
+          s.master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
     print("device: ", device);
-    print("tokens: ", run.step_tokens(), " a step, ", s.B, " x ", s.T, " in each of ", micro_batches(s),
-          " micro-batches on ", s.ranks, " ranks");
+    print("step: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"), " of ",
+          s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
-        print("warm-up: ", warmup, " steps, a tenth of the run, since --warmup ", run.flags.warmup,
+        print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
               " is longer than --steps ", run.flags.steps);
-    print("memory: ", memory >> 20, gpu ? " MiB" : " MiB and workspace", "; --plan has its parts");
-    print("checkpoints: ", run.flags.out, run.flags.resume.empty() ? "" : "; continuing step ",
-          run.flags.resume.empty() ? "" : concat(run.state.step, " of ", run.weights));
+    print("memory: ", gigabytes(total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s))), " GB",
+          s.ranks > 1 ? " on each rank" : "", gpu ? "" : ", without working memory", "; --plan lists it");
+    if (saves_checkpoints(run.flags)) print("checkpoints: in ", run.flags.out);
+    else print("checkpoints: none are saved");
+    if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights);
     if (const Corpus& text = run.corpus; text.train.size())
-        print("text: ", run.flags.data, ", ", text.train.size(), " tokens to train on, ",
-              text.validation.size(), " held out");
+        print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
+              grouped(text.validation.size()), " held out");
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     const Json changes = run.state.settings.value("changes", Json::array());
     for (const Json& change : changes) print("changed: ", change.get<std::string>());
@@ -578,10 +625,16 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
         throw Error("--device gpu cannot be used: ", why_cpu, ".");
     if (flags.device == "auto") flags.device = why_cpu.empty() ? "gpu" : "cpu";
     if (flags.device == "gpu") flags.take_gpu_defaults();
-    choose_checkpoint(run);
-    if (!flags.resume.empty()) take_checkpoint(run);
+    if (flags.given("resume")) {
+        find_resumed(run);
+        take_checkpoint(run);
+    }
     if (is_complete(run)) return 0;
     make_setup(run);
+    if (flags.device == "gpu" && why_cpu.empty())  // the recipe as this GPU runs it
+        run.setup.recipe = recipe_on_gpu(run.setup.recipe, gpu_capability());
+    if (!flags.given("resume")) check_out_folder(run);
+    require_own_folder(run);
     const Json data = load_data(run);
     validate(run.setup);
     if (!flags.plan) require_same(run, data);

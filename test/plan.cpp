@@ -198,7 +198,8 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
           {"coat", 1, 65536, 1, 1, "--batch 65536"},
           {"fp32 attention", 16, 1, 1, 1, "--attention groups"},
           {"fp32 master", 16, 1, 1, 1, "--master none"},
-          {"coat gradients", 16, 9, 1, 9},
+          {"coat gradients", 16, 9, 1, 1},
+          {"coat gradients", 16, 9, 1, 2, "--gradients none needs more memory"},
           {"coat gradients", 16, 1, 2, 1, "use --accumulate 1"},
           {"coat moments fp8lm", 16, 9, 9, 1},
           {"coat moments fp8lm", 16, 1, 1, 2, "--optimizer fp8lm"}}) {
@@ -213,6 +214,33 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
     CHECK_NOTHROW(validate(c));
     c.NH = c.NKV = 1 << 14;
     CHECK_THROWS_AS(validate(c), Error);
+}
+
+TEST_CASE("recipe_text: says why linear layers do not run in FP8") {
+    for (const auto& [recipe, capability, T, says] : {std::tuple{"coat", 80, 64, "this GPU has no FP8 GEMMs"},
+                                                      {"te", 86, 64, "this GPU has no FP8 GEMMs"},
+                                                      {"deepseek", 86, 65, "this GPU has no FP8 GEMMs"},
+                                                      {"coat", 89, 64, ""},
+                                                      {"coat", 90, 65, "is no multiple of 16"},
+                                                      {"bf16", 80, 65, ""}}) {
+        INFO(std::string(recipe), " ", capability, " ", T);
+        Setup s = setup_of(recipe, LLAMA_7B, 1, T);
+        s.recipe = recipe_on_gpu(s.recipe, capability);
+        const std::string text = recipe_text(s);
+        CHECK(contains(text, concat(recipe, ": ", s.recipe.about)));
+        CHECK(contains(text, says));
+        CHECK(contains(text, "run in BF16") == (*says != 0));
+    }
+}
+
+TEST_CASE("text: numbers in groups of three digits; GB of a billion bytes; one rank and two ranks") {
+    CHECK(grouped(0) + " " + grouped(999) + " " + grouped(1000) + " " + grouped(6738415616) ==
+          "0 999 1,000 6,738,415,616");
+    CHECK(grouped(-100) + " " + grouped(-1234567) == "-100 -1,234,567");
+    CHECK(gigabytes(78'834'000'000) + " " + gigabytes(100'000'000) + " " + gigabytes(21'400'000) ==
+          "78.8 0.1 0.021");
+    CHECK(counted(1, "rank") + ", " + counted(2, "rank") + ", " + counted(4096, "batch") ==
+          "1 rank, 2 ranks, 4,096 batches");
 }
 
 TEST_CASE("flops_per_token: GEMMs and the head and causal attention") {

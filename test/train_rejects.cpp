@@ -44,13 +44,23 @@ TEST_CASE("train: sizes and data and files that cannot work are rejected before 
     // The small model has 256 positions, and vocabulary 256.
     check_rows(folder, TINY + "--steps 2 ", R"(
 --seq 512 | --seq; --data short | --; --data large.bin | 50300; --ranks 2 --data nowhere | No such file;
---ranks 1000 | --ranks 1000 is too many for a machine of; --ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
---out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text cannot be created;
+--ranks 1000 | --ranks 1000 is too many for a machine of;
+--ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
+--out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text is not a folder;
 --model empty | config.json; --model ./llama-tiny | ./llama-tiny;
 --model llama-tiny | write ./llama-tiny for the folder; --model chat | --data contains bytes;
 --model gpt2-tiny --gradients none | --gradients none;
 --model gpt2-tiny --gradients none --clip 0.5 | give --clip 0.;
---model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1)");
+--model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1;
+--ranks 2 --gradients none --clip 0 | several ranks; --ranks 2 --gradients none | several ranks;
+--out new --data nowhere | nowhere; --out a/b/c --seq 512 | --seq; --ranks 2 --out new --data short | --)");
+    // A wrong flag comes before a wrong folder, and a folder that cannot be created before the data.
+    check_rows(folder, TINY + "--steps 2 --out text/out ", R"(
+--recipe fp9; --optimizer sgd; --model llama-tinny; --data nowhere | text is not a folder)");
+    // What fails in the first validation, after the model was made, leaves no folder either.
+    folder.write("val.bin", token_file(std::vector<uint32_t>(2000, 5 | 1u << 31)));
+    folder.write("train.bin", token_file(std::vector<uint32_t>(2000, 5)));
+    check_rejected(folder, TINY + "--data train.bin,val.bin --out new/folder", "No token of the held-out");
 }
 
 TEST_CASE("train: a checkpoint that is missing or of another run or damaged is not continued") {

@@ -46,8 +46,9 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
     CHECK(ended.error.empty());
     const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
     CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
-    for (const char* part : {"weights of ", "128 a step", "sample | step 6\n", "factor k of second moments",
-                             "Validation loss 5.", "saved | step 12 | out/step-000012"})
+    for (const char* part :
+         {"weights of ", "step: 128 tokens", "sample | step 6\n", "factor k of second moments",
+          "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
     const auto log = logged(folder, "step"), end = logged(folder, "end");
     double seconds = 0;
@@ -93,7 +94,7 @@ TEST_CASE("train: a value follows its flag or an equals sign; -h and --version p
     require_success(tiny(folder, "--steps=2 --out=b --eval-every=0 --recipe=fp32"));
     check_same(folder, "a/step-000002", "b/step-000002");
     const std::string out = tiny(folder, "--steps=1 --out= --data=text").out;  // an empty value
-    CHECK((contains(out, "Done: 1 steps") && !contains(out, "saved | ")));
+    CHECK((contains(out, "Done: 1 step ") && !contains(out, "saved | ")));
     const Ended help = train(folder, "--help");
     const Ended h = train(folder, "--steps 4 -h");
     CHECK((h.code == 0 && h.out == help.out && contains(h.out, "--steps=9")));
@@ -127,6 +128,29 @@ TEST_CASE("train: a warm-up longer than the run is shortened so that the rate re
     for (const auto& line : logged(folder, "step")) most = std::max(most, line.at("lr").get<double>());
     CHECK(most == double(float(3e-3)));
     CHECK(!contains(tiny(folder, "--steps 2 --warmup 1 --out ''").out, "warm-up: "));
+}
+
+TEST_CASE("train: a run says only what is so: no empty line or table and singular and all ranks' rates") {
+    RunFolder folder;
+    const Ended fp32 = tiny(folder, "--recipe fp32 --steps 2 --out '' --log log");
+    require_success(fp32);
+    CHECK(!contains(fp32.out, "Quantization"));  // FP32 quantizes nothing
+    CHECK(contains(fp32.out, "checkpoints: none are saved\n"));
+    CHECK(contains(fp32.out, "step: 32 tokens, 1 micro-batch of 2 x 16\n"));
+    const Ended evaluated = tiny(folder, "--recipe coat --steps 0");
+    require_success(evaluated);
+    CHECK(contains(evaluated.out, "Quantization"));
+    CHECK(!contains(evaluated.out, "moments  "));  // of an update that never happens
+    CHECK(!contains(evaluated.out, "expansion factor"));
+    const Ended two = tiny(folder, "--recipe fp32 --steps 2 --out '' --log log --ranks 2 --accumulate 2");
+    require_success(two);
+    const Ended one = tiny(folder, "--recipe fp32 --steps 1 --out ''");
+    CHECK(contains(one.out, "Done: 1 step in "));
+    CHECK(contains(two.out, "step: 128 tokens, 4 micro-batches of 2 x 16 on 2 ranks\n"));
+    const double flops = flops_per_token(small_config(), 16);
+    for (const auto& line : logged(folder, "step"))
+        CHECK(line.at("tflops").get<double>() ==
+              doctest::Approx(line.at("tokens_per_second").get<double>() * flops * 1e-12));
 }
 
 TEST_CASE("train: every flag that changes numbers changes the weights; threads and the rest do not") {
@@ -316,7 +340,7 @@ TEST_CASE("train: the validation loss is over the same tokens for any batch and 
                 require_success(ended);
                 const auto line = logged(folder, "validation").at(0);
                 CHECK(line.at("tokens") == evaluated);
-                CHECK(contains(ended.out, concat(" | ", evaluated, " tokens\n")));
+                CHECK(contains(ended.out, concat(" | ", counted(evaluated, "token"), "\n")));
                 const double loss = line.at("loss");
                 if (first == 0) first = loss;
                 // FP8 operands of a micro-batch share a scale, so that their rounding depends on the batch.
@@ -382,7 +406,7 @@ TEST_CASE("train: token files say the vocabulary of a model without one; packed 
     folder.write("tokens/tokenizer.bin", tokenizer_file(std::vector<std::string>(11, "x")));
     const Ended ended = train(folder, "--device cpu --data tokens --batch 2 --steps 0 --out ''");
     require_success(ended);
-    CHECK((contains(ended.out, "vocabulary 11; ") && contains(ended.out, ", 2 x 32 in each")));
+    CHECK((contains(ended.out, "vocabulary 11; ") && contains(ended.out, "1 micro-batch of 2 x 32\n")));
     check_rejected(folder, "--device cpu --data tokens --seq 16", "give --seq 32");
 }
 
