@@ -268,7 +268,8 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
     // A tensor that no piece asks for means another architecture than config.json says, such as one with
     // biases. Buffers are not learned. The files of some tied models, such as Qwen3-0.6B, have the embedding
     // once more as lm_head.weight.
-    const Tensor& embedding = tensor_of(files, pieces(c, params.front()).front());
+    const Piece of_embedding = pieces(c, params.front()).front();
+    const Tensor& embedding = tensor_of(files, of_embedding);
     for (const auto& [name, tensor] : files.tensors()) {
         if (used.count(&tensor) || ends_with(name, ".rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
             ends_with(name, ".attn.masked_bias"))
