@@ -57,12 +57,13 @@ std::string duration(double seconds) {
 // -----------------------------------------------------------------------------------------------------------
 // What happens between steps. Every rank calls these functions; rank 0 alone prints, logs and saves.
 
-// Whether it was saved, on all ranks. If not, say on a full disk, the run goes on with the last checkpoint.
-bool save(Run& run) {
-    if (run.flags.out.empty()) return true;
+// Saves a checkpoint in the folder, unless its name is empty. Returns whether that was done, on all ranks. If
+// not, say because the disk is full, rank 0 says why, and the run goes on with the last checkpoint.
+bool save(Run& run, const std::string& folder) {
+    if (folder.empty()) return true;
     try {
         run.processes->checkpoint =
-            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
+            save_checkpoint(folder, *run.model, run.state, run.companions, run.flags.keep);
     } catch (const Error& error) {
         if (run.setup.rank == 0)
             print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
@@ -71,6 +72,28 @@ bool save(Run& run) {
     run.unsaved = false;
     std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->checkpoint).c_str());
     return true;
+}
+bool save(Run& run) { return save(run, run.flags.out); }
+
+// Where --out cannot be written and the run ends, steps would be lost. This saves them in a new folder where
+// temporary files belong, or else in the working directory.
+void save_elsewhere(Run& run) {
+    const char* const temporary = std::getenv("TMPDIR");
+    for (const std::string place : {temporary ? temporary : "/tmp", "."}) {
+        std::string folder = path_in(place, "coat-XXXXXX");
+        if (run.setup.rank == 0 && !::mkdtemp(folder.data())) folder = "";
+        folder = run.processes->all_gather(folder).front();
+        if (folder.empty()) continue;
+        if (save(run, folder)) {
+            if (run.setup.rank == 0)
+                print_error("--out " + run.flags.out + " could not be written; move " +
+                            run.processes->checkpoint + " there when it can be.");
+            return;
+        }
+        if (run.setup.rank == 0) ::rmdir(folder.c_str());
+    }
+    if (run.setup.rank == 0)
+        print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
 }
 
 // Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,
@@ -84,7 +107,7 @@ void read_on_all_ranks(Run& run, const std::function<void()>& read) {
     }
     for (const std::string& found : run.processes->all_gather(error)) {
         if (found.empty()) continue;
-        if (run.unsaved) save(run);
+        if (run.unsaved && !save(run)) save_elsewhere(run);
         throw Error(found);
     }
 }
@@ -275,12 +298,21 @@ void create_out_folder(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it. loop() returns the exit code.
 
-// The last save: tried again every minute until it succeeds, or fails after a signal, which is returned.
+// The last save of a run. Where it fails it is tried again every minute, ten times, and then, or after a
+// signal, in another folder. Returns the exit code: 0 if --out has the checkpoint, else that of the signal,
+// or 1.
 int save_last(Run& run) {
+    constexpr int TRIES = 10;
     interrupted = 0;
-    for (int signal = 0; !save(run);) {
-        if (signal) return signal;
-        if (run.setup.rank == 0) print_error("The run tries again every minute; Ctrl-C ends it.");
+    int signal = 0;
+    for (int tries = 0; !save(run); tries++) {
+        if (signal || tries == TRIES) {
+            save_elsewhere(run);
+            return signal ? 128 + signal : 1;
+        }
+        if (run.setup.rank == 0)
+            print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
+                               "); after the last try, or Ctrl-C, it saves to another folder."));
         usleep(useconds_t(minute() * 1e6));  // until a signal comes
         for (int theirs : run.processes->all_gather(int(interrupted))) signal = std::max(signal, theirs);
     }
@@ -361,9 +393,10 @@ int loop(Run& run) {
         const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
         if (signal && !last) {
             if (run.unsaved) save_last(run);
+            const std::string folder = fs::path(checkpoint).parent_path().string();
             std::printf("Interrupted after step %ld%s\n", state.step,
                         checkpoint.empty() ? "; nothing was saved."
-                                           : printable(": continue with --resume " + flags.out).c_str());
+                                           : printable(": continue with --resume " + folder).c_str());
             return 128 + signal;
         }
         if (!last && every(flags.eval_every)) validate(run);
@@ -373,7 +406,7 @@ int loop(Run& run) {
             save(run), saved_at = now();
     }
     const double validation = validate(run);
-    const int signal = save_last(run);
+    const int code = save_last(run);
     print_quantization(run);
     const int64_t steps = state.step - resumed_at;
     Json end = {{"first_validation", state.first_validation},
@@ -385,7 +418,7 @@ int loop(Run& run) {
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", state.step - state.updates,
                 state.first_validation, validation);
     run.print_log("end", end);
-    return signal ? 128 + signal : 0;
+    return code;
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,15 @@ static void check_resumes(const Folder& folder, const std::string& flags = "") {
     require_success(train(folder, "--device cpu --resume out --save-every 0 --steps " + steps + flags));
 }
 
+// The names of the folders in this folder that begin with this text.
+static std::vector<std::string> folders_of(const std::string& folder, const std::string& begin) {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder))
+        if (entry.is_directory() && entry.path().filename().string().starts_with(begin))
+            names.push_back(entry.path().filename().string());
+    return names;
+}
+
 TEST_CASE(
     "train: a run goes on under nohup and when the reader of its output ends and without a log's disk") {
     RunFolder folder;
@@ -77,7 +86,7 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
 }
 
 // A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB,
-// stands for a full disk. Once the last save has failed twice, the action follows.
+// stands for a full disk; no folder has room then. Once the last save has failed twice, the action follows.
 TEST_CASE("train: a full disk in between is reported and training goes on; the last save is tried again") {
     RunFolder folder;
     require_success(tiny(folder, "--steps 2 --out out"));
@@ -90,17 +99,20 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
     for (const auto& [flags, action, code, first, last] : rows) {
         CAPTURE(flags);
         const Ended ended =
-            shell(folder, "ulimit -S -f 30; COAT_MINUTE=0.1 train " + flags +
+            shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp COAT_MINUTE=0.1 train " + flags +
                               " 2> errors & pid=$!\n"
                               "until [ $(grep -c 'tries again' errors) -ge 2 ]; do sleep 0.02; done\n" +
-                              action + "; wait $pid");
+                              action + "; wait $pid; code=$?; rmdir tmp; exit $code");
         const std::string errors = read_file(folder.path / "errors");
         fs::remove(folder.path / "errors");
         CHECK(ended.code == code);
         CHECK(contains(errors, "train: Step " + first + " was not saved: Cannot write "));
-        CHECK(contains(errors, "train: The run tries again every minute; Ctrl-C ends it."));
+        CHECK(contains(errors,
+                       "train: The run tries again in a minute (2 of 10); after the last try, or Ctrl-C"));
+        CHECK(contains(errors, "Step " + last + " is lost: no other folder") == (code != 0));
         CHECK(contains(ended.out, "step " + last + "/" + last));
         CHECK(contains(ended.out, "saved | step 6 | ") == (code == 0));
+        CHECK((!fs::exists(folder.path / "tmp") && folders_of(folder, "coat-").empty()));
         if (code && contains(flags, "--resume")) CHECK(folder.files() == before);
     }
     CHECK(find_checkpoint(folder / "several").empty());
@@ -112,6 +124,41 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
         CHECK((twice.code == 130 && (last_step(folder) == 6) == room.empty()));
     }
     check_resumes(folder);
+}
+
+// A file in the place of the folder --out stands for a disk that stays full, while others have room.
+TEST_CASE("train: a run that can never write --out ends; its last step is saved in another folder") {
+    for (const auto& [ranks, where, action, code] :
+         {std::tuple{"", "tmp", "", 1},
+          {"--ranks 2", "tmp", "", 1},
+          {"", ".", "rmdir tmp; ", 1},  // $TMPDIR is not there, either
+          {"", "tmp", "kill -INT $pid; sleep 0.5; kill -INT $pid; ", 130}}) {
+        INFO(std::string(ranks), " ", std::string(where), " ", std::string(action));
+        RunFolder folder;
+        fs::create_directory(folder.path / "tmp");
+        const bool interrupts = code == 130;  // then it need not try ten times
+        const std::string minute = interrupts ? "60" : "0.01", steps = interrupts ? "100000" : "400";
+        setenv("COAT_MINUTE", minute.c_str(), 1);
+        setenv("TMPDIR", "tmp", 1);
+        const Ended ended =
+            run_with_action(folder, TINY + "--eval-every 0 --keep 1 --out out --steps " + steps + " " + ranks,
+                            " 2/", std::string("mv out away; : > out; ") + action);
+        unsetenv("COAT_MINUTE");
+        unsetenv("TMPDIR");
+        CHECK(ended.code == code);
+        const std::vector<std::string> made = folders_of(folder / where, "coat-");
+        REQUIRE(made.size() == 1);
+        const std::string checkpoint = find_checkpoint(folder / where + "/" + made[0]);
+        CHECK(contains(ended.error, "--out out could not be written; move "));
+        CHECK(contains(ended.error, fs::path(checkpoint).filename().string() + " there when it can be."));
+        CHECK((interrupts || contains(ended.error, "in a minute (10 of 10)")));
+        CHECK((interrupts || contains(ended.out, "Done: 400 steps")));
+        // After the advice was followed the run goes on.
+        fs::remove(folder.path / "out");
+        fs::create_directory(folder.path / "out");
+        fs::rename(checkpoint, folder.path / "out" / fs::path(checkpoint).filename());
+        check_resumes(folder, *ranks ? " --accumulate 2" : "");
+    }
 }
 
 TEST_CASE("train: two runs do not share a folder; it is locked before data are read") {
