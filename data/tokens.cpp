@@ -67,13 +67,6 @@ TokenStream::Facts TokenStream::facts() {
     return {largest, hash};
 }
 
-std::string Corpus::decode(const std::vector<int32_t>& tokens) const {
-    std::string text;
-    for (int32_t t : tokens)
-        text += size_t(t) < vocabulary.size() && !vocabulary[t].empty() ? vocabulary[t] : concat("<", t, ">");
-    return text;
-}
-
 namespace {
 
 bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
@@ -125,30 +118,22 @@ void read_texts(const std::vector<std::string>& files, Corpus& c) {
         *(texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2 ? validation : train) += texts[i];
     for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
         stream->append({text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size())});
-    for (int byte = 0; byte < 256; byte++) c.vocabulary.emplace_back(1, char(byte));
+    c.vocabulary = byte_vocabulary();
     c.bytes = true;
 }
 
 constexpr int64_t HEADER = 256 * 4;  // bytes
-constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801, MAGIC_VOCABULARY = 20240328;
+constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
 
-// A file of token pieces: for each token a byte with its length, and its bytes.
-void read_vocabulary(const std::string& path, Corpus& c) {
-    const MappedFile file(path);
-    int32_t header[4] = {};  // magic, version, number of tokens; in version 2 the token that ends a text
-    if (file.bytes() >= HEADER) std::memcpy(header, file.data(), sizeof header);
-    std::vector<std::string> pieces;
-    const uint8_t *const end = file.data() + file.bytes(), *at = end;
-    if (header[0] == MAGIC_VOCABULARY) at = file.data() + HEADER;
-    for (; at < end && *at < end - at; at += 1 + *at)
-        pieces.emplace_back(reinterpret_cast<const char*>(at + 1), *at);
-    if (pieces.empty() || at != end || int64_t(pieces.size()) != header[2])
-        throw Error(path, " is not a whole tokenizer file of llm.c; write it again with data/tokenize.py.");
-    if (c.vocabulary.empty()) c.vocabulary = pieces;
-    if (pieces != c.vocabulary)
+// All token files must have one vocabulary.
+void take_vocabulary(const std::string& path, Corpus& c) {
+    const Vocabulary found = read_vocabulary(path);
+    if (c.vocabulary_file.empty()) c.vocabulary = found;
+    if (found.pieces != c.vocabulary.pieces)
         throw Error("--data has token files of another tokenizer than ", path,
                     "; make all of them with one tokenizer (data/tokenize.py).");
-    c.end_token = header[1] == 2 ? header[3] : -1;
+    c.vocabulary.end_token = found.end_token;
+    c.vocabulary_file = path;
 }
 
 void read_token_file(const std::string& path, Corpus& c) {
@@ -173,7 +158,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     if (seq && stream.size()) stream.take_end(1);
     stream.append({file, file->data() + HEADER, width, count, file.get()});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
-    if (fs::exists(beside)) read_vocabulary(beside, c);
+    if (fs::exists(beside)) take_vocabulary(beside, c);
 }
 
 }  // namespace

@@ -3,13 +3,15 @@
 // llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16 (magic 20240520) or
 // uint32 (magic 20240801). Two things are ours: in uint32 the highest bit marks a token that does not count
 // as a target, say of a user's question, and the fourth word of the header is the --seq of packed
-// conversations, 0 for text. llm.c's tokenizer file (magic 20240328) beside them, tokenizer.bin, turns tokens
-// into text. data/tokenize.py writes all of these.
+// conversations, 0 for text. A file tokenizer.bin beside them (vocabulary.h) says what their tokens mean.
+// data/tokenize.py writes all of these.
 #pragma once
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "vocabulary.h"
 
 namespace coat {
 
@@ -49,12 +51,10 @@ private:
 
 struct Corpus {
     TokenStream train, validation;
-    std::vector<std::string> vocabulary;  // the bytes of each token; empty if token files come without
-    int32_t end_token = -1;               // that ends a text or an answer; -1: not known
-    int64_t seq = 0;                      // of packed conversations; 0 for text
-    bool bytes = false;                   // the tokens are the bytes of text files
-
-    std::string decode(const std::vector<int32_t>& tokens) const;  // a token that is not known becomes <17>
+    Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
+    std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
+    int64_t seq = 0;              // of packed conversations; 0 for text
+    bool bytes = false;           // the tokens are the bytes of text files
 };
 
 // data: text files, folders of them (without checkpoints), or token files (*.bin), by commas. Token files

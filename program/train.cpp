@@ -193,11 +193,11 @@ void sample(Run& run) {
         for (float& logit : logits) logit = std::exp((logit - top) / TEMPERATURE);
         tokens.push_back(std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random));
         tokens.back() = run.processes->all_gather(tokens.back()).front();  // ranks must end together
-        if (tokens.back() == run.corpus.end_token) break;
+        if (tokens.back() == run.corpus.vocabulary.end_token) break;
     }
     if (tokens.size() == PROMPT) return;
     std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,
-                printable(run.corpus.decode(tokens), "\n\t").c_str());
+                printable(run.corpus.vocabulary.decode(tokens), "\n\t").c_str());
     run.print_log("sample", {{"tokens", tokens}});
 }
 
@@ -520,7 +520,7 @@ Json load_data(Run& run) {
     if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data);
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
-    if (config.V == 0) config.V = in_use ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
+    if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
     const std::string tokenizer = run.weights.empty() ? "" : tokenizer_in(run.weights);
     if (run.corpus.bytes && !tokenizer.empty())
         throw Error("--data contains bytes of text, which are no tokens of ", config.name, ": it has a ",

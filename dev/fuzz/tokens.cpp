@@ -21,7 +21,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             for (int32_t token : in)
                 if (token < 0 || token > largest) std::abort();
         }
-        corpus.decode({in, in + 6});
+        corpus.vocabulary.decode({in, in + 6});
     });
     return 0;
 }

@@ -90,7 +90,7 @@ struct ChatFolder : Folder {
         for (int64_t i = 0; i + 1 < stream.size(); i++) {
             const bool counts = targets[i] >= 0;
             if (inside != counts) text += inside ? "]" : "[";
-            text += corpus.decode({tokens[i]});
+            text += corpus.vocabulary.decode({tokens[i]});
             inside = counts;
             if ((i + 1) % corpus.seq) continue;
             if (inside) text += "]";
@@ -454,7 +454,7 @@ PYTHON_TEST_CASE("what is left out is named with its reason") {
           "in/fifo is no file"})
         CHECK_MESSAGE(contains(ended.out, std::string("left out: ") + line), line);
     const Corpus corpus = load_corpus(folder / "tokens");
-    CHECK(contains(corpus.decode(tokens_of(corpus.train)), "linked"));
+    CHECK(contains(corpus.vocabulary.decode(tokens_of(corpus.train)), "linked"));
     // Of more than ten files the others are counted; copies are counted.
     for (int i = 0; i < 30; i++) folder.write(concat("in/many/", i), concat("\xFF", i));
     for (int i = 0; i < 5; i++) folder.write(concat("in/copies/", i), "text a\n");
@@ -496,8 +496,8 @@ PYTHON_TEST_CASE("a long text is tokenized in parts and stays the same text") {
             expected += "<|end|>" + space + text.substr(0, kept);
             rest += "<|end|>" + space + text.substr(kept);
         }
-        CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
-        CHECK(corpus.decode(tokens_of(corpus.validation)) == rest);
+        CHECK((corpus.vocabulary.decode(tokens_of(corpus.train)) == expected));
+        CHECK(corpus.vocabulary.decode(tokens_of(corpus.validation)) == rest);
     }
     // A conversation that is as long is cut before the tokenizer has it.
     folder.write("model/template", CHAT);
@@ -563,17 +563,18 @@ PYTHON_TEST_CASE("plain text keeps its bytes and each text begins with the end o
         std::string expected = "<|end|>" + large + "<|end|>" + small;
         for (int i = 0; i < 8; i++)
             if (i != 3) expected += concat("<|end|>text ", i);
-        CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
-        CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>text 3");
-        CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 260 && corpus.vocabulary[259] == "<|\u00e9|>"));
-        CHECK(corpus.end_token == 258);
+        CHECK((corpus.vocabulary.decode(tokens_of(corpus.train)) == expected));
+        CHECK(corpus.vocabulary.decode(tokens_of(corpus.validation)) == "<|end|>text 3");
+        CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 260 &&
+               corpus.vocabulary.pieces[259] == "<|\u00e9|>"));
+        CHECK(corpus.vocabulary.end_token == 258);
     }
     require_success(folder.run("--tokenizer model --out tokens in/a --hold-out 0.25"));  // 2-byte tokens
     CHECK(fs::file_size(folder / "tokens/val.bin") == 1024 + 2 * (1 + large.size() / 4));
     // Of few texts the end of each is held out.
     require_success(folder.run("--tokenizer model --out tokens in/b in/sub/0 --hold-out 0.25"));
     const Corpus corpus = load_corpus(folder / "tokens");
-    CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
+    CHECK(corpus.vocabulary.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
 }
 
 PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier data stay") {
@@ -632,7 +633,11 @@ TEST_CASE("tokenize.py with transformers itself: a BPE is trained and the assist
     CHECK(plain.train.size() < int64_t(many.size()) * 8 / 10);
     std::string expected = "<|endoftext|>";  // and the first nine tenths
     for (int i = 0; i < 36; i++) expected += text;
-    CHECK(plain.decode(tokens_of(plain.train)) == expected);
+    CHECK(plain.vocabulary.decode(tokens_of(plain.train)) == expected);
+    // The program itself makes the same tokens of a prompt.
+    Tokens encoded = plain.vocabulary.encode(expected.substr(13));
+    encoded.insert(encoded.begin(), plain.vocabulary.end_token);
+    CHECK((encoded == tokens_of(plain.train)));
     folder.write("template.py", R"(
 import transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained("model")
@@ -667,12 +672,12 @@ tokenizer.save_pretrained("chat")
         tokens.resize(corpus.train.size());
         targets.resize(corpus.train.size());
         corpus.train.read(0, corpus.train.size(), tokens.data(), targets.data());
-        while (tokens.back() == corpus.end_token) tokens.pop_back();
+        while (tokens.back() == corpus.vocabulary.end_token) tokens.pop_back();
         targets.resize(tokens.size());
         Tokens counted;
         std::copy_if(targets.begin(), targets.end(), std::back_inserter(counted),
                      [](auto t) { return t >= 0; });
-        return std::pair{corpus.decode(tokens), corpus.decode(counted)};
+        return std::pair{corpus.vocabulary.decode(tokens), corpus.vocabulary.decode(counted)};
     };
     // What the template marks counts, here with the line end. The date is the same every day.
     const auto [all, counted] = tokenize(conversation + HELD);
@@ -680,7 +685,7 @@ tokenizer.save_pretrained("chat")
           "26.07.2024|26 Jul 2024<|im_start|>user\nh\u00e9<|im_end|>\n"
           "<|im_start|>assistant\n \u00fc b<|im_end|>\n");
     CHECK(counted == " \u00fc b<|im_end|>\n");
-    const int32_t end = load_corpus(folder / "tokens").end_token;
+    const int32_t end = load_corpus(folder / "tokens").vocabulary.end_token;
     CHECK(std::count(tokens.begin(), tokens.end(), end) == 2);
     // A control token that a message spells is text; an answer of weight 0 does not count.
     const std::string spelled = chat({"<|im_end|>", "no", "q", "A <|im_end|>B"}, R"(, "weight": 0)");

@@ -14,8 +14,8 @@ using namespace coat::test;
 using Shorts = std::vector<uint16_t>;
 using Words = std::vector<uint32_t>;
 
-static std::string text_of(const Corpus& c) { return c.decode(tokens_of(c.train)); }
-static std::string held_out(const Corpus& c) { return c.decode(tokens_of(c.validation)); }
+static std::string text_of(const Corpus& c) { return c.vocabulary.decode(tokens_of(c.train)); }
+static std::string held_out(const Corpus& c) { return c.vocabulary.decode(tokens_of(c.validation)); }
 static Words counting(size_t n, uint32_t first = 0) {
     Words tokens(n);
     std::iota(tokens.begin(), tokens.end(), first);
@@ -108,7 +108,7 @@ TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 2
         CHECK(text_of(corpus) + held_out(corpus) == all);
         CHECK(corpus.validation.size() == int64_t(all.size() + 9) / 10);
         CHECK(corpus.seq == 0);
-        CHECK(corpus.decode({65, 10, 255, 256, -1}) == "A\n\xFF<256><-1>");
+        CHECK(corpus.vocabulary.decode({65, 10, 255, 256, -1}) == "A\n\xFF<256><-1>");
     }
     std::map<std::string, std::string> files;  // sorted by bytes, as the corpus must be in any locale
     for (int i = 0; i < 61; i++) {
@@ -150,7 +150,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back and nam
     const std::string seven = folder.write("wide.bin", token_file(wide, 0, 7));
     for (const std::string& data : {val, val + "," + val, seven}) {
         Corpus one = load_corpus(data);
-        CHECK((one.validation.size() == 101 && one.vocabulary.empty()));
+        CHECK((one.validation.size() == 101 && one.vocabulary.pieces.empty()));
         one.train.append(one.validation);
         CHECK(tokens_of(one.train) == wide_tokens);
     }
@@ -191,10 +191,11 @@ TEST_CASE("load_corpus: tokenizer.bin beside token files turns tokens into text;
     for (const std::string& data :
          {a, a + "," + c, c + "," + a, a + "," + b, folder / "a", folder.path.string()}) {
         const Corpus corpus = load_corpus(data);
-        CHECK(corpus.vocabulary == pieces);
-        CHECK(corpus.decode({0, 3, 1, 2, 4, -1}) == "a" + longest + std::string("\0\xFF", 2) + "<2><4><-1>");
+        CHECK(corpus.vocabulary.pieces == pieces);
+        CHECK(corpus.vocabulary.decode({0, 3, 1, 2, 4, -1}) ==
+              "a" + longest + std::string("\0\xFF", 2) + "<2><4><-1>");
     }
-    CHECK(load_corpus(c).vocabulary.empty());
+    CHECK(load_corpus(c).vocabulary.pieces.empty());
     folder.write("b/tokenizer.bin", tokenizer_file({"a", "b", "", longest}));
     for (const std::string& data : {a + "," + b, b + "," + a, a + "," + c + "," + b})
         check_error([&] { load_corpus(data); }, "/tokenizer.bin", "with one tokenizer");
@@ -252,7 +253,7 @@ TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts ar
         check_random_damage(file, size_t(end), count(800, 150), [&, path = tokens] {
             const Corpus corpus = load_corpus(path);
             for (int32_t t : tokens_of(corpus.train)) CHECK(t >= 0);
-            corpus.decode(tokens_of(corpus.validation));
+            corpus.vocabulary.decode(tokens_of(corpus.validation));
         });
 }
 
