@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Draws every figure of this project as SVG. Only Python's standard library is needed.
+"""Draws loss curves, the bench and the figures of dev/RESULTS.md as SVG. Python's standard library suffices.
 
     python3 dev/plot.py loss fp32.jsonl coat.jsonl > loss.svg     loss curves, from logs of ./train --log
     python3 dev/plot.py bench build/bench.json > bench.svg        every operator of a step, from make bench
     python3 dev/results.py page                                   renews the figures of dev/RESULTS.md
 
-A curve of `loss` is named after its run's recipe, or as given: NAME=fp32.jsonl.
+`loss` draws the loss of each run, and below it the difference to the first run, in which curves that lie
+over each other can be told apart. A curve is named after its run's recipe, or as given: NAME=fp32.jsonl.
+A log that has several runs gives several curves.
 """
 import json
 import math
@@ -21,6 +23,7 @@ DARK, TEXT, LIGHT, LINE, REST = "#1a202c", "#3b4252", "#718096", "#e8ecf1", "#cb
 # SVG
 
 def picture(width, height, parts):
+    """The whole SVG file, on a white ground."""
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
             f'height="{height:.0f}" font-family="Helvetica, Arial, sans-serif">')
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
@@ -39,8 +42,13 @@ def bar(x, y, width, height, color, opacity=1.0):
 
 
 def legend(x, y, entries, spacing):
-    return [part for i, (name, color) in enumerate(entries) for part in
-            (bar(x + spacing * i, y - 9, 10, 10, color), text(x + spacing * i + 14, y, name, 11.5))]
+    """A row of coloured squares with their names."""
+    parts = []
+    for name, color in entries:
+        parts.append(bar(x, y - 9, 10, 10, color))
+        parts.append(text(x + 14, y, name, 11.5))
+        x += spacing
+    return parts
 
 
 def ticks(low, high, count):
@@ -50,6 +58,14 @@ def ticks(low, high, count):
     spacing = min((m * power for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
     first, last = math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9)
     return [n * spacing for n in range(first, last + 1)]
+
+
+def whole_ticks(last, count):
+    """About `count` round whole numbers from 0 to last: there is no step 2.5."""
+    raw = max(1, last / count)
+    power = 10 ** math.floor(math.log10(raw))
+    spacing = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(s - raw))
+    return range(0, last + 1, spacing)
 
 
 class Panel:
@@ -62,14 +78,17 @@ class Panel:
                       text(left, top - 9, note, 11.5, "start", LIGHT)]
 
     def x(self, value):
+        """Where the value is in the picture, from its left edge."""
         low, high = self.x_range
         return self.left + (self.right - self.left) * (value - low) / (high - low)
 
     def y(self, value):
+        """Where the value is in the picture, from its upper edge."""
         low, high = self.y_range
         return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
     def axes(self, x_label, x_ticks, y_ticks):
+        """The x axis with its label and ticks (value, words), and a grid line at each tick of y."""
         for value in y_ticks:
             y = self.y(value)
             self.parts += [
@@ -82,6 +101,7 @@ class Panel:
             text((self.left + self.right) / 2, self.bottom + 36, x_label, 12, "middle", LIGHT)]
 
     def line(self, points, color, width=2.0, dash="", dots=True, opacity=1.0):
+        """A line through the points (x, y), and a dot at each of them."""
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
                           f'stroke-opacity="{opacity}"' + (f' stroke-dasharray="{dash}"/>' if dash else "/>"))
@@ -89,7 +109,8 @@ class Panel:
         self.parts += [circle.format(self.x(x), self.y(y), color) for x, y in points if dots]
 
     def names(self, named):
-        """Names to the right of the panel, (value, words, color), moved apart where they would overlap."""
+        """Names to the right of the panel, each at the height of its value. They are given as (value, words,
+        color), and moved apart where they would overlap."""
         labels = sorted([self.y(value), words, color] for value, words, color in named)
         for above, below in zip(labels, labels[1:]):
             below[0] = max(below[0], above[0] + 15)
@@ -98,6 +119,7 @@ class Panel:
                        for y, words, color in labels]
 
     def histogram(self, h, color, opacity):
+        """Bars of {"low", "width", "counts"}, in percent of all counts."""
         for i, count in enumerate(h["counts"]):
             low, high = self.x(h["low"] + i * h["width"]), self.x(h["low"] + (i + 1) * h["width"])
             top = self.y(100 * count / sum(h["counts"]))
@@ -106,58 +128,164 @@ class Panel:
 
 
 def named(values):
-    return [(value, f"{value:g}") for value in values]
+    """Ticks with their words."""
+    return [(value, str(value) if isinstance(value, int) else f"{value:g}") for value in values]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Loss curves
 
+class Run:
+    """A run in a log: the loss of each step of training, and of each validation, by step."""
+
+    def __init__(self, name, started):
+        self.name, self.started = name, started
+        self.step, self.validation = {}, {}
+
+    def resume_at(self, step):
+        """Forgets what came after this step: a resumed run goes through it again."""
+        self.step = {s: loss for s, loss in self.step.items() if s <= step}
+        self.validation = {s: loss for s, loss in self.validation.items() if s <= step}
+
+
+def run_of_settings(runs, settings, name):
+    """The run that a line of the kind "settings" begins, or the one of `runs` that it continues."""
+    trains = settings.get("steps") != 0  # else ./train only evaluated
+    started = settings.get("run_started") if trains else None
+    found = next((run for run in runs if started and run.started == started), None)
+    if not found and runs and "run_started" not in settings and settings["step"] > 0:
+        found = runs[-1]  # a log of an older ./train, which did not say whose it is
+    if found:
+        found.resume_at(settings["step"])
+    return found or Run(name or str(settings["recipe"]), started)
+
+
 def read_log(argument):
-    """A log of ./train as {"name", "step": {step: loss}, "validation": {step: loss}}. After a resume, a step
-    that was run again counts once."""
+    """The runs in a log of ./train (program/log.h) that have trained. `argument` is PATH or NAME=PATH."""
     name, _, path = ("", "", argument) if os.path.exists(argument) else argument.rpartition("=")
-    run = {"name": name, "step": {}, "validation": {}}
+    runs, run = [], None
     try:
         with open(path, encoding="utf-8") as log:
-            for line in (json.loads(line) for line in log if line.strip()):
-                if line["kind"] == "settings":  # a resumed run continues at its checkpoint
-                    run["name"] = name or str(line["recipe"])
-                    for curve in ("step", "validation"):
-                        run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
-                elif line["kind"] in run and line["loss"] is not None:  # null: the loss was not finite
-                    run[line["kind"]][int(line["step"])] = float(line["loss"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+            for number, line in enumerate(log, 1):
+                if not line.strip():
+                    continue
+                try:
+                    fields = json.loads(line)
+                except ValueError:  # a run that was killed, or had a full disk, leaves a part of a line
+                    print(f"{path}:{number} is no complete line of a log and is left out.", file=sys.stderr)
+                    continue
+                kind = fields["kind"]
+                if kind == "settings":
+                    run = run_of_settings(runs, fields, name)
+                    if run not in runs:
+                        runs.append(run)
+                elif kind in ("step", "validation") and fields["loss"] is not None:  # null: not finite
+                    getattr(run, kind)[int(fields["step"])] = float(fields["loss"])
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         sys.exit(f"{path} cannot be read as a log ({error}); make one with ./train --log {path}.")
-    if not run["step"]:
+    runs = [run for run in runs if run.step]
+    if not runs:
         sys.exit(f"{path} has no training steps; give the log of a run that trained.")
-    return run
+    return runs
+
+
+def number_equal_names(runs):
+    """Two runs of the recipe coat are named "coat" and "coat 2"."""
+    seen = {}
+    for run in runs:
+        seen[run.name] = count = seen.get(run.name, 0) + 1
+        if count > 1:
+            run.name = f"{run.name} {count}"
 
 
 def smoothed(points):
-    """Exponential mean over about 10 steps, corrected for its start."""
-    mean, weight, out = 0.0, 0.0, []
-    for step, loss in sorted(points.items()):
-        mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
-        out.append((step, mean / weight))
-    return out
+    """The curve (step, value) through the points {step: value}, without most of their noise.
+
+    At each step a straight line is fitted to the points around it, the nearest of which weigh most, and its
+    value is taken. A mean would do inside the curve. At the end of a curve that falls, where all points are
+    on one side, a mean lies above the curve; a line does not."""
+    points = sorted(points.items())
+    reach = min(10, 1 + len(points) // 4)  # a point this many places away has no weight
+    curve = []
+    for i, (step, _) in enumerate(points):
+        w = x = y = xx = xy = 0.0  # weighted sums over the points around this one
+        for j in range(max(0, i - reach + 1), min(len(points), i + reach)):
+            weight = 1 - abs(j - i) / reach
+            dx = points[j][0] - step
+            w += weight
+            x += weight * dx
+            y += weight * points[j][1]
+            xx += weight * dx * dx
+            xy += weight * dx * points[j][1]
+        determinant = w * xx - x * x
+        curve.append((step, (xx * y - x * xy) / determinant if determinant > 0 else y / w))
+    return curve
 
 
-def loss(runs):
-    losses = [loss for run in runs for curve in ("step", "validation") for loss in run[curve].values()]
-    margin, last = 0.05 * (max(losses) - min(losses) or 1), max(max(run["step"]) for run in runs)
-    panel = Panel(62, 62, 610, 370, (0, last), (min(losses) - margin, max(losses) + margin),
+def differences(values, first):
+    """What a curve {step: value} is above another, at the steps that both have."""
+    return {step: value - first[step] for step, value in values.items() if step in first}
+
+
+def loss_panel(runs, last):
+    """The loss of each run up to the step `last`."""
+    losses = [loss for run in runs for curve in (run.step, run.validation) for loss in curve.values()]
+    margin = 0.05 * (max(losses) - min(losses) or 1)
+    panel = Panel(72, 62, 600, 370, (0, last), (min(losses) - margin, max(losses) + margin),
                   "Loss, nats per token",
                   "dots: validation; thin lines: training, smoothed over about 10 steps")
-    panel.axes("step", named(ticks(0, last, 6)), ticks(*panel.y_range, 6))
+    panel.axes("step", named(whole_ticks(last, 6)), ticks(*panel.y_range, 6))
     labels = []
     for run, color in zip(runs, COLORS * len(runs)):
-        panel.line(smoothed(run["step"]), color, 1.2, dots=False, opacity=0.55)
-        validation = sorted(run["validation"].items())
+        panel.line(smoothed(run.step), color, 1.2, dots=False, opacity=0.55)
+        validation = sorted(run.validation.items())
         panel.line(validation, color)
-        end = validation[-1][1] if validation else max(run["step"].items())[1]
-        labels.append((end, f"{run['name']}  {end:.3f}", color))
+        end = validation[-1][1] if validation else max(run.step.items())[1]
+        labels.append((end, f"{run.name}  {end:.3f}", color))
     panel.names(labels)
-    return picture(860, 480, panel.parts)
+    return panel
+
+
+def difference_panel(runs, last):
+    """The losses minus those of the first run. The first tenth of the steps, where losses differ most, does
+    not choose the panel's range; what is out of the range is drawn at the panel's edge."""
+    first = runs[0]
+    curves = []
+    for run in runs[1:]:
+        training = smoothed(differences(run.step, first.step))
+        validation = sorted(differences(run.validation, first.validation).items())
+        curves.append((run, training, validation))
+    values = [y for _, training, validation in curves for x, y in training + validation if x > last / 10]
+    low, high = min([0, *values]), max([0, *values])
+    margin = 0.05 * (high - low) or 0.001
+    low, high = low - margin, high + margin
+    panel = Panel(72, 540, 600, 200, (0, last), (low, high),
+                  f"Loss minus that of {first.name}, nats per token",
+                  "at the same steps; what is larger than the panel lies at its edge")
+    panel.axes("step", named(whole_ticks(last, 6)), ticks(low, high, 5))
+    panel.line([(0, 0), (last, 0)], COLORS[0], dots=False)
+    labels = []
+
+    def inside(curve):
+        return [(x, min(max(y, low), high)) for x, y in curve]
+    for (run, training, validation), color in zip(curves, (COLORS * len(runs))[1:]):
+        panel.line(inside(training), color, 1.2, dots=False, opacity=0.55)
+        panel.line(inside(validation), color)
+        ends = [curve[-1] for curve in (validation, training) if curve]
+        if ends:  # of the curve that goes further; of the validation if both end together
+            y = max(ends, key=lambda point: point[0])[1]
+            labels.append((min(max(y, low), high), f"{run.name}  {y:+.4f}", color))
+    panel.names(labels)
+    return panel
+
+
+def draw_loss(runs):
+    number_equal_names(runs)
+    last = max(max(run.step) for run in runs)
+    panels = [loss_panel(runs, last)]
+    if len(runs) > 1:
+        panels.append(difference_panel(runs, last))
+    return picture(860, panels[-1].bottom + 48, [part for panel in panels for part in panel.parts])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -169,7 +297,34 @@ KINDS = {"linear layers": ("#0b6bcb", "#a9cdf2"), "attention": ("#6b4fbb", "#cdc
 BENCH_WIDTH, BENCH_LEFT, BENCH_RIGHT, ROW = 1060, 340, 230, 21
 
 
+def step_bar(top, sums):
+    """The whole step as one bar, divided among (name, seconds, color), and a legend below it."""
+    parts, x, label = [], 24.0, 24.0
+    scale = (BENCH_WIDTH - 48) / sum(seconds for _, seconds, _ in sums)
+    for name, seconds, color in sums:
+        words = f"{name} {seconds * 1e3:.1f} ms"
+        parts += [bar(x, top, seconds * scale, 20, color), bar(label, top + 30, 10, 10, color),
+                  text(label + 15, top + 39, words, 11)]
+        x += seconds * scale
+        label += 30 + 6.2 * len(words)
+    return parts
+
+
+def operator_bar(y, scale, operator, dark, light):
+    """The time of an operator in a step, light, and over it the floor, dark, with its part of the time."""
+    count, floor = operator["count"], operator["count"] * (operator["floor"] or 0)
+    total = count * operator["seconds"]
+    percent = f", {100 * floor / total:.0f}%" if floor else ""
+    each = f"{count:.4g} x {operator['seconds'] * 1e6:.0f} us"
+    return [text(BENCH_LEFT - 8, y + 13, operator["name"], 11.5, "end"),
+            bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
+            bar(BENCH_LEFT, y + 2, min(floor, total) * scale, ROW - 6, dark),
+            text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
+            text(BENCH_WIDTH - 24, y + 13, each, 11, "end", "#94a3b8")]
+
+
 def bench_panel(device, run, top):
+    """The parts of one model's panel, and where the next panel begins."""
     step, groups = run["step"], {}
     for o in run["operators"]:
         groups.setdefault(o["group"], []).append(o)
@@ -177,37 +332,25 @@ def bench_panel(device, run, top):
     shape += f" x {run['accumulate']} micro-batches" if run["accumulate"] > 1 else ""
     summary = (f"{device}: {step['seconds'] * 1e3:.1f} ms a step, {step['tokens_per_second']:,.0f} "
                f"tokens/s, {step['seconds'] / step['floors']:.2f} times the sum of the floors")
-    parts = [text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
-             text(24, top + 46, summary, 12, "start", LIGHT)]
     sums = [(name, sum(o["count"] * o["seconds"] for o in group), KINDS[name][0])
             for name, group in groups.items()]
-    sums.append(("the rest", max(0, step["seconds"] - sum(s for _, s, _ in sums)), REST))
-    scale, x, label = (BENCH_WIDTH - 48) / sum(s for _, s, _ in sums), 24.0, 24.0
-    for name, seconds, color in sums:  # the whole step as one bar
-        words = f"{name} {seconds * 1e3:.1f} ms"
-        parts += [bar(x, top + 60, seconds * scale, 20, color), bar(label, top + 90, 10, 10, color),
-                  text(label + 15, top + 99, words, 11)]
-        x, label = x + seconds * scale, label + 30 + 6.2 * len(words)
-    longest, y = max(o["count"] * o["seconds"] for o in run["operators"]), top + 120
+    sums.append(("the rest", max(0, step["seconds"] - sum(seconds for _, seconds, _ in sums)), REST))
+    parts = [text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
+             text(24, top + 46, summary, 12, "start", LIGHT), *step_bar(top + 60, sums)]
+    longest = max(o["count"] * o["seconds"] for o in run["operators"])
     scale = (BENCH_WIDTH - BENCH_LEFT - BENCH_RIGHT) / longest
+    y = top + 120
     for name, group in groups.items():
         dark, light = KINDS[name]
         parts.append(text(24, y + 14, name, 12, "start", dark, "bold"))
-        for o in group:
+        for operator in group:
             y += ROW
-            total, floor = o["count"] * o["seconds"], o["count"] * (o["floor"] or 0)
-            percent = f", {100 * floor / total:.0f}%" if floor else ""
-            each = f"{o['count']:.4g} x {o['seconds'] * 1e6:.0f} us"
-            parts += [text(BENCH_LEFT - 8, y + 13, o["name"], 11.5, "end"),
-                      bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
-                      bar(BENCH_LEFT, y + 2, min(floor, total) * scale, ROW - 6, dark),
-                      text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
-                      text(BENCH_WIDTH - 24, y + 13, each, 11, "end", "#94a3b8")]
+            parts += operator_bar(y, scale, operator, dark, light)
         y += ROW + 6
     return parts, y + 18
 
 
-def bench(report):
+def draw_bench(report):
     parts, y = [], 0
     for run in report["runs"]:
         rows, y = bench_panel(report["device"], run, y)
@@ -226,14 +369,20 @@ PAPER_TABLE_2 = {"paper: BF16": (4, 8, 2, 3, 5.66, 22.66), "paper: TE": (2, 8, 2
 PAPER_GAP = 0.013  # COAT's training loss above BF16's, OLMo-1B after 22 billion tokens
 
 
-def moments(result):
-    """Figure 2: ranges of groups before and after expansion, and k."""
-    parts, limit = [], math.log10(448 * 512)
+def highest_percent(histogram):
+    """The highest bar, in percent of all counts."""
+    return 100 * max(histogram["counts"]) / sum(histogram["counts"])
+
+
+def draw_moments(result):
+    """The paper's figure 2: ranges of groups before and after expansion, and k."""
+    parts = []
+    limit = math.log10(448 * 512)  # E4M3's largest magnitude by its smallest
     for column, (moment, title) in enumerate((("m", "First moment"), ("v", "Second moment"))):
         r, left = result[moment], 60 + 440 * column
         before, after, k = r["log10_range"], r["log10_range_expanded"], r["k"]
-        top, top_k = (max(110 * max(h["counts"]) / sum(h["counts"]) for h in of)
-                      for of in ((before, after), (k,)))
+        top = 1.1 * max(highest_percent(before), highest_percent(after))
+        top_k = 1.1 * highest_percent(k)
         panel = Panel(left, 70, 380, 190, (0, 12), (0, top), f"{title}: dynamic range of groups of 128",
                       f"% of {r['groups']:,} groups; GPT-2 124M, step {result['step']}")
         panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 13, 2)],
@@ -252,8 +401,8 @@ def moments(result):
     return picture(920, 575, parts)
 
 
-def memory(result):
-    """Table 2: saved activations by operator."""
+def draw_memory(result):
+    """The paper's table 2: saved activations by operator."""
     columns = dict(zip(("norm", "activation function", "RoPE", "attention", "linear"),
                        (COLORS[0], COLORS[1], REST, COLORS[4], COLORS[2])))
     rows = [(name, values[:-1], values[-1]) for name, values in PAPER_TABLE_2.items()]
@@ -282,14 +431,15 @@ def paired(rows, first="bf16"):
     return found
 
 
-def convergence(rows):
+def draw_convergence(rows):
     """Losses of GPT-2 minus those of bf16 with the same seed."""
     pairs, tenth = paired(rows), 20  # million tokens in a tenth of a run
-    ends = {recipe: [row["validation"][-1][1] - base["validation"][-1][1] for row, base in of]
-            for recipe, of in pairs.items()}
-    curves = {recipe: [(tenth * (i + 0.5), statistics.mean(row["train"][i] - base["train"][i]
-                                                           for row, base in of)) for i in range(10)]
-              for recipe, of in pairs.items()}
+    ends, curves = {}, {}  # of each recipe: validation losses at the end by seed; training losses by tenth
+    for recipe, of in pairs.items():
+        ends[recipe] = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in of]
+        curves[recipe] = [(tenth * (i + 0.5),
+                           statistics.mean(row["train"][i] - base["train"][i] for row, base in of))
+                          for i in range(10)]
     found = [0, *(gap for of in ends.values() for gap in of)]
     left = Panel(100, 70, 330, 350, (min(found) - 0.001, max(found) + 0.001), (0, 1),
                  "Validation loss minus bf16, same seed", "a dot: one seed; after 200 million tokens")
@@ -313,19 +463,20 @@ def convergence(rows):
 
 
 def figures(results):
-    """name -> SVG"""
+    """The figures of dev/RESULTS.md as {name: SVG}, from dev/results.json."""
     report = results["bench"]["bench"]
-    return {"bench": bench({"device": report["where"], **report}),
-            "memory": memory(results["memory"]["memory"]), "moments": moments(results["moments"]["gpt2"]),
-            "convergence": convergence(results["convergence"])}
+    return {"bench": draw_bench({"device": report["where"], **report}),
+            "memory": draw_memory(results["memory"]["memory"]),
+            "moments": draw_moments(results["moments"]["gpt2"]),
+            "convergence": draw_convergence(results["convergence"])}
 
 
 def main():
     if len(sys.argv) > 2 and sys.argv[1] == "loss":
-        print(loss([read_log(argument) for argument in sys.argv[2:]]))
+        print(draw_loss([run for argument in sys.argv[2:] for run in read_log(argument)]))
     elif len(sys.argv) == 3 and sys.argv[1] == "bench":
         with open(sys.argv[2], encoding="utf-8") as file:
-            print(bench(json.load(file)))
+            print(draw_bench(json.load(file)))
     else:
         sys.exit(__doc__.strip())
 

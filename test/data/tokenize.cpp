@@ -8,7 +8,6 @@ using namespace coat::test;
 
 namespace {
 
-const bool NO_PYTHON = std::system("python3 --version >/dev/null 2>&1") != 0;
 #define PYTHON_TEST_CASE(name) TEST_CASE("tokenize.py: " name* doctest::skip(NO_PYTHON))
 const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev/null 2>&1") != 0;
 

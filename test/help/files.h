@@ -149,7 +149,9 @@ inline std::string tokenizer_file(const std::vector<std::string>& pieces, int32_
     return file;
 }
 
-// Tests of Python programs that need NumPy are skipped where it is missing (apt-get install python3-numpy).
+// Tests of Python programs are skipped where Python is missing (apt-get install python3), and those that need
+// NumPy where that is (python3-numpy).
+inline const bool NO_PYTHON = std::system("python3 --version >/dev/null 2>&1") != 0;
 inline const bool NO_NUMPY = std::system("python3 -c 'import numpy' >/dev/null 2>&1") != 0;
 
 }  // namespace coat::test

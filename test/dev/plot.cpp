@@ -1,0 +1,157 @@
+// plot.cpp - dev/plot.py loss: what it draws of logs. Without Python the tests are skipped.
+#include "../help/program.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <regex>
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+#define PYTHON_TEST_CASE(name) TEST_CASE("plot.py: " name* doctest::skip(NO_PYTHON))
+
+// The picture of logs in the folder, and what is printed to stderr.
+Ended draw(const Folder& folder, const std::string& logs) {
+    const std::string program = fs::absolute("dev/plot.py").string();
+    return shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error '" + program + "' loss " + logs);
+}
+
+// A log of so many steps, as ./train writes it: the losses fall from 5, from step to step by `fall`.
+std::string log_of(const std::string& recipe, const std::string& started, int64_t first, int64_t last,
+                   double fall) {
+    std::string log = nlohmann::json({{"kind", "settings"},
+                                      {"step", first - 1},
+                                      {"run_started", started},
+                                      {"steps", 100},
+                                      {"recipe", recipe}})
+                          .dump() +
+                      "\n";
+    for (int64_t step = first; step <= last; step++)
+        for (const char* kind : {"step", "validation"})
+            log +=
+                nlohmann::json({{"kind", kind}, {"step", step}, {"loss", 5 - fall * double(step)}}).dump() +
+                "\n";
+    return log;
+}
+
+size_t count(const std::string& text, const std::string& part) {
+    size_t found = 0;
+    for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + 1)) found++;
+    return found;
+}
+
+// The points of each line of a picture: {{"72.0", "62.0"}, ...}.
+std::vector<std::vector<std::pair<double, double>>> lines_in(const std::string& picture) {
+    std::vector<std::vector<std::pair<double, double>>> all;
+    const std::regex line("polyline points=\"([^\"]*)\"");
+    for (std::sregex_iterator found(picture.begin(), picture.end(), line), end; found != end; ++found) {
+        std::istringstream points((*found)[1].str());
+        char comma;
+        all.emplace_back();
+        for (double x, y; points >> x >> comma >> y;) all.back().push_back({x, y});
+    }
+    return all;
+}
+
+}  // namespace
+
+PYTHON_TEST_CASE("a smoothed curve does not lag behind its points at any step of a run of any length") {
+    for (const int64_t steps : {3, 8, 30, 100}) {
+        INFO(steps);
+        Folder folder;
+        folder.write("log", log_of("coat", "now", 1, steps, 4.0 / double(steps)));
+        const Ended ended = draw(folder, "log");
+        require_success(ended);
+        const auto lines = lines_in(ended.out);  // training, and validation with the same losses
+        REQUIRE(lines.size() == 2);
+        CHECK(lines[0] == lines[1]);
+    }
+    // Noise is smoothed, and a curve that bends is followed to its end.
+    Folder folder;
+    std::string log = log_of("coat", "now", 1, 0, 0);
+    for (int64_t step = 1; step <= 60; step++)
+        for (const char* kind : {"step", "validation"}) {
+            const double noise = *kind == 's' ? (step % 2 ? 0.3 : -0.3) : 0;
+            log += nlohmann::json(
+                       {{"kind", kind}, {"step", step}, {"loss", 5 * std::exp(-double(step) / 20) + noise}})
+                       .dump() +
+                   "\n";
+        }
+    folder.write("log", log);
+    const auto lines = lines_in(draw(folder, "log").out);
+    REQUIRE(lines.size() == 2);
+    // 370 points are at least 5 nats.
+    for (size_t i = 3; i < 60; i++) CHECK(std::fabs(lines[0][i].second - lines[1][i].second) < 9);
+}
+
+PYTHON_TEST_CASE("steps have whole numbers as ticks") {
+    for (const int64_t steps : {1, 2, 3, 5, 9, 14, 15, 250, 1234567}) {
+        INFO(steps);
+        Folder folder;
+        folder.write("log", log_of("coat", "now", steps, steps, 1e-7));
+        const std::string picture = draw(folder, "log").out;
+        const std::regex tick("text-anchor=\"middle\"[^>]*>([^<]*)</text>");
+        int64_t ticks = 0;
+        for (std::sregex_iterator found(picture.begin(), picture.end(), tick), end; found != end; ++found) {
+            const std::string words = (*found)[1];
+            if (words == "step") continue;
+            CHECK_MESSAGE(words.find_first_not_of("0123456789") == words.npos, words);
+            ticks++;
+        }
+        CHECK((ticks >= 2 && ticks <= 10));
+    }
+}
+
+PYTHON_TEST_CASE("a log with several runs gives several curves and a resumed run one") {
+    Folder folder;
+    const std::string first = log_of("coat", "2026-01-01", 1, 8, 0.1),
+                      resumed = log_of("coat", "2026-01-01", 7, 20, 0.1),
+                      other = log_of("te", "2026-01-02", 1, 20, 0.1),
+                      again = log_of("te", "2026-01-03", 1, 20, 0.1);
+    std::string evaluation = log_of("bf16", "2026-01-04", 1, 0, 0);
+    evaluation.replace(evaluation.find("100"), 3, "0") += R"({"kind": "validation", "step": 0, "loss": 9})"
+                                                          "\n";
+    folder.write("log", first + resumed + evaluation + other + again +
+                            R"({"kind": "st)"
+                            "\n" +
+                            resumed);
+    const Ended ended = draw(folder, "log");
+    require_success(ended);
+    CHECK(contains(ended.error, "log:" + std::to_string(lines_of(read_file(folder / "log")).size() - 29) +
+                                    " is no complete line of a log and is left out."));
+    for (const char* name : {">coat  3.000<", ">te  3.000<", ">te 2  3.000<"})
+        CHECK(count(ended.out, name) == 1);
+    const auto lines = lines_in(ended.out);
+    REQUIRE(lines.size() == 6 + 5);  // two of each run, and the differences
+    for (size_t i = 0; i < 6; i++) CHECK(lines[i].size() == 20);
+    // A log of an older ./train, which did not say whose it is: a run that begins at step 0 is another one.
+    std::string old = first + resumed + again;
+    for (size_t at; (at = old.find("run_started")) != old.npos;) old.replace(at, 11, "x");
+    folder.write("old", old);
+    CHECK(lines_in(draw(folder, "A=old").out).size() == 4 + 3);
+    CHECK((contains(draw(folder, "A=old").out, ">A  3.000<") &&
+           contains(draw(folder, "A=old").out, ">A 2  3.000<")));
+    // What is no log, or has no steps, is refused.
+    for (const auto& [name, text] :
+         {std::pair{"notes", "two\nlines\n"}, {"evaluation", evaluation.c_str()}}) {
+        folder.write(name, text);
+        CHECK(draw(folder, name).code == 1);
+    }
+    CHECK(draw(folder, "missing").code == 1);
+}
+
+PYTHON_TEST_CASE("runs that lie over each other are told apart by their difference to the first") {
+    Folder folder;
+    folder.write("a", log_of("bf16", "1", 1, 40, 0.1));
+    folder.write("b", log_of("coat", "2", 1, 40, 0.0999));  // 0.004 above a at the end
+    folder.write("c", log_of("te", "3", 1, 20, 0.1001));    // it ends earlier
+    const Ended ended = draw(folder, "a b c");
+    require_success(ended);
+    CHECK((contains(ended.out, "Loss minus that of bf16") && contains(ended.out, ">coat  +0.0040<")));
+    CHECK(contains(ended.out, ">te  -0.0020<"));
+    CHECK(!contains(draw(folder, "a").out, "Loss minus"));
+    folder.write("late", log_of("coat", "4", 50, 60, 0.1));  // no step is in both
+    require_success(draw(folder, "a late"));
+}
