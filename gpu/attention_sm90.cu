@@ -649,7 +649,9 @@ template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float sca
 }
 
 // dp becomes ds = p (dp - delta), with p as rounded to BF16 for dv. The registers for p in FP32 are
-// better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268).
+// better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268). The GEMM for dv is still reading
+// the same registers. PTX leaves even reads of them undefined until that GEMM is done, but wgmma writes to
+// accumulators alone, so both see p. A copy would cost 16 or 32 registers.
 template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
     for (int i = 0; i < R; i += 4) {
         const float2 delta = shared<float2>(deltas + (i * 2 + fragment_col()) * 4);
