@@ -108,9 +108,9 @@ void check_close(const Tensor& got, const Floats& wanted, Doubles bounds) {
 }
 
 // The bounds of elements add up worst cases. In long rows they are 50 times the roundings that occur, and a
-// systematic error of 1% would pass. So the error over all rows is bounded, too: in columns [first, last), the
-// root of the sum of the squared errors is at most 2^-7 of that of the values (in BF16, 2^-8 was measured).
-// 2^-16 of the whole tensor is allowed beside it, because dq and dk of a single token are zero.
+// systematic error of 1% would pass. So the error over all rows is bounded, too: in columns [first, last),
+// the root of the sum of the squared errors is at most 2^-7 of that of the values (in BF16, 2^-8 was
+// measured). 2^-16 of the whole tensor is allowed beside it: dq and dk of a single token are zero.
 void check_relative_error(const Tensor& got, const Floats& wanted, int64_t cols, int64_t first,
                           int64_t last) {
     const Floats values = got.values();
