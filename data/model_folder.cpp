@@ -307,18 +307,34 @@ std::string tokenizer_in(const std::string& folder) {
     return names.empty() ? "" : *names.begin();
 }
 
-Companions read_companions(const std::string& folder) {
+// The files of a folder, and of its folder of chat templates, that have such a name.
+template <class Wanted>
+static Companions files_of_folder(const std::string& folder, const Wanted& is_wanted) {
     Companions files;
     std::error_code none;  // a folder that is not there has no files; a link that leads nowhere is none
     for (const fs::path below : {"", "additional_chat_templates"})
         for (const auto& entry : fs::directory_iterator(folder / below, none)) {
             const std::string name = entry.path().filename().string();
-            const bool known = is_tokenizer_file(name) || ends_with(name, ".jinja") ||
-                               is_one_of("config.json generation_config.json chat_template.json", name);
-            if (!known || !entry.is_regular_file(none)) continue;
+            if (!is_wanted(name) || !entry.is_regular_file(none)) continue;
             files[(below / name).string()] = MappedFile(entry.path().string()).text();
         }
     return files;
+}
+
+static bool is_of_tokenizer(const std::string& name) {
+    return is_tokenizer_file(name) || name.ends_with(".jinja") || name == "chat_template.json";
+}
+
+Companions read_companions(const std::string& folder) {
+    return files_of_folder(folder, [](const std::string& name) {
+        return is_of_tokenizer(name) || name == "config.json" || name == "generation_config.json";
+    });
+}
+
+void add_tokenizer(const std::string& folder, Companions* files) {
+    for (const auto& [name, bytes] : *files)
+        if (is_tokenizer_file(name)) return;
+    files->merge(files_of_folder(folder, is_of_tokenizer));
 }
 
 void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {

@@ -20,6 +20,9 @@ void load_weights(const std::string& folder, const ModelConfig& config, Model* m
 using Companions = std::map<std::string, std::string>;  // path -> bytes
 Companions read_companions(const std::string& folder);
 
+// Adds the tokenizer of another folder, such as that of the token files, unless there is a tokenizer.
+void add_tokenizer(const std::string& folder, Companions* files);
+
 // Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
 // tokenizer.model, vocab.json and merges.txt, tekken.json, ...
 bool is_tokenizer_file(const std::string& name);

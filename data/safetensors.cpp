@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <new>
 #include <set>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -14,25 +15,32 @@
 namespace coat {
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-    file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
+    const int file =
+        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
     struct stat status {};
-    const bool found = file_ >= 0 && ::fstat(file_, &status) == 0, regular = S_ISREG(status.st_mode);
+    const bool found = file >= 0 && ::fstat(file, &status) == 0;
+    const bool regular = S_ISREG(status.st_mode);
     bytes_ = status.st_size;
-    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_, 0);
-    const std::string why = found && !regular ? "it is not a regular file" : std::strerror(errno);
+    device_ = status.st_dev;
+    number_ = status.st_ino;
+    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    const int error = errno;
+    if (file >= 0) ::close(file);
+    if (memory_ == MAP_FAILED && error == ENOMEM) throw std::bad_alloc();
     if (found && regular && memory_ != MAP_FAILED) return;
-    if (file_ >= 0) ::close(file_);
+    const std::string why = found && !regular ? "it is not a regular file" : std::strerror(error);
     throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
 }
 
 void MappedFile::require_whole() const {
     struct stat status {};
-    if (::fstat(file_, &status) == 0 && status.st_size < bytes_)
+    if (::stat(path_.c_str(), &status) != 0) return;  // it was removed, and stays as long as it is mapped
+    const bool same = status.st_dev == device_ && status.st_ino == number_;
+    if (same && status.st_size < bytes_)
         throw Error(path_, " became shorter while it was in use; restore the file.");
 }
 
 MappedFile::~MappedFile() {
-    ::close(file_);
     if (memory_) ::munmap(memory_, bytes_);
 }
 
@@ -47,15 +55,16 @@ uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash) {
 }
 
 // Each MiB has a hash that begins with its place, so that all threads work and the order counts.
-std::string hash_file(const std::string& path) {
+uint64_t hash_of(const MappedFile& file) {
     constexpr int64_t PART = 1 << 20;
-    const MappedFile file(path);
-    auto hash = uint64_t(file.bytes());
+    uint64_t hash = file.bytes();
 #pragma omp parallel for reduction(^ : hash)
     for (int64_t at = 0; at < file.bytes(); at += PART)
-        hash ^= hash_bytes(file.data() + at, std::min(PART, file.bytes() - at), uint64_t(at));
-    return std::to_string(hash);
+        hash ^= hash_bytes(file.data() + at, std::min(PART, file.bytes() - at), at);
+    return hash;
 }
+
+std::string hash_file(const std::string& path) { return std::to_string(hash_of(MappedFile(path))); }
 
 void finish(std::ofstream& file, const std::string& path) {
     file.close();

@@ -33,27 +33,30 @@ inline std::string path_in(const std::string& folder, const std::string& file) {
 }
 
 // A whole file as memory, read only. Pages are read when they are touched, so it may be larger than memory.
-// To touch one that is no longer there, because the file became shorter, ends the program.
+// The file is not kept open: there may be thousands. To touch a page that is no longer there, because the
+// file became shorter, ends the program.
 class MappedFile {
 public:
-    explicit MappedFile(const std::string& path);
+    explicit MappedFile(
+        const std::string& path);  // std::bad_alloc if there is no room for it among addresses
     MappedFile(const MappedFile&) = delete;
     ~MappedFile();
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
-    std::string_view text() const { return {static_cast<const char*>(memory_), size_t(bytes_)}; }
+    std::string_view text() const { return {static_cast<const char*>(memory_), static_cast<size_t>(bytes_)}; }
     void require_whole() const;  // Error if the file has become shorter
 
 private:
     const std::string path_;
-    int file_;
     void* memory_ = nullptr;
     int64_t bytes_ = 0;
+    uint64_t device_ = 0, number_ = 0;  // what the file is, also when another takes its name
 };
 
 // Of a hash so far and the bytes that follow: a change in one word always changes the result.
 uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
-std::string hash_file(const std::string& path);
+uint64_t hash_of(const MappedFile& file);
+std::string hash_file(const std::string& path);  // likewise, as a decimal number
 
 // Closes a file and waits until it is on the disk; Error if a write failed, after which others do nothing.
 void finish(std::ofstream& file, const std::string& path);

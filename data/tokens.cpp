@@ -2,53 +2,78 @@
 #include "tokens.h"
 
 #include <cstring>
+#include <map>
+#include <new>
 #include <set>
-#include <sstream>
 
 #include "../model.h"
-#include "safetensors.h"
+#include "model_folder.h"
 
 namespace coat {
 
 constexpr uint32_t NOT_COUNTED = 1u << 31;
 
 void TokenStream::append(const Source& source) {
-    if (source.count) sources_.push_back(source);
+    if (source.count == 0) return;
+    parts_.push_back({source, size_});
     size_ += source.count;
 }
 
-TokenStream TokenStream::take_end(int64_t count) {
-    TokenStream begin, end;
-    for (const Source& s : sources_) {
-        const int64_t stays = std::min(size_ - count - begin.size_, s.count);
-        begin.append({s.owner, s.data, s.width, stays, s.file});
-        end.append({s.owner, s.data + stays * s.width, s.width, s.count - stays, s.file});
-    }
-    *this = begin;
-    return end;
+void TokenStream::append(const TokenStream& other) {
+    for (const Part& part : other.parts_) append(part.source);
 }
 
+TokenStream TokenStream::take_end(int64_t count) {
+    std::vector<Source> taken;  // the last first
+    while (count > 0) {
+        Source& last = parts_.back().source;
+        Source end = last;
+        end.count = std::min(count, last.count);
+        last.count -= end.count;
+        end.data += last.count * last.width;
+        taken.push_back(end);
+        size_ -= end.count;
+        count -= end.count;
+        if (last.count == 0) parts_.pop_back();
+    }
+    TokenStream stream;
+    for (auto source = taken.rbegin(); source != taken.rend(); ++source) stream.append(*source);
+    return stream;
+}
+
+// The part that has this token; the end if there is none.
+std::vector<TokenStream::Part>::const_iterator TokenStream::part_of(int64_t token) const {
+    if (token >= size_) return parts_.end();
+    const auto is_before = [](int64_t t, const Part& part) { return t < part.first; };
+    return std::upper_bound(parts_.begin(), parts_.end(), token, is_before) - 1;
+}
+
+// The tokens as they are in token files: the highest bit says that one does not count.
 std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
     std::vector<uint32_t> all(count);
-    uint32_t* word = all.data();
-    for (const Source& s : sources_) {
-        const int64_t end = std::min(first + count, s.count);
-        for (int64_t i = std::max<int64_t>(first, 0); i < end; i++)
-            std::memcpy(word++, s.data + i * s.width, s.width);  // little-endian, as the files
-        first -= s.count;                                        // counted from the next source on
+    const int64_t end = first + count;
+    auto part = part_of(first);
+    for (int64_t token = first; token < end; ++part) {
+        const Source& source = part->source;
+        const int64_t part_end = std::min(end, part->first + source.count);
+        const uint8_t* from = source.data + (token - part->first) * source.width;
+        for (; token < part_end; token++) {
+            std::memcpy(&all[token - first], from, source.width);  // both are little-endian
+            from += source.width;
+        }
     }
     return all;
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
-    for (const Source& s : sources_)
-        if (s.file) s.file->require_whole();
+    for (auto part = part_of(first); part != parts_.end() && part->first < first + count; ++part)
+        if (part->source.file) part->source.file->require_whole();
     for (uint32_t word : words(first, count)) {
-        *tokens = int32_t(word & ~NOT_COUNTED);
-        if (*tokens > largest_)
-            throw Error("--data was changed during the run, and now has token ", *tokens, "; restore it.");
-        *targets++ = word & NOT_COUNTED ? NO_TARGET : *tokens;
-        tokens++;
+        const int32_t token = word & ~NOT_COUNTED;
+        if (token > largest_)
+            throw Error("--data was changed during the run, and now has token ", token, "; restore it.");
+        *tokens++ = token;
+        *targets++ = word & NOT_COUNTED ? NO_TARGET : token;
     }
 }
 
@@ -69,55 +94,70 @@ TokenStream::Facts TokenStream::facts() {
 
 namespace {
 
-bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
-
-// The files that --data names. Of a folder, in the byte order of their paths: its token files, or all files
-// below it that are not hidden, nor in a checkpoint. A link that leads nowhere, or to itself, is not a file.
-std::vector<std::string> files_of(const std::string& data) {
-    std::vector<std::string> all;
-    std::set<std::string> seen;  // a file that is named twice is read once
-    std::istringstream list(data);
-    for (std::string item; std::getline(list, item, ',');) {
-        std::error_code none;
-        const bool folder = fs::is_directory(item, none);
-        for (const char* records : {".jsonl", ".json", ".parquet"})
-            if (!folder && ends_with(item, records))
-                throw Error("--data ", item, " has records, not text; make token files of it: ",
-                            "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", item,
-                            " (conversations; texts without --seq).");
-        std::vector<std::string> files;
-        if (!folder) files = {item};
-        const auto unreadable = fs::directory_options::skip_permission_denied;
-        for (fs::recursive_directory_iterator at(item, unreadable, none), end; at != end; ++at)
-            if (at->path().filename().string()[0] == '.' ||
-                fs::exists(at->path() / "model.safetensors", none))
-                at.disable_recursion_pending();
-            else if (at->is_regular_file(none)) files.push_back(at->path().string());
-        std::sort(files.begin(), files.end());
-        const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
-        if (others != files.begin()) files.erase(others, files.end());
-        for (const std::string& file : files)
-            if (!ends_with(file, "tokenizer.bin") && seen.insert(file).second) all.push_back(file);
+// Whether a file belongs to the run. One that is continued has the files that it began with.
+class KnownFiles {
+public:
+    explicit KnownFiles(const std::vector<DataFile>& files) {
+        for (const DataFile& file : files) paths_.insert(utf8_path(file.path));
     }
-    return all;
+    bool has(const std::string& path) const { return paths_.empty() || paths_.count(utf8_path(path)); }
+
+private:
+    std::set<std::string> paths_;
+};
+const char* const NEW_FILE = "is new, and the run goes on with the files that it began with";
+
+// The tokens of a text: its bytes, copied or where the file is mapped.
+TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file, bool copied) {
+    constexpr std::string_view BYTE_ORDER_MARK = "\xEF\xBB\xBF";
+    std::string_view text = file->text();
+    if (text.starts_with(BYTE_ORDER_MARK)) text.remove_prefix(BYTE_ORDER_MARK.size());
+    TokenStream::Source source{
+        .owner = file,
+        .data = reinterpret_cast<const uint8_t*>(text.data()),
+        .width = 1,
+        .count = static_cast<int64_t>(text.size()),
+        .file = file.get(),
+    };
+    if (!copied) return source;
+    const auto copy = std::make_shared<const std::string>(text);
+    source.owner = copy;
+    source.data = reinterpret_cast<const uint8_t*>(copy->data());
+    source.file = nullptr;
+    return source;
 }
 
-// A text that occurs twice is used once: its copy would make validation easier. NUL bytes are no text.
-void read_texts(const std::vector<std::string>& files, Corpus& c) {
+// A text that occurs twice is used once: its copy would make validation easier than it is.
+void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& c) {
     constexpr size_t HELD_OUT = 20;  // every 20th
-    std::vector<std::string> texts;
-    std::set<uint64_t> seen;  // hashes
-    for (const std::string& path : files) {
-        const MappedFile file(path);
-        const bool is_text = file.bytes() && file.text().find('\0') == std::string_view::npos;
-        if (is_text && seen.insert(hash_bytes(file.data(), file.bytes(), 0)).second)
-            texts.emplace_back(file.text());
+    const KnownFiles known(options.known);
+    std::map<uint64_t, std::string> path_of_hash;
+    std::vector<LeftOut> copies;
+    std::vector<TokenStream::Source> texts;
+    int64_t copied_bytes = 0;
+    for (const std::string& path : paths) {
+        const auto file = std::make_shared<const MappedFile>(path);
+        const std::string reason = why_not_text(file->text());
+        const uint64_t hash = hash_of(*file);
+        if (file->bytes() == 0) continue;
+        if (!reason.empty()) {
+            c.left_out.push_back({path, reason});
+        } else if (!known.has(path)) {
+            c.left_out.push_back({path, NEW_FILE});
+        } else if (const auto [other, is_first] = path_of_hash.emplace(hash, path); !is_first) {
+            copies.push_back({path, "has the same text as " + other->second});
+        } else {
+            const bool copied = copied_bytes + file->bytes() <= options.copied_bytes;
+            if (copied) copied_bytes += file->bytes();
+            texts.push_back(source_of_text(file, copied));
+            c.files.push_back({path, file->bytes(), hash});
+        }
     }
-    const auto train = std::make_shared<std::string>(), validation = std::make_shared<std::string>();
-    for (size_t i = 0; i < texts.size(); i++)
-        *(texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2 ? validation : train) += texts[i];
-    for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
-        stream->append({text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size())});
+    for (size_t i = 0; i < texts.size(); i++) {
+        const bool held_out = texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2;
+        (held_out ? c.validation : c.train).append(texts[i]);
+    }
+    c.left_out.insert(c.left_out.end(), copies.begin(), copies.end());
     c.vocabulary = byte_vocabulary();
     c.bytes = true;
 }
@@ -152,33 +192,64 @@ void read_token_file(const std::string& path, Corpus& c) {
         throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,
                     " (0: text); give files of one kind.");
     const std::string name = fs::path(path).filename().string();
-    const bool held_out = name.find("val") != std::string::npos && name.find("train") == std::string::npos;
+    const bool held_out = name.find("val") != name.npos && name.find("train") == name.npos;
     TokenStream& stream = held_out ? c.validation : c.train;
     // The token after a packed file's last window is no target that counts: the next file begins there.
     if (seq && stream.size()) stream.take_end(1);
-    stream.append({file, file->data() + HEADER, width, count, file.get()});
+    stream.append(
+        {.owner = file, .data = file->data() + HEADER, .width = width, .count = count, .file = file.get()});
+    c.files.push_back({path, file->bytes(), hash_of(*file)});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
-    if (fs::exists(beside)) take_vocabulary(beside, c);
+    if (beside != c.vocabulary_file && fs::exists(beside)) take_vocabulary(beside, c);
+}
+
+void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& c) {
+    if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
+        return read_texts(found.paths, options, c);
+    const KnownFiles known(options.known);
+    for (const std::string& path : found.paths) {
+        if (known.has(path)) read_token_file(path, c);
+        else c.left_out.push_back({path, NEW_FILE});
+    }
+    std::set<std::string> folders;
+    for (const DataFile& file : c.files) folders.insert((fs::path(file.path).parent_path() / ".").string());
+    const auto with_tokenizer = std::find_if(folders.begin(), folders.end(), [](const std::string& folder) {
+        return !tokenizer_in(folder).empty();
+    });
+    if (with_tokenizer != folders.end()) c.tokenizer_folder = *with_tokenizer;
+}
+
+// Where no file is held out, that is the last tenth.
+void hold_out_end(Corpus& c) {
+    if (c.train.size() && c.validation.size()) return;
+    c.train.append(c.validation);
+    int64_t stays = c.train.size() - ceil_div(c.train.size(), 10);
+    if (c.seq) stays = stays / c.seq * c.seq;  // so that the held-out part begins with a window
+    c.validation = c.train.take_end(c.train.size() - stays);
 }
 
 }  // namespace
 
-Corpus load_corpus(const std::string& data) {
+Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
+    const FoundFiles found = find_data_files(data, options.written);
     Corpus c;
-    const std::vector<std::string> files = files_of(data);
-    if (std::none_of(files.begin(), files.end(), is_token_file)) read_texts(files, c);
-    else
-        for (const std::string& path : files) read_token_file(path, c);
-    if (!c.train.size() || !c.validation.size()) {
-        c.train.append(c.validation);
-        int64_t stays = c.train.size() - ceil_div(c.train.size(), 10);
-        if (c.seq) stays = stays / c.seq * c.seq;  // so that the held-out part begins with a window
-        c.validation = c.train.take_end(c.train.size() - stays);
-    }
-    if (!c.validation.size())
+    c.left_out = found.left_out;
+    try {
+        read_files(found, options, c);
+    } catch (const std::bad_alloc&) {
         throw Error("--data ", data,
-                    " has no text; give text files, folders of them, or token files (*.bin).");
-    return c;
+                    " does not fit into memory; turn it into token files, which are read from ",
+                    "the disk (python3 data/tokenize.py), or give a part of it.");
+    }
+    hold_out_end(c);
+    if (c.validation.size()) return c;
+    std::string why;
+    for (const LeftOut& file : c.left_out) {
+        if (why.size() > 500) break;
+        why += concat(why.empty() ? ": " : ", ", file.path, " ", file.reason);
+    }
+    throw Error("--data ", data, " has no text", why,
+                "; give text files in UTF-8, folders of them, or token files (*.bin).");
 }
 
 static uint64_t mix(uint64_t z) {  // splitmix64's finalizer

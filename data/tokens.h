@@ -1,40 +1,47 @@
 // data/tokens.h - text or token files in, micro-batches out (tokens.cpp). A corpus is two streams of tokens:
-// one to train on, one held out for validation. Text is read as bytes (vocabulary 256). Token files have
-// llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16 (magic 20240520) or
-// uint32 (magic 20240801). Two things are ours: in uint32 the highest bit marks a token that does not count
-// as a target, say of a user's question, and the fourth word of the header is the --seq of packed
-// conversations, 0 for text. A file tokenizer.bin beside them (vocabulary.h) says what their tokens mean.
-// data/tokenize.py writes all of these.
+// one to train on, and one that is held out for validation.
+//
+// The tokens of a text are its bytes (vocabulary 256), without a byte order mark at its beginning.
+//
+// Token files have llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16
+// (magic 20240520) or uint32 (magic 20240801). Two things are ours: in uint32 the highest bit marks a token
+// that does not count as a target, say of a user's question, and the fourth word of the header is the --seq
+// of packed conversations, 0 for text. A file tokenizer.bin beside them (vocabulary.h) says what their tokens
+// mean. data/tokenize.py writes all of these.
 #pragma once
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "data_files.h"
 #include "vocabulary.h"
 
 namespace coat {
 
 class MappedFile;  // safetensors.h
 
-// Tokens, such as those of several files, one after the other. Copies share the memory.
+// -----------------------------------------------------------------------------------------------------------
+// Streams of tokens
+
+// Consecutive tokens of several places in memory, such as files. Copies share the memory.
 class TokenStream {
 public:
-    // Consecutive tokens in memory, at any alignment.
+    // Tokens that lie one after the other in memory, at any alignment.
     struct Source {
-        std::shared_ptr<const void> owner;  // keeps them in memory
+        std::shared_ptr<const void> owner;  // what keeps them in memory
         const uint8_t* data;
-        int width;  // bytes of a token: 1, 2 or 4
-        int64_t count;
+        int width;                         // bytes of a token: 1, 2 or 4, little-endian
+        int64_t count;                     // of tokens
         const MappedFile* file = nullptr;  // the owner, if it is a file: it must not become shorter
     };
     int64_t size() const { return size_; }
     void append(const Source& source);
-    void append(const TokenStream& other) {
-        for (const Source& s : other.sources_) append(s);
-    }
+    void append(const TokenStream& other);
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
-    // Targets are the same tokens, or NO_TARGET where they do not count.
+
+    // Copies tokens [first, first + count). Targets are the same tokens, or NO_TARGET where they do not
+    // count.
     void read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const;
 
     struct Facts {
@@ -44,10 +51,20 @@ public:
     Facts facts();  // reads all tokens once; from then on a larger one is an Error of read()
 
 private:
+    struct Part {
+        Source source;
+        int64_t first;  // where its tokens begin in the stream
+    };
+    std::vector<Part>::const_iterator part_of(int64_t token) const;
     std::vector<uint32_t> words(int64_t first, int64_t count) const;
-    std::vector<Source> sources_;
-    int64_t size_ = 0, largest_ = INT32_MAX;
+
+    std::vector<Part> parts_;
+    int64_t size_ = 0;
+    int64_t largest_ = INT32_MAX;
 };
+
+// -----------------------------------------------------------------------------------------------------------
+// The data of a run
 
 struct Corpus {
     TokenStream train, validation;
@@ -55,12 +72,27 @@ struct Corpus {
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
     int64_t seq = 0;              // of packed conversations; 0 for text
     bool bytes = false;           // the tokens are the bytes of text files
+    std::vector<DataFile> files;  // that were read, in this order
+    std::vector<LeftOut> left_out;
+    std::string tokenizer_folder;  // the folder of token files that also has a tokenizer; empty: none
 };
 
-// data: text files, folders of them (without checkpoints), or token files (*.bin), by commas. Token files
-// with "val" but not "train" in their names are held out, and every 20th of 20 or more texts; if nothing is,
-// the last tenth of all tokens. Error if a file is missing or damaged, or if there is no text.
-Corpus load_corpus(const std::string& data);
+struct CorpusOptions {
+    // Files and folders that the run itself writes. They are no data.
+    std::vector<std::string> written{};
+    // The files of the run that is continued: other files are new, and left out. Empty: a new run.
+    std::vector<DataFile> known{};
+    // Text of up to so many bytes is copied into memory, and may change meanwhile. More stays on the disk.
+    int64_t copied_bytes = int64_t{1} << 30;
+};
+
+// data: text files, folders of them, or token files, by commas (data_files.h). Token files with "val" but not
+// "train" in their names are held out, and every 20th of 20 or more texts; if nothing is, the last tenth of
+// all tokens. Error if a file is missing or damaged, if there is no text, or if memory has no room for it.
+Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
+
+// -----------------------------------------------------------------------------------------------------------
+// Micro-batches
 
 // Cuts a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random order,
 // another in each epoch. The order is a function of the seed and the epoch: there is no state to save.

@@ -6,6 +6,7 @@
 #include <variant>
 #include <nlohmann/json.hpp>
 
+#include "../data/data_files.h"
 #include "plan.h"
 
 namespace coat {
@@ -137,6 +138,9 @@ inline void set(Flags& flags, const Flag& flag, const std::string& text) {
         if constexpr (std::is_same_v<T, std::string>) {
             if (*flag.words && !is_one_of(flag.words, text))
                 throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
+            if (flag.on_resume != NOT_SAVED && utf8_length(text) < text.size())
+                throw Error("--", flag.name, " ", text, " is not UTF-8, as the files of checkpoints are; ",
+                            "rename it, or give a link with another name.");
             flags.*member = text;
         } else if constexpr (!std::is_same_v<T, bool>) {
             T x{};

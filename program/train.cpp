@@ -29,6 +29,7 @@ struct Run {
     std::string weights;    // the folder that the run starts from, or continues; empty: random weights
     LoopState state;        // its settings are those of the run that is continued, until require_same()
     Companions companions;  // of `weights`, for the checkpoints
+    std::vector<std::string> outputs;  // the files of standard output and error, if they are files
     Corpus corpus;
     std::unique_ptr<Model> model;
     RunLog log;                            // of rank 0
@@ -512,12 +513,40 @@ void make_setup(Run& run) {
     s.B = flags.batch, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
 }
 
+// The files of the data as a checkpoint lists them.
+std::vector<DataFile> data_files(const Json& lines) {
+    std::vector<DataFile> files;
+    for (const Json& line : lines) files.push_back(DataFile::from_line(line));
+    return files;
+}
+
+// The file that a descriptor of this process is open on; something else if it is no file.
+std::string path_of_descriptor(int descriptor) {
+    std::error_code none;
+    return fs::read_symlink(concat("/proc/self/fd/", descriptor), none).string();
+}
+
+// What is no data: what the ranks of this run write, and files that were not there when it began.
+CorpusOptions corpus_options(Run& run) {
+    const Flags& flags = run.flags;
+    CorpusOptions options;
+    std::vector<std::string> written = run.outputs;
+    written.push_back(flags.log);
+    written.push_back(flags.out);
+    for (const std::string& path : written)
+        for (const std::string& theirs : run.processes->all_gather(path)) options.written.push_back(theirs);
+    const Json& before = run.state.settings;
+    if (!flags.resume.empty() && flags.data == before.at("data"))
+        options.known = data_files(before.value("data_files", Json::array()));
+    return options;
+}
+
 // A model without a vocabulary size takes that of the data, or of bytes. Without --seq it is that of packed
 // conversations, or the default if the model can have it. Returns what the data are: sizes and hashes.
 Json load_data(Run& run) {
     Flags& flags = run.flags;
     ModelConfig& config = run.setup.config;
-    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data);
+    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
     if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
@@ -546,10 +575,44 @@ void require_equal(const std::string& who, const Json& mine, const Json& theirs)
                         "); give the same flags, data and model.");
 }
 
+// The files of the data by lines, so that a message can name the one that was changed. Of very many there is
+// no list, which each checkpoint would have.
+std::vector<std::string> data_lines(const Run& run) {
+    constexpr size_t MOST_FILES = 10'000;
+    std::vector<std::string> lines;
+    if (run.corpus.files.size() <= MOST_FILES)
+        for (const DataFile& file : run.corpus.files) lines.push_back(file.line());
+    return lines;
+}
+
+// Error if this run, or another rank of it, has other data than there should be; what load_data() has found
+// says whether, and the lists of files say in which file.
+void require_same_data(const Run& run, const Json& found) {
+    auto why = [](const Json& there, const Json& here) {
+        const std::string text = difference(data_files(there), data_files(here));
+        return text.empty() ? "its tokens are not the same" : text;
+    };
+    const Json mine = data_lines(run), &before = run.state.settings;
+    const std::vector<std::string> of_ranks = run.processes->all_gather(found.dump());
+    if (std::count(of_ranks.begin(), of_ranks.end(), of_ranks[0]) < run.setup.ranks) {
+        const std::vector<std::string> lists = run.processes->all_gather(mine.dump());
+        for (size_t rank = 1; rank < of_ranks.size(); rank++)
+            if (of_ranks[rank] != of_ranks[0])
+                throw Error("Rank ", rank, " has other --data than rank 0: ",
+                            why(Json::parse(lists[0]), Json::parse(lists[rank])),
+                            "; give all ranks the same.");
+    }
+    if (run.flags.resume.empty()) return;
+    const Json& found_before = before.at("data_found");
+    if (found.at("train") != found_before.at("train") || found.at("held out") != found_before.at("held out"))
+        throw Error("--data is not that of the checkpoint's run: ",
+                    why(before.value("data_files", Json::array()), mine), "; restore it.");
+}
+
 // What all ranks must have, and every run that continues this one: else the state would mean something else.
 void require_same(Run& run, const Json& data) {
+    require_same_data(run, data);
     Json settings = run.flags.settings(false);
-    settings["data_found"] = data;
     Json mine = settings;
     mine["resume"] = run.weights, mine["device"] = run.flags.device;
     // Another machine may have other files under the same name: the first rank of each hashes them.
@@ -559,17 +622,18 @@ void require_same(Run& run, const Json& data) {
         for (const auto& file : fs::directory_iterator(run.weights))
             if (file.is_regular_file())
                 mine["weights_found"][file.path().filename()] = hash_file(file.path());
-    const std::vector<std::string> all = run.processes->all_gather(mine.dump());
+    // A path may have bytes that are not UTF-8.
+    const std::vector<std::string> all =
+        run.processes->all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));
     for (size_t rank = 1; rank < all.size(); rank++)
         require_equal(concat("Rank ", rank, " differs from rank 0"), Json::parse(all[rank]),
                       Json::parse(all[0]));
-    const Json& before = run.state.settings;
-    if (!run.flags.resume.empty())
-        require_equal("--data is not that of the checkpoint's run,", data, before.at("data_found"));
+    settings["data_found"] = data;
+    settings["data_files"] = data_lines(run);
     settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
-    settings["changes"] = before.value("changes", Json::array());
+    settings["changes"] = run.state.settings.value("changes", Json::array());
     const std::string started = run.processes->all_gather(utc_now()).front();
-    settings["run_started"] = before.value("run_started", started);
+    settings["run_started"] = run.state.settings.value("run_started", started);
     run.state.settings = settings;
 }
 
@@ -605,6 +669,7 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
               grouped(text.validation.size()), " held out");
+    for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     const Json changes = run.state.settings.value("changes", Json::array());
     for (const Json& change : changes) print("changed: ", change.get<std::string>());
@@ -617,6 +682,7 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
 void make_model(Run& run) {
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
     if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
+    if (run.setup.rank == 0) add_tokenizer(run.corpus.tokenizer_folder, &run.companions);
     if (!run.flags.log.empty() && run.setup.rank == 0) run.log.open(run.flags.log);
     run.model = run.flags.device == "gpu" ? make_gpu(run.setup) : make_reference(run.setup);
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
@@ -646,6 +712,7 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
     const bool several = launch.ranks > 1 && !flags.plan;
     if (several && launch.address.empty()) require_cores(launch.ranks);
+    run.outputs = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
     processes = ProcessGroup::start(several ? launch : Launch());
     run.processes = processes.get();
     run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();

@@ -83,7 +83,8 @@ parts --accumulate 2 | --accumulate 2; parts --out out | --out out already holds
     check_rows(folder, resume, R"(
 --model gpt2-tiny | --model "gpt2-tiny" differs from the checkpoint's; --recipe fp32; --optimizer fp8;
 --attention groups; --master none; --gradients none; --batch 4; --seq 32; --seed 2;
---data first | run, in train (; --data last | run, in held out (; --data longer)");
+--data first | first has other bytes; --data last | last has other bytes;
+--data longer | longer has)");
     check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
     require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
     // A value that is given again and is equal, also if it is written otherwise, is no other run.
@@ -105,7 +106,7 @@ TEST_CASE("train: ranks that are started by hand with other flags or data or wei
                                    {"", "--clip 2", "a", "in clip (2.0"},
                                    {"", "--save-every 3", "a", "in save-every (3"},
                                    {"", "--steps 3", "a", "in steps (3"},
-                                   {"", "", "b", "Rank 1 differs from rank 0 in data_found"},
+                                   {"", "", "b", "Rank 1 has other --data than rank 0: data has "},
                                    {"--model m/step-000001 ", "", "a", ""},
                                    {"--model m/step-000001 ", "", "c", "in weights_found"}};
     for (const auto& [flags, rank_1, where, says] : rows) {

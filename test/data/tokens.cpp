@@ -4,9 +4,11 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <sys/resource.h>
 
 #include "../../model.h"
 #include "../help/checkpoints.h"
+#include "../help/program.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -128,6 +130,77 @@ TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 2
         const Corpus corpus = load_corpus(folder / spelled);
         CHECK((text_of(corpus) == expected[0] && held_out(corpus) == expected[1]));
     }
+}
+
+TEST_CASE("load_corpus: what is no text is left out and named; so is what a run that goes on did not know") {
+    Folder folder;
+    folder.write("in/a", "first "), folder.write("in/b", std::string("x\0y", 3)),
+        folder.write("in/c", "caf\xE9");
+    folder.write("in/d", "first "), folder.write("in/e", "\xEF\xBB\xBFsecond"), folder.write("in/empty", "");
+    folder.write("in/f", "\xFF\xFEt\x01");
+    const Corpus corpus = load_corpus(folder / "in");
+    CHECK((text_of(corpus) + held_out(corpus) == "first second" && corpus.bytes));
+    std::string named;
+    for (const LeftOut& file : corpus.left_out) named += fs::path(file.path).filename().string();
+    CHECK(named == "bcfd");  // copies come last
+    CHECK(contains(corpus.left_out.back().reason, "has the same text as " + folder / "in/a"));
+    REQUIRE(corpus.files.size() == 2);
+    CHECK((corpus.files[1].path == folder / "in/e" && corpus.files[1].bytes == 9));
+    check_error([&] { load_corpus(folder / "in/b"); }, folder / "in/b", "has a NUL byte");
+    check_error([&] { load_corpus(folder / "in/f"); }, folder / "in/f", "is UTF-16");
+    folder.write("in/0", "new"), folder.write("in/z", "new, too");
+    const Corpus again = load_corpus(folder / "in", {.known = corpus.files});
+    CHECK(text_of(again) + held_out(again) == "first second");
+    CHECK((again.left_out[0].path == folder / "in/0" && contains(again.left_out[0].reason, "is new")));
+    for (const char* name : {"a", "b"})
+        folder.write(concat("tokens/", name, ".bin"), token_file(counting(100)));
+    const Corpus tokens = load_corpus(folder / "tokens");
+    folder.write("tokens/c.bin", token_file(counting(100)));
+    const Corpus resumed = load_corpus(folder / "tokens", {.known = tokens.files});
+    CHECK((resumed.train.size() + resumed.validation.size() == 200 && resumed.left_out.size() == 1));
+}
+
+TEST_CASE("load_corpus: text that is not copied into memory is the same text; a file of it may be replaced") {
+    Folder folder;
+    std::vector<std::string> paths;
+    for (int i = 0; i < 30; i++)
+        paths.push_back(
+            folder.write(concat("in/", i), concat(i % 7 ? "" : "\xEF\xBB\xBF", "This is text ", i, "\n")));
+    Corpus copied = load_corpus(folder / "in"), part = load_corpus(folder / "in", {.copied_bytes = 100}),
+           mapped = load_corpus(folder / "in", {.copied_bytes = 0});
+    for (Corpus* other : {&part, &mapped}) {
+        CHECK((text_of(*other) == text_of(copied) && held_out(*other) == held_out(copied)));
+        CHECK(other->train.facts().hash == copied.train.facts().hash);
+    }
+    const std::string text = text_of(copied);
+    write_file(folder / "new", "short"), fs::rename(folder / "new", paths[0]);  // as editors save
+    fs::remove(paths[1]);
+    CHECK((text_of(copied) == text && text_of(mapped) == text));
+    std::ofstream(paths[2], std::ios::trunc) << "short";
+    CHECK(text_of(copied) == text);
+    check_error([&] { text_of(mapped); }, paths[2], "became shorter");
+}
+
+TEST_CASE("load_corpus: thousands of files take no descriptors and reading them takes no long search") {
+    Folder folder;
+    std::string all;
+    for (int i = 0; i < 3000; i++) {
+        const Shorts tokens = {uint16_t(i), uint16_t(i / 2), 7};
+        folder.write(concat("in/", 10000 + i, ".bin"), token_file(tokens));
+        for (uint16_t t : tokens) all += concat(t, " ");
+    }
+    rlimit before{};
+    getrlimit(RLIMIT_NOFILE, &before);
+    const rlimit tight{40, before.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &tight);
+    Corpus corpus;
+    const std::string error = error_of([&] { corpus = load_corpus(folder / "in"); });
+    setrlimit(RLIMIT_NOFILE, &before);
+    REQUIRE(error == "");
+    std::string found;
+    for (const TokenStream* stream : {&corpus.train, &corpus.validation})
+        for (int32_t t : tokens_of(*stream)) found += concat(t, " ");
+    CHECK((found == all));
 }
 
 TEST_CASE("load_corpus: llm.c's token files of both widths are read back and names say what is held out") {
@@ -304,4 +377,49 @@ TEST_CASE("Loader: batches span epochs; windows overlap by one token and targets
     CHECK_NOTHROW(Loader(stream_of(counting(4 * 8 + 1)), 4, 8, 1));
     for (int64_t n : {0, 1, 2, 8, 9, 32})
         check_error([&] { Loader(stream_of(counting(n)), 4, 8, 1); }, "--batch");
+}
+
+// A limit on the addresses of a process stands for a machine with little memory.
+TEST_CASE("train: text that does not fit into memory is an error that speaks of the data") {
+    RunFolder folder;
+    folder.write("large", "");
+    fs::resize_file(folder / "large", int64_t{1} << 32);  // the disk stores nothing of it
+    const std::string flags = TINY + "--steps 1 --out ''";
+    for (const std::string data : {"large", "text,large"}) {
+        const Ended ended = shell(folder, "ulimit -v 500000; train" + flags + " --data " + data);
+        check_one_sentence(ended, "--data " + data + " does not fit into memory; turn it into token files");
+        CHECK(!contains(ended.error, "--batch"));
+    }
+    require_success(shell(folder, "ulimit -v 500000; train" + flags));
+}
+
+TEST_CASE("train: a tokenizer beside the token files goes into checkpoints unless the model has one") {
+    RunFolder folder;
+    const std::string text = read_file(folder / "text");
+    folder.write("tokens/train.bin", token_file(Shorts(text.begin(), text.end())));
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tekken.json"})
+        folder.write(concat("tokens/", name), concat("of the data: ", name));
+    folder.write("tokens/config.json", "not a model's"),
+        folder.write("tokens/notes.txt", "not a tokenizer's");
+    fs::copy(small_model(), folder.path / "model");
+    folder.write("model/tokenizer.model", "of the model");
+    const std::string flags = TINY + "--data tokens --steps 1 --warmup 0 ";
+    require_success(train(folder, flags + "--out a"));
+    require_success(train(folder, "--device cpu --resume a --steps 2 --out b"));
+    require_success(train(folder, flags + "--model model --out c"));
+    const std::set<std::string> own = {"config.json", "model.safetensors", "optimizer.state", "trainer.json"};
+    for (const auto& [checkpoint, expected] :
+         {std::pair<std::string, std::set<std::string>>{
+              "a/step-000001",
+              {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tekken.json"}},
+          {"b/step-000002",
+           {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tekken.json"}},
+          {"c/step-000001", {"tokenizer.model"}}}) {
+        CAPTURE(checkpoint);
+        std::set<std::string> names;
+        for (const auto& [name, bytes] : files_below(folder / checkpoint))
+            if (!own.count(name)) names.insert(name);
+        CHECK(names == expected);
+    }
+    CHECK(read_file(folder / "b/step-000002/tokenizer.json") == "of the data: tokenizer.json");
 }

@@ -1,0 +1,261 @@
+// data/data_files.cpp - finds the files of --data and tells what is no data (data_files.h).
+#include "data_files.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <iterator>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <sys/stat.h>
+
+#include "model_folder.h"
+
+namespace coat {
+namespace {
+
+// Two paths lead to the same file if these are equal: the device and the number of the file on it.
+using FileId = std::pair<uint64_t, uint64_t>;
+std::optional<FileId> id_of(const std::string& path) {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0) return {};
+    return FileId{status.st_dev, status.st_ino};
+}
+
+bool has_ending(const std::string& path, std::initializer_list<const char*> endings) {
+    return std::any_of(endings.begin(), endings.end(), [&](const char* end) { return path.ends_with(end); });
+}
+bool is_compressed(const std::string& path) {
+    return has_ending(path, {".gz", ".bz2", ".xz", ".zst", ".zip"});
+}
+
+bool holds_model(const std::string& folder) {
+    std::error_code none;
+    return fs::exists(path_in(folder, "model.safetensors"), none) ||
+           fs::exists(path_in(folder, "model.safetensors.index.json"), none);
+}
+
+// Collects the files below a folder.
+class Walk {
+public:
+    Walk(const std::set<FileId>& written, std::vector<LeftOut>& left_out)
+        : written_(written), left_out_(left_out) {}
+
+    // A linked folder may lie in the folder itself, or lead in a circle: each folder is entered once, by its
+    // own path if it has one below the first folder. A link to a folder above would bring in everything
+    // there.
+    std::vector<std::string> files_below(const std::string& folder) {
+        std::error_code none;
+        for (fs::path above = fs::canonical(folder, none); above.has_relative_path();) {
+            above = above.parent_path();
+            if (const auto id = id_of(above.string())) above_.insert(*id);
+        }
+        enter(folder);
+        while (!linked_folders_.empty()) {
+            const std::string linked = linked_folders_.front();
+            linked_folders_.pop_front();
+            enter(linked);
+        }
+        return files_;
+    }
+
+private:
+    void enter(const std::string& folder) {
+        const std::optional<FileId> id = id_of(folder);
+        if (!id || !entered_.insert(*id).second) return;
+        std::error_code failed;
+        std::vector<std::string> names;
+        for (const auto& entry : fs::directory_iterator(folder, failed))
+            names.push_back(entry.path().filename().string());
+        if (failed) leave_out(folder, "cannot be read (" + failed.message() + ")");
+        std::sort(names.begin(), names.end());
+        for (const std::string& name : names)
+            if (name[0] != '.') visit(path_in(folder, name));
+    }
+
+    void visit(const std::string& path) {
+        std::error_code none;
+        const std::optional<FileId> id = id_of(path);
+        const bool is_link = fs::is_symlink(path, none);
+        if (!id) return leave_out(path, "is a link that leads nowhere");
+        if (written_.count(*id)) return leave_out(path, "is written by this run");
+        if (fs::is_regular_file(path, none)) return files_.push_back(path);
+        if (!fs::is_directory(path, none)) return leave_out(path, "is neither a file nor a folder");
+        if (above_.count(*id)) return leave_out(path, "is a link to a folder above the data");
+        if (holds_model(path)) return leave_out(path, "is a model or a checkpoint");
+        if (!is_link) return enter(path);
+        linked_folders_.push_back(path);
+    }
+
+    void leave_out(const std::string& path, const std::string& reason) {
+        left_out_.push_back({path, reason});
+    }
+
+    const std::set<FileId>& written_;
+    std::vector<LeftOut>& left_out_;
+    std::set<FileId> above_, entered_;        // folders
+    std::deque<std::string> linked_folders_;  // that are still to be entered
+    std::vector<std::string> files_;
+};
+
+// The data among the files of a folder, in the byte order of their paths: its token files or, if it has none,
+// those that may be text.
+std::vector<std::string> data_in_folder(const std::string& folder, std::vector<std::string> files,
+                                        std::vector<LeftOut>& left_out) {
+    std::sort(files.begin(), files.end());
+    std::vector<std::string> tokens, texts;
+    std::vector<LeftOut> no_text;
+    int64_t others = 0;  // neither tokens nor a part of a tokenizer
+    for (const std::string& path : files) {
+        const bool is_tokens = is_token_file(path);
+        others += !is_tokens && !is_tokenizer_file(fs::path(path).filename().string());
+        if (is_tokens) tokens.push_back(path);
+        else if (is_compressed(path)) no_text.push_back({path, "is compressed; unpack it"});
+        else if (has_ending(path, {".jsonl", ".parquet"}))
+            no_text.push_back({path, "has records, not text; data/tokenize.py makes token files of it"});
+        else texts.push_back(path);
+    }
+    if (tokens.empty()) {
+        left_out.insert(left_out.end(), no_text.begin(), no_text.end());
+        return texts;
+    }
+    if (others)
+        left_out.push_back({folder, concat("has token files; its ", others, " other files are no data")});
+    return tokens;
+}
+
+// A file that --data names itself must be data.
+void require_data_file(const std::string& path) {
+    if (has_ending(path, {".jsonl", ".json", ".parquet"}))
+        throw Error("--data ", path, " has records, not text; make token files of it: ",
+                    "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", path,
+                    " (conversations; texts without --seq).");
+    if (is_compressed(path))
+        throw Error("--data ", path, " is compressed; unpack it, and give what is in it.");
+}
+
+}  // namespace
+
+bool is_token_file(const std::string& path) { return path.ends_with(".bin"); }
+
+FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written) {
+    std::set<FileId> written_ids, seen;
+    for (const std::string& path : written)
+        if (const auto id = id_of(path)) written_ids.insert(*id);
+    FoundFiles found;
+    std::istringstream list(data);
+    for (std::string item; std::getline(list, item, ',');) {
+        std::vector<std::string> files = {item};
+        std::error_code none;
+        if (fs::is_directory(item, none))
+            files = data_in_folder(item, Walk(written_ids, found.left_out).files_below(item), found.left_out);
+        else require_data_file(item);
+        for (const std::string& file : files) {
+            if (file.ends_with("tokenizer.bin")) continue;
+            // One that does not exist is an error when it is read.
+            if (const auto id = id_of(file); !id || seen.insert(*id).second) found.paths.push_back(file);
+        }
+    }
+    return found;
+}
+
+// The bytes of the UTF-8 character at the beginning of s, 1 to 4; 0 if there is none.
+static size_t utf8_character(std::string_view s) {
+    const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
+    const uint8_t first = byte(0);
+    if (first < 0x80) return 1;
+    if (first < 0xC2 || first > 0xF4) return 0;
+    size_t length = 2;
+    if (first >= 0xE0) length = 3;
+    if (first >= 0xF0) length = 4;
+    if (s.size() < length) return 0;
+    for (size_t i = 1; i < length; i++)
+        if ((byte(i) & 0xC0) != 0x80) return 0;
+    const bool overlong = (first == 0xE0 && byte(1) < 0xA0) || (first == 0xF0 && byte(1) < 0x90);
+    const bool surrogate = first == 0xED && byte(1) > 0x9F;
+    const bool beyond_unicode = first == 0xF4 && byte(1) > 0x8F;
+    return overlong || surrogate || beyond_unicode ? 0 : length;
+}
+
+size_t utf8_length(std::string_view bytes) {
+    size_t at = 0;
+    while (at < bytes.size()) {
+        uint64_t eight = ~0ull;  // most text is ASCII, which is checked eight bytes at a time
+        if (at + 8 <= bytes.size()) std::memcpy(&eight, &bytes[at], 8);
+        const bool ascii = (eight & 0x8080808080808080) == 0;
+        const size_t length = ascii ? 8 : utf8_character(bytes.substr(at));
+        if (length == 0) break;
+        at += length;
+    }
+    return at;
+}
+
+std::string why_not_text(std::string_view bytes) {
+    const size_t nul = bytes.find('\0'), valid = utf8_length(bytes);
+    if (nul == bytes.npos && valid == bytes.size()) return "";
+
+    // UTF-16 begins with a byte order mark, or has NUL in every other byte where it is mostly ASCII. UTF-32
+    // begins with the mark of UTF-16 and two NULs, or with two NULs and the mark.
+    const std::string_view start = bytes.substr(0, 4096);
+    int64_t nuls[2] = {};  // at even and at odd places
+    for (size_t i = 0; i < start.size(); i++) nuls[i % 2] += start[i] == '\0';
+    const int64_t most = std::max(nuls[0], nuls[1]), least = std::min(nuls[0], nuls[1]);
+    const bool marked = start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF") ||
+                        start.starts_with(std::string_view("\0\0\xFE\xFF", 4));
+    const bool mostly_ascii =
+        bytes.size() % 2 == 0 && least == 0 && most * 4 > static_cast<int64_t>(start.size());
+    if (marked || mostly_ascii)
+        return "is UTF-16 or UTF-32; convert it to UTF-8, say with iconv -f UTF-16 -t UTF-8";
+    if (nul != bytes.npos) return concat("is no text, because it has a NUL byte (byte ", nul, ")");
+    // The last character is cut where some bytes would complete it.
+    for (const char* rest : {"\x80\x80\x80", "\x90\x80\x80", "\xA0\x80\x80"})
+        if (valid + 4 > bytes.size() && utf8_character(concat(bytes.substr(valid), rest)) > 0)
+            return concat("ends in the middle of a UTF-8 character; cut it after ", valid, " bytes");
+    return concat("is not UTF-8 (byte ", valid, "); convert it to UTF-8 if it is text");
+}
+
+std::vector<std::string> sentences_of(const std::vector<LeftOut>& left_out) {
+    constexpr size_t NAMED = 10;
+    std::vector<std::string> sentences;
+    for (size_t i = 0; i < std::min(NAMED, left_out.size()); i++)
+        sentences.push_back("left out: " + left_out[i].path + " " + left_out[i].reason);
+    if (left_out.size() > NAMED) sentences.push_back(concat("left out: ", left_out.size() - NAMED, " more"));
+    return sentences;
+}
+
+std::string utf8_path(const std::string& path) {
+    return json::parse(json(path).dump(-1, ' ', false, json::error_handler_t::replace));
+}
+
+std::string DataFile::line() const { return concat(bytes, " ", hash, " ", utf8_path(path)); }
+
+DataFile DataFile::from_line(const std::string& line) {
+    DataFile file{};
+    std::istringstream words(line);
+    words >> file.bytes >> file.hash;
+    words.get();
+    file.path.assign(std::istreambuf_iterator<char>(words), {});
+    return file;
+}
+
+std::string difference(const std::vector<DataFile>& before, const std::vector<DataFile>& now) {
+    auto has = [](const std::vector<DataFile>& files, const std::string& path) {
+        const auto is_it = [&](const DataFile& file) { return utf8_path(file.path) == utf8_path(path); };
+        return std::any_of(files.begin(), files.end(), is_it);
+    };
+    for (size_t i = 0; i < std::max(before.size(), now.size()); i++) {
+        if (i == now.size()) return before[i].path + " is missing";
+        if (i == before.size()) return now[i].path + " is new";
+        const DataFile &old = before[i], &file = now[i];
+        if (file.hash == old.hash && file.bytes == old.bytes) continue;
+        const bool same_path = utf8_path(file.path) == utf8_path(old.path);
+        if (!same_path && has(before, file.path)) return old.path + " is missing";
+        if (!same_path && has(now, old.path)) return file.path + " is new";
+        if (file.bytes != old.bytes) return concat(file.path, " has ", file.bytes, " bytes, not ", old.bytes);
+        return file.path + " has other bytes";
+    }
+    return "";
+}
+
+}  // namespace coat
