@@ -47,7 +47,7 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
     const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
     CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
     for (const char* part :
-         {"weights of ", "step: 128 tokens", "sample | step 6\n", "factor k of second moments",
+         {"weights of ", "batch: 128 tokens", "sample | step 6\n", "factor k of second moments",
           "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
     const auto log = logged(folder, "step"), end = logged(folder, "end");
@@ -136,7 +136,7 @@ TEST_CASE("train: a run says only what is so: no empty line or table and singula
     require_success(fp32);
     CHECK(!contains(fp32.out, "Quantization"));  // FP32 quantizes nothing
     CHECK(contains(fp32.out, "checkpoints: none are saved\n"));
-    CHECK(contains(fp32.out, "step: 32 tokens, 1 micro-batch of 2 x 16\n"));
+    CHECK(contains(fp32.out, "batch: 32 tokens, 1 micro-batch of 2 x 16\n"));
     const Ended evaluated = tiny(folder, "--recipe coat --steps 0");
     require_success(evaluated);
     CHECK(contains(evaluated.out, "Quantization"));
@@ -146,7 +146,7 @@ TEST_CASE("train: a run says only what is so: no empty line or table and singula
     require_success(two);
     const Ended one = tiny(folder, "--recipe fp32 --steps 1 --out ''");
     CHECK(contains(one.out, "Done: 1 step in "));
-    CHECK(contains(two.out, "step: 128 tokens, 4 micro-batches of 2 x 16 on 2 ranks\n"));
+    CHECK(contains(two.out, "batch: 128 tokens, 4 micro-batches of 2 x 16 on 2 ranks\n"));
     const double flops = flops_per_token(small_config(), 16);
     for (const auto& line : logged(folder, "step"))
         CHECK(line.at("tflops").get<double>() ==
