@@ -12,6 +12,7 @@ A log that has several runs gives several curves.
 import json
 import math
 import os
+import re
 import statistics
 import sys
 
@@ -27,6 +28,19 @@ def picture(width, height, parts):
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
             f'height="{height:.0f}" font-family="Helvetica, Arial, sans-serif">')
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
+
+
+# The colours of a picture on a dark page, by those on a light one.
+ON_DARK = {"#ffffff": "#0d1117", DARK: "#f0f6fc", TEXT: "#c9d1d9", LIGHT: "#9aa4af", LINE: "#232a33",
+           REST: "#3a4452", "#a0aec0": "#7d8794", "#94a3b8": "#8b949e", "#0b6bcb": "#58a6ff",
+           "#d1495b": "#ff7b8c", "#2e8b57": "#4fc486", "#b7791f": "#e0ab5a", "#6b4fbb": "#b39df5",
+           "#4a5568": "#aab4c2", "#a9cdf2": "#1d3a5c",
+           "#cdc2ec": "#3a3160", "#b3dcc3": "#1d4431", "#ecd3a4": "#4c3a19", "#f2bcc4": "#53252d"}
+
+
+def on_dark(svg):
+    """The same picture for a dark page."""
+    return re.sub(r"#[0-9a-f]{6}", lambda color: ON_DARK.get(color[0], color[0]), svg)
 
 
 def text(x, y, words, size=12.0, anchor="start", color=TEXT, weight="normal"):
@@ -295,6 +309,8 @@ KINDS = {"linear layers": ("#0b6bcb", "#a9cdf2"), "attention": ("#6b4fbb", "#cdc
          "between the GEMMs": ("#2e8b57", "#b3dcc3"), "embedding, head, loss": ("#b7791f", "#ecd3a4"),
          "optimizer": ("#d1495b", "#f2bcc4")}
 BENCH_WIDTH, BENCH_LEFT, BENCH_RIGHT, ROW = 1060, 340, 230, 21
+BENCH_LEGEND = ("A bar is the time of an operator in one step. Its strongly coloured part is the floor: the bytes at "
+                "the rate of a copy, or the FLOPs at the rate of a large GEMM.")
 
 
 def step_bar(top, sums):
@@ -351,13 +367,12 @@ def bench_panel(device, run, top):
 
 
 def draw_bench(report):
-    parts, y = [], 0
+    """Every operator of every run of the report, one model below the other."""
+    parts, y = [text(24, 26, BENCH_LEGEND, 12, "start", TEXT)], 34
     for run in report["runs"]:
         rows, y = bench_panel(report["device"], run, y)
         parts += rows
-    note = ("Bars: milliseconds a step. Dark: the floor, which is the bytes at the rate of a copy or the "
-            "FLOPs at the rate of a large GEMM, both measured on this GPU.")
-    return picture(BENCH_WIDTH, y + 22, parts + [text(24, y + 4, note, 11.5, "start", LIGHT)])
+    return picture(BENCH_WIDTH, y, parts)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -465,7 +480,8 @@ def draw_convergence(rows):
 def figures(results):
     """The figures of dev/RESULTS.md as {name: SVG}, from dev/results.json."""
     report = results["bench"]["bench"]
-    return {"bench": draw_bench({"device": report["where"], **report}),
+    of_7b = {"device": report["where"], "runs": report["runs"][:1]}
+    return {"bench": draw_bench({"device": report["where"], **report}), "bench-7b": draw_bench(of_7b),
             "memory": draw_memory(results["memory"]["memory"]),
             "moments": draw_moments(results["moments"]["gpt2"]),
             "convergence": draw_convergence(results["convergence"])}

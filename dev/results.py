@@ -365,8 +365,9 @@ def renew_page():
     """Renews the figures, and the tables between <!-- NAME --> and <!-- end -->."""
     results = load()
     for name, svg in plot.figures(results).items():
-        with open(os.path.join(DEV, "results", name + ".svg"), "w", encoding="utf-8") as file:
-            file.write(svg + "\n")
+        for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
+            with open(os.path.join(DEV, "results", f"{name}{suffix}.svg"), "w", encoding="utf-8") as file:
+                file.write(picture + "\n")
     path = os.path.join(DEV, "RESULTS.md")
     with open(path, encoding="utf-8") as file:
         page = file.read()
