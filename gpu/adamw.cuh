@@ -27,9 +27,11 @@ struct Factors {
     float root_factor, scaled_eps;  // see adamw_element
 };
 
-struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
+// How one of the moments is stored in FP8 or FP16, as the kernels need it. For FP32 and BF16 it says nothing.
+struct MomentFormat {
     bool e5m2 = false, expand = false, per_tensor = false;
-    float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
+    float max = 1, min = 1;            // FMAX and FMIN
+    float log_max = 0, log_range = 1;  // log2(FMAX) and log2(FMAX / FMIN)
 };
 
 // Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.

@@ -57,12 +57,13 @@ void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t tar
                          Format compute) {
     if (target != NO_TARGET) {  // scale * (probability - 1), where the two cancel
         check_as_float({got[target]}, {exact[target]}, {in_float[target]}, 1, compute,
-                       scale + (exact[target] + scale) * std::abs(lse));
+                       {scale + (exact[target] + scale) * std::abs(lse)});
         got[target] = in_float[target] = 0;
         exact[target] = 0;
     }
     const double largest = *std::max_element(exact.begin(), exact.end());
-    check_as_float(got, exact, in_float, int64_t(got.size()), compute, largest * std::abs(lse));
+    check_as_float(got, exact, in_float, int64_t(got.size()), compute,
+                   Doubles(got.size(), largest * std::abs(lse)));
 }
 
 }  // namespace
@@ -284,7 +285,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                         float(reference::cross_entropy(1, V, stride, in_float.data(), &target, 0.125f));
                     const double lse = target == NO_TARGET ? 0 : loss + first[target];
                     // lse is the largest logit plus log(sum), which is wrong by what part of itself sum is.
-                    check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::F32, 1 + std::abs(lse));
+                    check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::F32, {1 + std::abs(lse)});
                     check_loss_gradient({row, row + stride}, exact, in_float, target, 0.125, lse, compute);
                 }
                 const Buffer<double> total(Doubles{2});

@@ -233,26 +233,29 @@ inline void check_within(const Floats& got, const Doubles& exact, const Doubles&
 // Compares the FP32 values of a kernel with the exact ones. In each row of `cols` values, the reference in
 // float shows how much FP32 loses. A kernel adds in another order and has faster functions: it may lose SLACK
 // times as much, with as many roundings U of the row's largest value. Rounding to what is stored, stored(i,
-// x), is monotone, so the result lies between the limits of the value, rounded. terms: the largest magnitude
-// of what is added up, where sums may cancel in a whole row.
+// x), is monotone, so the result lies between the limits of the value, rounded. terms: for each value the
+// largest magnitude of what is added up to it, where that may cancel in a whole row; or none.
 constexpr double SLACK = 32, U = 0x1p-24;
 template <class Rounding>
 void check_limits(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
-                  Rounding stored, double terms = 0) {
+                  Rounding stored, const Doubles& terms = {}) {
     Doubles bounds;
     while (bounds.size() < exact.size()) {
         const size_t first = bounds.size(), last = std::min(exact.size(), first + size_t(cols));
-        double lost = 0, largest = terms;
+        double lost = 0, largest = 0;
         for (size_t i = first; i < last; i++) {
             if (std::isfinite(in_float[i])) lost = std::max(lost, std::abs(in_float[i] - exact[i]));
             largest = std::max(largest, std::abs(exact[i]));
         }
-        bounds.resize(last, SLACK * (lost + U * largest) + 0x1p-126);
+        for (size_t i = first; i < last; i++) {
+            const double size = terms.empty() ? largest : std::max(largest, terms[i]);
+            bounds.push_back(SLACK * (lost + U * size) + 0x1p-126);
+        }
     }
     check_within(got, exact, bounds, stored);
 }
 inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
-                           Format stored = Format::F32, double terms = 0) {
+                           Format stored = Format::F32, const Doubles& terms = {}) {
     const auto round = [&](size_t, float x) { return reference::round_to(stored, x); };
     check_limits(got, exact, in_float, cols, round, terms);
 }
