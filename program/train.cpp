@@ -49,10 +49,11 @@ double minute() {
     return text ? std::atof(text) : 60;
 }
 
+// "3m28s" or "5h7m".
 std::string duration(double seconds) {
     const int64_t whole = std::llround(seconds), minutes = whole / 60;
-    return minutes < 60 ? concat(minutes, "m", whole % 60, "s")
-                        : concat(minutes / 60, "h", minutes % 60, "m");
+    if (minutes < 60) return concat(minutes, "m", whole % 60, "s");
+    return concat(minutes / 60, "h", minutes % 60, "m");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -76,8 +77,8 @@ bool save(Run& run, const std::string& folder) {
 }
 bool save(Run& run) { return save(run, run.flags.out); }
 
-// Where --out cannot be written and the run ends, steps would be lost. This saves them in a new folder where
-// temporary files belong, or else in the working directory.
+// Saves a checkpoint in a new folder where temporary files belong, or else in the working directory. It is
+// for a run that ends and cannot write --out: any place is better than to lose its steps.
 void save_elsewhere(Run& run) {
     const char* const temporary = std::getenv("TMPDIR");
     for (const std::string place : {temporary ? temporary : "/tmp", "."}) {
@@ -299,9 +300,17 @@ void create_out_folder(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it. loop() returns the exit code.
 
-// The last save of a run. Where it fails it is tried again every minute, ten times, and then, or after a
-// signal, in another folder. Returns the exit code: 0 if --out has the checkpoint, else that of the signal,
-// or 1.
+// Where the loop is in the run. Times are those of now().
+struct Progress {
+    int64_t first_step;        // the steps that the run had made when this program started
+    double started, saved_at;  // when the loop began, and when it last saved
+    double timed = 0;          // seconds of all steps but the first, which warms caches
+    int skipped_in_a_row = 0;  // steps, up to the last one
+};
+
+// The last save of a run. If it fails, it is tried again every minute, ten times; then, or after a signal,
+// the checkpoint is saved in another folder. Returns the exit code: 0 if --out has the checkpoint, else that
+// of the signal, or 1.
 int save_last(Run& run) {
     constexpr int TRIES = 10;
     interrupted = 0;
@@ -320,106 +329,117 @@ int save_last(Run& run) {
     return 0;
 }
 
-// One optimizer step.
-StepResult train_step(Run& run, const Loader& loader, float lr) {
-    read_step(run, loader);
-    AdamW adamw{run.state.updates + 1, lr};
-    adamw.skipped = run.state.step - run.state.updates;
-    adamw.weight_decay = float(run.flags.weight_decay);
-    adamw.clip = float(run.flags.clip);
-    run.unsaved = false;  // an error within the step leaves weights of two steps
-    return run.model->step(run.tokens.data(), run.targets.data(), adamw);
-}
-
-// took: seconds of this step. left: of the run; it also counts validations, samples and saves. Tokens and
-// floating-point operations a second are those of all ranks.
+// Prints and logs a step. took: its seconds. left: those of the rest of the run, with validations, samples
+// and saves. Tokens and floating-point operations a second are those of all ranks.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const Setup& s = run.setup;
+    const int64_t step = run.state.step, steps = run.flags.steps;
     const double rate = run.step_tokens() / took;
-    const std::string steps = std::to_string(run.flags.steps);
-    Json line = {{"skipped", result.skipped}};
-    std::printf("step %*ld/%s", int(steps.size()), run.state.step, steps.c_str());
-    for (const auto& [name, format, value] :
-         {std::tuple{"loss", " | loss %.4f", result.loss},
-          {"grad_norm", " | norm %.4f", result.grad_norm},
-          {"lr", " | lr %.3e", lr},
-          {"ms", " | %.0f ms", took * 1e3},
-          {"tokens_per_second", " | %.0f tok/s", rate},
-          {"tflops", " | %.3g TFLOP/s", flops_per_token(s.config, s.T) * rate * 1e-12}}) {
-        std::printf(format, value);
-        line[name] = value;
-    }
-    std::printf(" | %s left%s\n", duration(left).c_str(),
-                !result.skipped  ? ""
-                : result.targets ? " | skipped: not finite"
-                                 : " | skipped: no token counts");
-    run.print_log("step", line);
+    const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
+    const char* note = "";
+    if (result.skipped) note = result.targets ? " | skipped: not finite" : " | skipped: no token counts";
+    std::printf(
+        "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
+        int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,
+        tflops, duration(left).c_str(), note);
+    run.print_log("step", {{"skipped", result.skipped},
+                           {"loss", result.loss},
+                           {"grad_norm", result.grad_norm},
+                           {"lr", lr},
+                           {"ms", took * 1e3},
+                           {"tokens_per_second", rate},
+                           {"tflops", tflops}});
 }
 
-int loop(Run& run) {
+// One optimizer step: reads its micro-batches, updates the model, and prints.
+void take_step(Run& run, const Loader& loader, Progress& progress) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const Flags& flags = run.flags;
     LoopState& state = run.state;
-    const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
-    const int64_t resumed_at = state.step;
-    auto every = [&](int64_t steps) { return steps && state.step % steps == 0; };
-    std::string& checkpoint = run.processes->checkpoint;  // errors name it from here on
-    if (!flags.out.empty()) checkpoint = find_checkpoint(flags.out);
-    if (state.step == 0) state.first_validation = validate(run);
-    create_out_folder(run);
-    const double started = now();
-    double timed = 0, saved_at = started;  // timed: all steps but the first, which warms caches
-    int skipped_in_a_row = 0;
-    while (state.step < flags.steps) {
-        const double before = now();
-        const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step);
-        const StepResult result = train_step(run, loader, lr);
-        // A skipped step counts for schedule and data, or it would come again; not for bias correction.
-        state.step++, state.updates += !result.skipped;
-        if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        // A skip may mean that weights have overflowed. They must not replace a good checkpoint.
-        run.unsaved = !skipped_in_a_row || checkpoint.empty();
-        const double took = now() - before, steps = state.step - resumed_at;
-        if (steps > 1) timed += took;
-        print_step(run, result, lr, took, (now() - started) / steps * (flags.steps - state.step));
-        if (skipped_in_a_row == MOST_SKIPPED)
-            throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
-                        " steps in a row; begin again with a lower --lr, or with other weights.");
+    const double before = now();
+    AdamW adamw{.step = state.updates + 1,
+                .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
+                .weight_decay = float(flags.weight_decay),
+                .clip = float(flags.clip),
+                .skipped = state.step - state.updates};
+    read_step(run, loader);
+    run.unsaved = false;  // an error within the step leaves weights of two steps
+    const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
 
-        // What comes after some of the steps. The last step is validated and saved after the loop.
-        const bool last = state.step == flags.steps;
-        // A signal to one rank stops all of them after the same step. The clock is that of rank 0.
-        const auto all =
-            run.processes->all_gather(std::array<int, 2>{interrupted, now() - saved_at >= 30 * minute()});
-        const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
-        if (signal && !last) {
-            if (run.unsaved) save_last(run);
-            const std::string folder = fs::path(checkpoint).parent_path().string();
-            std::printf("Interrupted after step %ld%s\n", state.step,
-                        checkpoint.empty() ? "; nothing was saved."
-                                           : printable(": continue with --resume " + folder).c_str());
-            return 128 + signal;
-        }
-        if (!last && every(flags.eval_every)) validate(run);
-        if (every(flags.sample_every) || (last && flags.sample_every)) sample(run);
-        // Without --save-every about every half hour.
-        if (!last && !skipped_in_a_row && (flags.save_every ? every(flags.save_every) : due))
-            save(run), saved_at = now();
-    }
+    // A skipped step counts for the schedule and the data, or it would come again; not for bias correction.
+    state.step++;
+    if (!result.skipped) state.updates++;
+    if (!result.skipped) progress.skipped_in_a_row = 0;
+    else if (result.targets) progress.skipped_in_a_row++;
+    // A skip may mean that weights have overflowed. They must not replace a good checkpoint.
+    run.unsaved = progress.skipped_in_a_row == 0 || run.processes->checkpoint.empty();
+
+    const double took = now() - before, made = double(state.step - progress.first_step);
+    if (made > 1) progress.timed += took;
+    const double left = (now() - progress.started) / made * double(flags.steps - state.step);
+    print_step(run, result, adamw.lr, took, left);
+    if (progress.skipped_in_a_row == MOST_SKIPPED)
+        throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
+                    " steps in a row; begin again with a lower --lr, or with other weights.");
+}
+
+// Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
+int end_at_signal(Run& run, int signal) {
+    if (run.unsaved) save_last(run);
+    std::string what = "; nothing was saved.";
+    const fs::path checkpoint = run.processes->checkpoint;
+    if (!checkpoint.empty()) what = ": continue with --resume " + checkpoint.parent_path().string();
+    std::printf("Interrupted after step %ld%s\n", run.state.step, printable(what).c_str());
+    return 128 + signal;
+}
+
+// Validates and saves the last step, and prints what the run was. Returns the exit code.
+int finish(Run& run, const Progress& progress) {
+    const LoopState& state = run.state;
     const double validation = validate(run);
     const int code = save_last(run);
     print_quantization(run);
-    const int64_t steps = state.step - resumed_at;
-    Json end = {{"first_validation", state.first_validation},
-                {"validation", validation},
-                {"skipped", state.step - state.updates}};
-    if (steps > 1) end["tokens_per_second"] = run.step_tokens() * (steps - 1) / timed;
-    std::printf("\nDone: %s in %s", counted(steps, "step").c_str(), duration(now() - started).c_str());
-    if (steps > 1) std::printf(", %.0f tok/s", end["tokens_per_second"].get<double>());
-    std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", state.step - state.updates,
+    const int64_t steps = state.step - progress.first_step, skipped = state.step - state.updates;
+    Json end = {
+        {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
+    std::printf("\nDone: %s in %s", counted(steps, "step").c_str(),
+                duration(now() - progress.started).c_str());
+    if (steps > 1) {
+        const double rate = double(run.step_tokens() * (steps - 1)) / progress.timed;
+        std::printf(", %.0f tok/s", rate);
+        end["tokens_per_second"] = rate;
+    }
+    std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
                 state.first_validation, validation);
     run.print_log("end", end);
     return code;
+}
+
+int loop(Run& run) {
+    const Flags& flags = run.flags;
+    const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
+    if (!flags.out.empty())
+        run.processes->checkpoint = find_checkpoint(flags.out);  // errors name it from here on
+    if (run.state.step == 0) run.state.first_validation = validate(run);
+    create_out_folder(run);
+    Progress progress{.first_step = run.state.step, .started = now(), .saved_at = now()};
+    const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
+    while (run.state.step < flags.steps) {
+        take_step(run, loader, progress);
+        const bool last = run.state.step == flags.steps;  // it is validated and saved by finish()
+        // A signal to one rank stops all of them after the same step. The clock is that of rank 0.
+        const int half_hour_is_over = now() - progress.saved_at >= 30 * minute();
+        const auto all = run.processes->all_gather(std::array<int, 2>{interrupted, half_hour_is_over});
+        const int signal = (*std::max_element(all.begin(), all.end()))[0];
+        if (signal && !last) return end_at_signal(run, signal);
+        if (!last && every(flags.eval_every)) validate(run);
+        if (flags.sample_every > 0 && (last || every(flags.sample_every))) sample(run);
+        const bool saves = flags.save_every > 0 ? every(flags.save_every) : all[0][1] != 0;
+        if (!last && saves && progress.skipped_in_a_row == 0) {
+            save(run);
+            progress.saved_at = now();
+        }
+    }
+    return finish(run, progress);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -454,7 +474,8 @@ void find_resumed(Run& run) {
     run.weights = run.processes->all_gather(found.path).front();
 }
 
-// The settings of the checkpoint's run. The micro-batches of a step are divided among the present ranks.
+// Takes the state and the flags of the checkpoint's run. The micro-batches of a step are divided among the
+// present ranks. If flags that are given change the steps to come, the run remembers what was changed when.
 void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights);
@@ -464,22 +485,25 @@ void take_checkpoint(Run& run) {
         throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
                     " cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
-    const double lr = settings.at("lr");
-    const float planned = learning_rate(lr, settings.at("warmup"), settings.at("steps"), run.state.step);
+    const float planned =  // the learning rate of the next step, without a change
+        learning_rate(settings.at("lr"), settings.at("warmup"), settings.at("steps"), run.state.step);
     std::string changes = flags.take_checkpoint(settings);
-    if (flags.steps == 0 && !flags.given("log")) flags.log = "";  // the log is of the run, not of evaluations
-    if (changes.empty() || flags.steps == 0) return;  // --steps 0 takes no step that could be another
-    const float now = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
-    if (now != planned) {
+    if (flags.steps == 0) {  // an evaluation: it takes no steps, and the log is that of the run
+        if (!flags.given("log")) flags.log = "";
+        return;
+    }
+    if (changes.empty()) return;
+    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
+    if (lr != planned) {
         char rates[100];
-        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", now,
+        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
                       planned);
         changes += rates;
     }
     settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
 }
 
-// Whether the run that --resume names has made all its steps. If so, says it and what to do.
+// Whether the run that --resume names has made all its steps. If so, this says it, and how to continue.
 bool is_complete(const Run& run) {
     const Flags& flags = run.flags;
     if (flags.resume.empty() || flags.plan || flags.steps == 0 || run.state.step < flags.steps) return false;
@@ -510,7 +534,9 @@ void make_setup(Run& run) {
     }
     s.config =
         run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
-    s.B = flags.batch, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
+    s.B = flags.batch;
+    s.accumulate = flags.accumulate;
+    s.seed = uint64_t(flags.seed);
 }
 
 // The files of the data as a checkpoint lists them.
@@ -614,7 +640,8 @@ void require_same(Run& run, const Json& data) {
     require_same_data(run, data);
     Json settings = run.flags.settings(false);
     Json mine = settings;
-    mine["resume"] = run.weights, mine["device"] = run.flags.device;
+    mine["resume"] = run.weights;
+    mine["device"] = run.flags.device;
     // Another machine may have other files under the same name: the first rank of each hashes them.
     const std::vector<int> places = run.processes->all_gather(run.processes->local());
     if (std::count(places.begin(), places.end(), 0) > 1 && run.processes->local() == 0 &&
@@ -637,7 +664,7 @@ void require_same(Run& run, const Json& data) {
     run.state.settings = settings;
 }
 
-// What was found of the file that --log names, for the start-up line.
+// The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
 const char* log_before(const Run& run) {
     if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
     const bool restored = !run.flags.resume.empty() && !run.flags.given("log");
@@ -689,7 +716,8 @@ void make_model(Run& run) {
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
-// A second signal changes nothing: `timeout` sends two. A third ends the program. nohup ignores hangups.
+// From here on a signal ends the run after the current step, which is saved. A second signal changes nothing,
+// because `timeout` sends two; a third ends the program at once. Under nohup, hangups stay ignored.
 void finish_step_at_signal() {
     for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
         const auto before = std::signal(signal, [](int s) {
@@ -700,7 +728,8 @@ void finish_step_at_signal() {
     }
 }
 
-// `processes` belongs to main(), which after an error tells the other ranks of it.
+// The whole program. Returns the exit code. `processes` belongs to main(), which after an error tells the
+// other ranks of it.
 int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
     Run run;
     run.state.settings = Json::object();
@@ -715,7 +744,8 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     run.outputs = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
     processes = ProcessGroup::start(several ? launch : Launch());
     run.processes = processes.get();
-    run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
+    run.setup.ranks = launch.ranks;
+    run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
     const bool prints = launch.rank + processes->rank() == 0;  // rank 0, by torchrun or by --ranks
     if (!prints && !std::freopen("/dev/null", "w", stdout)) throw Error("/dev/null cannot be written.");
@@ -741,13 +771,21 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     Setup last = run.setup;  // the last rank keeps most
     last.rank = last.ranks - 1;
     print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
-    if (flags.plan) return print_plan(last), 0;
+    if (flags.plan) {
+        print_plan(last);
+        return 0;
+    }
     make_model(run);
     Json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
     settings.update(flags.settings(true));
-    settings["parameters"] = parameter_count(run.setup.config), settings["ranks"] = run.setup.ranks;
+    settings["parameters"] = parameter_count(run.setup.config);
+    settings["ranks"] = run.setup.ranks;
     run.print_log("settings", settings);
-    if (flags.steps == 0) return validate(run), print_quantization(run), 0;
+    if (flags.steps == 0) {
+        validate(run);
+        print_quantization(run);
+        return 0;
+    }
     finish_step_at_signal();
     return loop(run);
 }
