@@ -562,7 +562,7 @@ CorpusOptions corpus_options(Run& run) {
     for (const std::string& path : written)
         for (const std::string& theirs : run.processes->all_gather(path)) options.written.push_back(theirs);
     const Json& before = run.state.settings;
-    if (!flags.resume.empty() && flags.data == before.at("data"))
+    if (!flags.resume.empty() && flags.data == before.at("data").get<std::string>())
         options.known = data_files(before.value("data_files", Json::array()));
     return options;
 }
