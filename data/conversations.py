@@ -1,24 +1,25 @@
 """Turns conversations into tokens, and says which of them the assistant says: those count in the loss.
 
-The text of a conversation is what transformers' apply_chat_template renders. A chat template is a program that
-may do anything: it can move the system prompt into the last question, or leave out earlier thoughts. So where
-an answer stands cannot be computed from its words. Parts of the conversation, or the conversation with another
-answer, are rendered too, and these texts are compared with the whole one (span_of_answer).
+The text of a conversation is what transformers' apply_chat_template renders. A chat template is a program: it
+may move the system prompt into the last question, or leave out earlier thoughts. So where an answer stands
+cannot be computed from its words. It is found by comparing the text with other renderings: of a part of the
+conversation, or with another answer (Conversation.span_of_answer).
 
 The template alone makes control tokens, such as <|im_end|>. Where the words of a message spell one, they stay
-words (own_spellings, encode). Control tokens are those that the tokenizer calls special. Other tokens that a
-model's maker has added, such as <think>, are part of what the assistant says.
+words (Conversation.own_spellings, encode). Control tokens are those that the tokenizer calls special. Other
+tokens that a model's maker has added, such as <think>, are part of what the assistant says.
 """
-import copy
 import datetime
 import json
 import re
+from bisect import bisect_left
 
-from records import fail, parsed
+from messages import are_shown, forms_of, is_empty, replaced, with_other_names, with_other_words
+from records import fail
 
-NOT_COUNTED = 1 << 31  # the bit of a token that is no target, in data/tokens.h
-BREAK = "\ue000"  # a character for private use: no token begins or ends with it
-DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # the one that Llama 3's template has if it is told none
+NOT_COUNTED = 1 << 31  # the bit of a token that is no target; data/tokens.h
+BREAK = "\ue000"  # a character for private use, which no token begins or ends with
+DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # which Llama 3's template has if it is told none
 
 
 class FixedTime(datetime.datetime):
@@ -44,6 +45,9 @@ def stop_the_clock():
     datetime.datetime, datetime.date = FixedTime, FixedDate
 
 
+# Comparing texts. ----------------------------------------------------------------------------------------
+
+
 def shared_begin(a, b):
     """How many characters two texts share at their beginning."""
     shared, most = 0, min(len(a), len(b))
@@ -62,13 +66,13 @@ def shared_end(a, b):
 
 
 def what_follows(text, other):
-    """What follows in two texts behind their last difference, without the space at the end."""
+    """What follows in a text behind its last difference to another one, without white space at the end."""
     return text[len(text) - shared_end(text, other):].rstrip()
 
 
 def end_of_longest_tail(tail, text, first, last):
-    """Looks in text[first:last] for `tail`, or for as much of its end as occurs there; returns where it ends."""
-    found, most = 0, len(tail)  # characters; if n of them occur, fewer do, too
+    """Looks in text[first:last] for `tail`, or for as much of its end as is there; returns where it ends."""
+    found, most = 0, len(tail)  # characters: if n of them are there, fewer are, too
     while found < most:
         middle = (found + most + 1) // 2
         if text.find(tail[-middle:], first, last) >= 0:
@@ -78,195 +82,50 @@ def end_of_longest_tail(tail, text, first, last):
     return text.rfind(tail[-found:], first, last) + found if found else last
 
 
-def replaced(value, old, new):
-    """A value of JSON in whose texts `old` has become `new`."""
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, list):
-        return [replaced(inner, old, new) for inner in value]
-    if isinstance(value, dict):
-        return {replaced(key, old, new): replaced(inner, old, new) for key, inner in value.items()}
-    return value
-
-
-def functions_called(message):
-    """What a message calls: objects with "name" and "arguments"."""
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            yield function
-
-
-def with_calls_changed(message, change):
-    """A copy of a message in which `change` was applied to each function that it calls."""
-    message = copy.deepcopy(message)
-    for function in functions_called(message):
-        change(function)
-    return message
-
-
-def with_objects(message):
-    """A message whose calls have objects for arguments in place of text of JSON. Other text stays."""
-    def change(function):
-        arguments = parsed(function.get("arguments"))
-        if isinstance(arguments, dict):
-            function["arguments"] = arguments
-
-    return with_calls_changed(message, change)
-
-
-def with_text_arguments(message):
-    """A message whose calls have text of JSON for arguments in place of objects."""
-    def change(function):
-        if isinstance(function.get("arguments"), dict):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-
-    return with_calls_changed(message, change)
-
-
-def with_null_content(message):
-    """A message whose content is null, as in OpenAI's API, if it calls functions and says nothing."""
-    return {"content": None, **message} if message.get("tool_calls") else message
-
-
-def has_parts(message):
-    """Whether the content comes in parts, {"type": "text", "text": "..."} each."""
-    content = message.get("content")
-    return isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content)
-
-
-def with_joined_parts(message):
-    """A message whose content is one text."""
-    if has_parts(message):
-        return {**message, "content": "".join(part["text"] for part in message["content"])}
-    return message
-
-
-def as_it_is(message):
-    return message
-
-
-def forms_of(messages):
-    """The same messages in all ways that records have and templates want, first as they are."""
-    before = []
-    for content in (as_it_is, with_joined_parts):
-        for null in (as_it_is, with_null_content):
-            for arguments in (as_it_is, with_objects, with_text_arguments):
-                form = [arguments(null(content(message))) for message in messages]
-                if form not in before:
-                    before.append(form)
-                    yield form
-
-
-def change_arguments(function):
-    """Arguments get other values of the same types, and an object gets one more."""
-    def other(value):
-        if isinstance(value, str):
-            return value + "1"
-        return value + 1 if type(value) in (int, float) else value
-
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        function["arguments"] = {**{key: other(value) for key, value in arguments.items()}, "1": "1"}
-    elif arguments is not None:
-        function["arguments"] = other(arguments)
-
-
-def change_name(function):
-    function["name"] = f"{function.get('name')}1"
-
-
-def with_other_words(message):
-    """A message of the same kind, with other texts and other arguments of its calls. A text is put between two
-    digits that differ from its ends: so a comparison finds the first and the last difference at these ends."""
-    def other(text):
-        ends = text.strip()[0] + text.strip()[-1]
-        digit = next(digit for digit in "123" if digit not in ends)
-        return digit + text + digit
-
-    words = {key: other(value) for key, value in message.items()
-             if isinstance(value, str) and value.strip() and key not in ("role", "name")}
-    if has_parts(message):
-        words["content"] = [{**part, "text": other(part["text"])} if part["text"].strip() else part
-                            for part in message["content"]]
-    return with_calls_changed({**message, **words}, change_arguments)
-
-
-def with_other_names(message):
-    """A message that calls functions of other names: what else differs if calls have no arguments?"""
-    return with_calls_changed(message, change_name)
-
-
-def is_empty(message):
-    """Whether the assistant says, thinks and calls nothing."""
-    keys = ("content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-    message = with_joined_parts(message)
-    return not any(str(message.get(key) or "").strip() for key in keys)
-
-
-def stands_quoted(value, text):
-    """Whether a template wrote a value as data: text of JSON within JSON, or a list as Python prints it."""
-    quoted = [json.dumps(value, default=str), json.dumps(value, default=str, ensure_ascii=False)]
-    if isinstance(value, list):
-        quoted.append(str(value))
-    return any(data in text for data in quoted)
-
-
-def shows_words(text, messages):
-    """Whether the text has the arguments that are text of JSON, and the parts of contents, as they are."""
-    for message in messages:
-        arguments = [function.get("arguments") for function in functions_called(message)]
-        words = [words for words in arguments if isinstance(words, str)]
-        data = list(words)
-        if has_parts(message):
-            words += [part["text"].strip() for part in message["content"]]
-            data.append(message["content"])
-        if any(word not in text for word in words) or any(stands_quoted(value, text) for value in data):
-            return False
-    return True
-
-
-def encode(tokenizer, text, plain=(), **options):
-    """(token, begin, end) of each token of a text: the place in the text where it stands. The places `plain`,
-    (begin, end) each, spell control tokens but are words. A character that is put into such a spelling hides it
-    from the tokenizer; then the tokens of this character are taken out."""
-    cuts = sorted({begin + 1 for begin, end in plain})
-    parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
-    try:
-        found = tokenizer(BREAK.join(parts), add_special_tokens=False, return_offsets_mapping=True,
-                          verbose=False, **options)
-    except NotImplementedError:
-        fail("this tokenizer does not tell where its tokens stand in a text; give one that has tokenizer.json.")
-    breaks = [cut + i for i, cut in enumerate(cuts)]  # where they stand
-    return [(token, begin - sum(at < begin for at in breaks), end - sum(at < end for at in breaks))
-            for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"])
-            if not (begin in breaks and end == begin + 1)]
-
-
-def with_counts(tokens, spans):
-    """Tokens, with the bit NOT_COUNTED but where (token, begin, end) and a span overlap. The first token is
-    never a target, since nothing precedes it."""
-    words = [token if any(begin < last and end > first for first, last in spans) else token | NOT_COUNTED
-             for token, begin, end in tokens]
-    return [word | NOT_COUNTED for word in words[:1]] + words[1:]
+# Tokens of a text. ---------------------------------------------------------------------------------------
 
 
 def one_of(tokens):
-    """A regular expression that finds how tokens are spelled."""
+    """A regular expression that finds how added tokens are spelled."""
     spellings = [str(getattr(token, "content", token)) for token in tokens]
     longest_first = sorted(filter(None, spellings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) is found nowhere
 
 
+def encode(tokenizer, text, words=(), **options):
+    """(token, begin, end) of each token of a text: it stands in text[begin:end]. At the places `words`,
+    (begin, end) each, the text spells control tokens that are words. There a character is put into the
+    spelling, which hides it from the tokenizer; then the tokens of this character are taken out."""
+    cuts = sorted({begin + 1 for begin, end in words})
+    parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
+    try:
+        found = tokenizer(BREAK.join(parts), add_special_tokens=False, return_offsets_mapping=True,
+                          verbose=False, **options)
+    except NotImplementedError:
+        fail("this tokenizer does not tell where tokens stand in a text; give one that has tokenizer.json.")
+    breaks = [cut + i for i, cut in enumerate(cuts)]  # where the character stands
+    return [(token, begin - bisect_left(breaks, begin), end - bisect_left(breaks, end))
+            for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"])
+            if not (end == begin + 1 and begin in breaks)]
+
+
+def with_counts(tokens, spans):
+    """Tokens with the bit NOT_COUNTED, but for those (token, begin, end) that a span, (begin, end), overlaps.
+    The first token is never a target, since nothing precedes it."""
+    words = [token if any(begin < last and end > first for first, last in spans) else token | NOT_COUNTED
+             for token, begin, end in tokens]
+    return [word | NOT_COUNTED for word in words[:1]] + words[1:]
+
+
 class ChatTemplate:
-    """A tokenizer, and what is known of its chat template."""
+    """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         added = list(tokenizer.added_tokens_decoder.values())
         self.control = one_of([token for token in added if getattr(token, "special", True)])
         self.added = one_of(added)  # control tokens and others, such as <think>
-        self.remarks = {}  # sentences for the user; how often each was noted
+        self.remarks = {}  # sentences for the user, and how often there was a reason for them
 
     def note(self, remark):
         self.remarks[remark] = self.remarks.get(remark, 0) + 1
@@ -277,17 +136,17 @@ class ChatTemplate:
                                                   add_generation_prompt=prompt, date_string=DATE_AS_TEXT)
 
     def marked(self, messages, tools):
-        """(text, places): the places that the template marks as the assistant's, with {% generation %}. None if
+        """(text, spans): the places that the template marks as the assistant's with {% generation %}. None if
         it marks nothing, or if this version of transformers does not tell."""
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
             template = self.tokenizer.get_chat_template(tools=tools)
             if not re.search(r"\{%-?\s*generation\b", template):
                 return None
-            texts, places = render_jinja_template(
+            texts, spans = render_jinja_template(
                 [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
                 add_generation_prompt=False, date_string=DATE_AS_TEXT, **self.tokenizer.special_tokens_map)
-            return texts[0], places[0]
+            return texts[0], spans[0]
         except (ImportError, AttributeError, TypeError):
             return None
 
@@ -302,25 +161,18 @@ class Conversation:
                          for message in record.messages]
         self.text = self.text_of_record()
 
-    def render(self, messages, prompt=False):
-        """The text of messages that are not all of the record's, or None if the template rejects them."""
-        try:
-            return self.template.render(messages, self.tools, prompt) if messages else None
-        except Exception:  # a template can raise anything
-            return None
-
     def text_of_record(self):
-        """The text of all messages. The same conversation has several forms: arguments of calls are objects or
-        text of JSON, a content is missing or null, one text or parts. A template wants one of them. So if it
-        rejects the record's form, or does not show its words as they are, self.messages get another one."""
-        rendered = []
+        """The text of all messages. They have several forms: arguments of calls are objects or text of JSON,
+        a content is null or missing, one text or parts. A template wants one of them. So if it rejects the
+        record's form, or does not show words as they are, self.messages get another form."""
+        rendered, first_problem = [], None
         for form in forms_of(self.messages):
             try:
                 text = self.template.render(form, self.tools)
             except Exception as problem:  # a template can raise anything
-                first_problem = problem if form == self.messages else first_problem
+                first_problem = first_problem or problem
                 continue
-            if shows_words(text, form):
+            if are_shown(form, text):
                 self.messages = form
                 return text
             rendered.append((text, form))
@@ -335,10 +187,17 @@ class Conversation:
         fail(f"{self.where}: the chat template fails ({problem}): it does not take such a conversation. "
              "Change the record, or give another chat model.")
 
+    def render(self, messages, prompt=False):
+        """The text of messages other than the record's, or None if the template does not take them."""
+        try:
+            return self.template.render(messages, self.tools, prompt) if messages else None
+        except Exception:  # a template can raise anything
+            return None
+
     def own_spellings(self):
         """The places in the text, (begin, end) each, where the record itself spells a control token. To find
-        them, the template renders the record with a stand-in in place of the spelling. If this makes another
-        difference, then the template looks for the spelling, and what it writes for it is its own."""
+        them, the record is rendered with a stand-in for the spelling. If this makes another difference to the
+        text, then the template looks for the spelling, and what it writes for it is the template's."""
         words = json.dumps([self.messages, self.tools], ensure_ascii=False, default=str)
         number, places = 0, []
         for spelling in sorted(set(self.template.control.findall(words))):
@@ -349,22 +208,23 @@ class Conversation:
                 pieces = self.template.render(messages, tools).split(f"standin{number}x")
             except Exception:  # a template can raise anything
                 continue
-            if spelling.join(pieces) == self.text:
-                end = 0
-                for piece in pieces[:-1]:
-                    begin = end + len(piece)
-                    end = begin + len(spelling)
-                    places.append((begin, end))
+            if spelling.join(pieces) != self.text:
+                continue
+            end = 0
+            for piece in pieces[:-1]:
+                begin = end + len(piece)
+                end = begin + len(spelling)
+                places.append((begin, end))
         return places
 
     def span_of_answer(self, i, first):
-        """(begin, end) of message i in the text, with the end of its turn. It stands behind `first`, the end of
-        the answer before it. None if it is not found.
+        """(begin, end) of message i in the text, with the end of its turn; None if it is not found. `first`
+        is where the answer before it ends.
 
-        Mostly the text begins with the messages before it, up to where the assistant begins to answer, and also
-        with the messages up to it: what the second has more is the answer. Some templates write another thing
-        in the middle of a conversation than at its end. Then the conversation is rendered with another answer:
-        the answer is where the two texts differ."""
+        Mostly the text begins with the rendering of the messages before, up to where the assistant begins to
+        answer, and with the rendering of the messages up to this one. What the second has more is the answer.
+        But some templates write other things in the middle of a conversation than at its end. Then the
+        conversation is rendered with other words in this message: it is where the two texts differ."""
         prompt = self.render(self.messages[:i], True)
         whole = self.render(self.messages[:i + 1])
         if prompt and whole and self.text.startswith(prompt) and self.text.startswith(whole.rstrip()):
@@ -373,15 +233,16 @@ class Conversation:
             message = change(self.messages[i])
             other = self.render(self.messages[:i] + [message] + self.messages[i + 1:])
             if other not in (None, self.text):
-                begin, end = shared_begin(self.text, other), len(self.text) - shared_end(self.text, other)
-                return (self.begin_of_answer(i, first, begin, prompt),
-                        self.end_of_turn(i, message, end, prompt, whole))
+                first_difference = shared_begin(self.text, other)
+                last_difference = len(self.text) - shared_end(self.text, other)
+                return (self.begin_of_answer(i, first, first_difference, prompt),
+                        self.end_of_turn(i, message, last_difference, prompt, whole))
         return None
 
     def begin_of_answer(self, i, first, last, prompt):
-        """Where message i begins: between `first` and `last`, behind what comes before every answer. Of the
-        rendering of the messages before it, as much of the end as possible stands there; and then as much as
-        possible of the beginning of an answer, such as <|im_start|>assistant."""
+        """Where message i begins, between `first` and `last`. Before it stands the end of the rendering of
+        the messages before, as much of it as is there. Then comes what opens an answer, as much of it as is
+        there, such as <|im_start|>assistant."""
         if prompt and self.text.startswith(prompt):
             return len(prompt)
         before = self.render(self.messages[:i])
@@ -391,14 +252,14 @@ class Conversation:
         begin = end_of_longest_tail(before, self.text, first, last)
         opening = prompt[len(before):]
         shared = shared_begin(self.text[begin:last], opening)
-        if shared < len(opening):  # other tokens follow, which may begin with the same characters
+        if shared < len(opening):  # the next token may begin with the same characters: <think>, <tool_call>
             ends = [found.end() for found in re.finditer(rf"{self.template.added.pattern}|\s", opening)]
             shared = max([end for end in ends if end <= shared], default=0)
         return begin + shared
 
     def end_of_turn(self, i, message, end, prompt, whole):
-        """Where the turn of message i ends, of which the last difference to the other `message` is at `end`. A
-        rendering in which both stand at the end shows what follows an answer."""
+        """Where the turn of message i ends, whose last difference to the other `message` is at `end`. If both
+        are rendered as the last one, what follows this difference is the end of a turn."""
         rest = self.text[end:]
         last = self.render(self.messages[:i] + [message])
         if whole is None or last is None:  # such as a call that must not stand without its result
@@ -407,16 +268,19 @@ class Conversation:
         turn_end = what_follows(whole, last)
         if rest.startswith(turn_end):
             return end + len(turn_end)
-        # Another thing follows where the conversation ends. Does it, if the assistant is to say more?
+        return self.end_in_the_middle(i, message, end, prompt, turn_end)
+
+    def end_in_the_middle(self, i, message, end, prompt, turn_end):
+        """The same if a turn ends with something else than `turn_end` where the conversation goes on."""
+        rest = self.text[end:]
         before = self.render(self.messages[:i])
         opening = prompt[len(before):] if prompt and before and prompt.startswith(before) else ""
-        whole = self.render(self.messages[:i + 1], True)
+        whole = self.render(self.messages[:i + 1], True)  # it goes on: the assistant is to say more
         last = self.render(self.messages[:i] + [message], True)
         if opening and whole and last and whole.endswith(opening) and last.endswith(opening):
-            turn_end = what_follows(whole.removesuffix(opening), last.removesuffix(opening))
-            if rest.startswith(turn_end):
-                return end + len(turn_end)
-        # Control tokens that follow in both places belong to the turn.
+            turn_end_before_more = what_follows(whole.removesuffix(opening), last.removesuffix(opening))
+            if rest.startswith(turn_end_before_more):
+                return end + len(turn_end_before_more)
         shared = shared_begin(rest, turn_end)
         ends = [token.end() for token in self.template.control.finditer(turn_end) if token.end() <= shared]
         if not ends:
@@ -440,31 +304,30 @@ class Conversation:
         return found
 
     def spans(self):
-        """The places in the text of what counts in the loss."""
+        """The places in the text, (begin, end) each, that count in the loss."""
         marked = self.template.marked(self.messages, self.tools)
         if marked is None or marked[0] != self.text:
             return [(begin, end) for begin, end, weight in self.answers() if weight]
-        without = [] if all(self.weights) else [span for span in self.answers() if not span[2]]
+        without = [] if all(self.weights) else [answer for answer in self.answers() if not answer[2]]
         return [(begin, end) for begin, end in marked[1]
                 if not any(begin < last and end > first for first, last, _ in without)]
 
     def tokens(self, longest):
-        """The tokens of the first `longest` characters, with the bit NOT_COUNTED where the assistant does not
-        speak."""
-        plain = [(begin, end) for begin, end in self.own_spellings() if end <= longest]
-        return with_counts(encode(self.template.tokenizer, self.text[:longest], plain), self.spans())
+        """The tokens of the first `longest` characters, with the bit NOT_COUNTED where they do not count."""
+        words = [(begin, end) for begin, end in self.own_spellings() if end <= longest]
+        return with_counts(encode(self.template.tokenizer, self.text[:longest], words), self.spans())
 
 
 def tokens_of_completion(template, record, longest):
-    """The tokens of a prompt and a completion that are plain texts. As in TRL there is no chat template: the
+    """The tokens of a prompt and a completion that are texts. As in TRL they have no chat template; the
     completion counts, with the token that ends a text."""
     tokenizer = template.tokenizer
     text = record.prompt + record.completion.removesuffix(tokenizer.eos_token or "")
     if template.control.search(text):
-        template.note("A prompt or completion that is plain text spells control tokens; they stay text. Give "
-                      "lists of messages to use the chat template")
+        template.note("A prompt or completion that is a text spells control tokens; they stay text. Lists of "
+                      "messages have a chat template")
     tokens = encode(tokenizer, text[:longest], split_special_tokens=True)
-    first = getattr(tokenizer, "bos_token_id", None)  # some models need it at the beginning of a text
+    first = getattr(tokenizer, "bos_token_id", None)  # with which some models begin every text
     if first is not None and first in tokenizer("", add_special_tokens=True, verbose=False)["input_ids"]:
         tokens = [(first, 0, 0), *tokens]
     if len(text) <= longest and tokenizer.eos_token_id is not None:
@@ -473,8 +336,8 @@ def tokens_of_completion(template, record, longest):
 
 
 def tokens_of_record(template, record, longest):
-    """The tokens of a conversation or of a prompt with its completion, of at most the first `longest`
-    characters; none if an answer is empty."""
+    """The tokens of a conversation, or of a prompt with its completion: of at most the first `longest`
+    characters. None at all if an answer is empty."""
     if record.messages is None:
         return tokens_of_completion(template, record, longest) if record.completion.strip() else []
     if any(is_empty(message) for message in record.messages if message["role"] == "assistant"):

@@ -10,7 +10,7 @@ keys, the columns, say what it is:
     {"conversations": [{"from": "human", "value": "..."}, ...]}      the same, as in ShareGPT
     {"instruction": "...", "input": "...", "output": "..."}          the same, as in Alpaca
     {"prompt": [messages], "completion": [messages]}                 the same, as in TRL
-    {"prompt": "...", "completion": "..."}                           a text whose second part counts, as in TRL
+    {"prompt": "...", "completion": "..."}                           a text whose end counts, as in TRL
 
 Beside a conversation "system" (or "system_prompt") is a system message, "history" has earlier turns as pairs
 [question, answer], and "tools" has the JSON schemas of the functions that the assistant can call. A message
@@ -184,8 +184,10 @@ def without_nulls(value):
 def has_text(value):
     """Whether a column has text that a model could read."""
     if isinstance(value, dict):
-        value = list(value.values())
-    return any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str) and value.strip() != ""
+        return any(map(has_text, value.values()))
+    if isinstance(value, list):
+        return any(map(has_text, value))
+    return isinstance(value, str) and value.strip() != ""
 
 
 def checked(text, where):
@@ -271,7 +273,7 @@ def checked_message(message, where):
 
 
 def tools_of(row, where):
-    """The JSON schemas of a record, which may be text of JSON, each or all of them; None if there are none."""
+    """The JSON schemas of a record; None if there are none. They may be text of JSON, each or all of them."""
     tools = parsed(row.get("tools") or None)
     if isinstance(tools, dict):
         tools = [tools]

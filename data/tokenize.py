@@ -48,8 +48,9 @@ def hold_out(items, part):
 
 
 def end_of_part(text, begin):
-    """Where a text is cut that is too long for the tokenizer: behind the first line end after PART characters;
-    if a line is as long as that, before a space; else anywhere. Nearly no token crosses the first two."""
+    """Where a text is cut that is too long for the tokenizer: behind the first line end after PART
+    characters; if there is none in as many more, before a space; else anywhere. Nearly no token crosses a
+    line end or begins before a space."""
     middle = begin + PART
     end = middle + PART
     if end >= len(text):
@@ -90,7 +91,8 @@ def encode(tokenizer, texts, end):
     Some tokenizers write a space before a text, which does not belong before its later parts. So these are
     tokenized behind a line end, whose tokens are then left out."""
     def tokens_of(many):
-        return tokenizer(many, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        found = tokenizer(many, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return found["input_ids"]
 
     line_end = tokens_of(["\n"])[0]
     tokens = array.array("I")  # 4 bytes a token; a list takes more than 8
@@ -115,7 +117,8 @@ def train_bpe(texts, size):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator((part for part, _ in parts_of(texts)), vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    parts = (part for part, _ in parts_of(texts))
+    bpe.train_from_iterator(parts, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
 
 
@@ -207,11 +210,18 @@ def open_tokenizer(name):
         from transformers import AutoTokenizer
     except ImportError:
         fail("the package transformers of Python is missing: install it with 'pip install transformers'.")
+    if not name:
+        return None
     try:
-        return AutoTokenizer.from_pretrained(name) if name else None
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as problem:  # a damaged file can raise anything
         fail(f"--tokenizer {name} cannot be opened ({problem!r:.150}); give a model's folder, or a name on "
              "Hugging Face's hub.")
+    if type(tokenizer).__name__.startswith("MistralCommon"):
+        fail(f"transformers opens --tokenizer {name} with the package mistral-common, which does not tell "
+             "where tokens stand. Give a folder with tokenizer.json, or use transformers 5 without that "
+             "package.")
+    return tokenizer
 
 
 def tokenizer_files(name, tokenizer):
@@ -226,8 +236,8 @@ def tokenizer_files(name, tokenizer):
 
 
 def replace_files(folder, contents, stale):
-    """Writes files, as lists of bytes by their names, and removes those that are `stale`. Old and new files must
-    not stand together: earlier ones stay until all new ones are written."""
+    """Writes files, given as lists of bytes by their names, and removes those that are `stale`. Old and new
+    files must not stand together: earlier ones stay until all new ones are written."""
     os.makedirs(folder, exist_ok=True)
     paths = [os.path.join(folder, name) for name in contents]
     try:
@@ -257,6 +267,8 @@ def main():
         texts = hold_out(texts, run.hold_out)
     tokenizer = open_tokenizer(run.tokenizer) or train_bpe(texts[0], run.train_bpe)
     end = tokenizer.eos_token_id
+    if end is None:
+        print("The tokenizer has no token that ends a text; texts follow each other without one.")
     if chats:
         conversations = tokens_of_conversations(ChatTemplate(tokenizer), chats, run.seq, report)
         streams = [pack(part, run.seq, end or 0) for part in hold_out(conversations, run.hold_out)]
