@@ -10,43 +10,53 @@ namespace {
 const std::string OPTIMIZER_FILE = "optimizer.state", TRAINER_FILE = "trainer.json";
 const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPTIMIZER_FILE};
 
-// Of all fields of trainer.json but this one.
+constexpr int64_t VERSION_OF_TRAINER = 3;
+
+// The hash of all fields of trainer.json but "hash", which it is.
 std::string hash_of_fields(json trainer) {
     trainer.erase("hash");
     const std::string text = trainer.dump();
-    return std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
+    const int64_t bytes = text.size();
+    return std::to_string(hash_bytes(text.data(), bytes, bytes));
 }
 
-void write_trainer(const std::string& folder, const LoopState& s) {
-    ordered_json trainer = {{"format", "coat checkpoint"},
-                            {"version", 3},
-                            {"step", s.step},
-                            {"updates", s.updates},
-                            {"first_validation", s.first_validation},
-                            {"settings", s.settings}};
+void write_trainer(const std::string& folder, const LoopState& state) {
+    ordered_json trainer = {
+        {"format", "coat checkpoint"},
+        {"version", VERSION_OF_TRAINER},
+        {"step", state.step},
+        {"updates", state.updates},
+        {"first_validation", state.first_validation},
+        {"settings", state.settings},
+    };
     for (const std::string& name : HASHED) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
     save_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");
 }
 
 Fields read_trainer(const std::string& checkpoint) {
-    const Fields f = read_json(path_in(checkpoint, TRAINER_FILE));
-    if (f.get<int64_t>("version") != 3)
-        f.reject("version", "3; weights of earlier versions load with --model");
-    if (f.get<std::string>("hash") != hash_of_fields(f.object))
-        throw Error(f.path, " was changed; resume from another checkpoint, with another --out.");
-    return f;
+    const Fields trainer = read_json(path_in(checkpoint, TRAINER_FILE));
+    const int64_t version = trainer.get<int64_t>("version");
+    if (version != VERSION_OF_TRAINER)
+        throw Error(trainer.path, " has version ", version, ", but this program continues runs of version ",
+                    VERSION_OF_TRAINER, "; start a new run from the weights with --model ", checkpoint, ".");
+    if (trainer.get<std::string>("hash") != hash_of_fields(trainer.object))
+        throw Error(trainer.path, " was changed; resume from another checkpoint, with another --out.");
+    return trainer;
 }
 
-// The step in the name of a folder; -1 if it is not "step-" and digits.
+// The step in the name of a folder; -1 if the name is not "step-" and digits.
 int64_t step_of(const fs::path& folder) {
-    const std::string name = folder.filename().string();
-    const bool ok = name.rfind("step-", 0) == 0 && name.size() > 5 && name.size() <= 20 &&
-                    name.find_first_not_of("0123456789", 5) == name.npos;
-    return ok ? std::stoll(name.substr(5)) : -1;
+    const std::string name = folder.filename().string(), begin = "step-";
+    if (!name.starts_with(begin)) return -1;
+    const std::string digits = name.substr(begin.size());
+    constexpr size_t MOST_DIGITS = 15;  // they fit into an int64_t
+    if (digits.empty() || digits.size() > MOST_DIGITS) return -1;
+    return digits.find_first_not_of("0123456789") == digits.npos ? std::stoll(digits) : -1;
 }
 
-std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {  // by step
+// The folders in `out` that are checkpoints by their names, by step.
+std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
     std::map<int64_t, fs::path> found;
     std::error_code none;
     for (const fs::path& path : fs::directory_iterator(out, none))
@@ -54,15 +64,43 @@ std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {  // by step
     return found;
 }
 
-// What cannot be removed does not end a run. Checkpoints are renamed first: if the program is killed
-// meanwhile, no incomplete folder has the name of one.
+// Removes all but the newest `keep` checkpoints, and what a killed program has left of others. What cannot be
+// removed does not end a run. Checkpoints are renamed first: if the program is killed meanwhile, no
+// incomplete folder has the name of a checkpoint.
 void remove_older(const std::string& out, int64_t keep) {
     std::error_code ignored;
-    std::map<int64_t, fs::path> found = checkpoints_in(out);
-    for (; int64_t(found.size()) > keep; found.erase(found.begin()))
-        fs::rename(found.begin()->second, found.begin()->second.string() + ".tmp", ignored);
+    const std::map<int64_t, fs::path> found = checkpoints_in(out);
+    int64_t remaining = found.size();
+    for (const auto& [step, path] : found) {
+        if (remaining-- <= keep) break;
+        fs::rename(path, path.string() + ".tmp", ignored);
+    }
     for (const fs::path& path : fs::directory_iterator(out))
         if (path.extension() == ".tmp" && step_of(path.stem()) >= 0) fs::remove_all(path, ignored);
+}
+
+// Writes all files of a checkpoint into a folder. Every rank calls it and sends what it keeps; rank 0 alone
+// writes. What fails on rank 0 does so after all ranks have sent all tensors, so that none waits for another.
+void write_files(const std::string& folder, Model& model, const LoopState& state,
+                 const Companions& companions) {
+    const Setup& setup = model.setup();
+    const bool writes = setup.rank == 0;
+    const std::vector<StateTensor> table = optimizer_tensors(setup);
+    std::vector<HfTensor> tensors;
+    for (const StateTensor& t : table)
+        tensors.push_back({.name = t.name, .dtype = t.dtype, .shape = t.shape});
+    const std::string path = path_in(folder, OPTIMIZER_FILE);
+    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
+    file << safetensors_header(tensors);
+    for (const StateTensor& t : table) {
+        const Bytes bytes = whole_tensor(model, t);
+        file.write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+    }
+    save_model_folder(folder, model, companions);
+    if (!writes) return;
+    finish(file, path);
+    write_trainer(folder, state);
+    sync(folder);
 }
 
 }  // namespace
@@ -85,30 +123,22 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
     const bool writes = setup.rank == 0;
+    std::error_code ignored;  // what fails here makes writing fail, too
+    if (writes) {
+        fs::remove_all(temporary, ignored);
+        fs::create_directories(temporary, ignored);
+    }
     std::string error;
-    std::error_code ignored;  // then the files cannot be written, which is an Error below
-    if (writes) fs::remove_all(temporary, ignored), fs::create_directories(temporary, ignored);
-    try {  // what fails on rank 0 does so after all ranks have sent all tensors
-        std::vector<Tensor> tensors;
-        for (const StateTensor& t : optimizer_tensors(setup)) tensors.push_back({t.name, t.dtype, t.shape});
-        const std::string path = path_in(temporary, OPTIMIZER_FILE);
-        std::ofstream file(writes ? path : "", std::ios::binary);
-        file << safetensors_header(tensors);
-        for (const StateTensor& t : optimizer_tensors(setup)) {
-            const Bytes bytes = whole_tensor(model, t);
-            file.write(reinterpret_cast<const char*>(bytes.data()), int64_t(bytes.size()));
-        }
-        save_model_folder(temporary, model, companions);
+    try {
+        write_files(temporary, model, state, companions);
         if (writes) {
-            finish(file, path);
-            write_trainer(temporary, state);
-            sync(temporary);
-            if (!fs::exists(folder)) fs::rename(temporary, folder);  // else it was saved before
+            const bool saved_before = fs::exists(folder);  // and then `out` could not be synced
+            if (!saved_before) fs::rename(temporary, folder);
             sync(out);
             remove_older(out, keep);
         }
-    } catch (const std::exception& e) {
-        error = e.what();
+    } catch (const std::exception& failure) {
+        error = failure.what();
         if (writes) fs::remove_all(temporary, ignored);
     }
     if (setup.processes) error = setup.processes->all_gather(error).front();
@@ -156,9 +186,13 @@ std::string set_aside(const std::string& checkpoint) {
 }
 
 LoopState read_loop_state(const std::string& checkpoint) {
-    const Fields f = read_trainer(checkpoint);
-    return {f.get<int64_t>("step"), f.get<int64_t>("updates"), f.get<double>("first_validation"),
-            f.get<Fields>("settings").object};
+    const Fields trainer = read_trainer(checkpoint);
+    return {
+        .step = trainer.get<int64_t>("step"),
+        .updates = trainer.get<int64_t>("updates"),
+        .first_validation = trainer.get<double>("first_validation"),
+        .settings = trainer.get<Fields>("settings").object,
+    };
 }
 
 void load_checkpoint(const std::string& checkpoint, Model& model) {
@@ -167,8 +201,10 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);
     load_weights(checkpoint, setup.config, &model);
-    for (const StateTensor& t : table)
-        model.write(t.name, file.require(t.name, t.shape, t.dtype).data + kept(setup, t).first * t.bytes);
+    for (const StateTensor& t : table) {
+        const HfTensor& tensor = file.require(t.name, t.shape, t.dtype);
+        model.write(t.name, tensor.data + kept(setup, t).first * t.bytes);
+    }
 }
 
 }  // namespace coat

@@ -1,33 +1,34 @@
 // data/checkpoint.h - checkpoints: a training run, saved so that it resumes exactly (checkpoint.cpp).
 //
-// A checkpoint is a model folder (model_folder.h) that transformers opens as it is, with two more files:
-// optimizer.state (moments, delayed scales, remainders of the FP32 master weights; a safetensors file, but
-// its name must not say so) and trainer.json (the state of the training loop, and hashes).
+// A checkpoint is a model folder (model_folder.h), which transformers opens as it is, with two more files.
+// optimizer.state has moments, delayed scales, and the remainders of the FP32 master weights. It is a
+// safetensors file, but without that ending: transformers would take its tensors for weights. trainer.json
+// has the state of the training loop, and hashes of the files.
 #pragma once
 #include "model_folder.h"
 
 namespace coat {
 
-// The state of the training loop, in trainer.json.
+// The state of the training loop, as trainer.json has it.
 struct LoopState {
-    int64_t step = 0;             // optimizer steps done; the place in the data follows from it
-    int64_t updates = 0;          // steps that were not skipped: the step of AdamW's bias correction
-    double first_validation = 0;  // loss before the first step
-    ordered_json settings;        // of the run, by the names of flags; compared on resume
+    int64_t step = 0;             // optimizer steps that are done; the place in the data follows from it
+    int64_t updates = 0;          // those that were not skipped: the step of AdamW's bias correction
+    double first_validation = 0;  // the validation loss before the first step, in nats per token
+    ordered_json settings;        // the flags of the run by their names, and what its data were
 };
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.
 void create_folders(const std::string& folder);
 
-// Saves to the folder OUT/step-000300 and returns its path; a kill or a power failure at any moment leaves
-// the last complete checkpoint. Then removes all but the newest `keep` checkpoints in OUT. Every rank calls
-// it and sends what it keeps; rank 0 alone writes, so that files do not tell how many ranks there were. If
-// the disk is full, all ranks get the Error, older checkpoints stay, and no partial one is left.
+// Saves to the folder OUT/step-000300 and returns its path; then removes all but the newest `keep`
+// checkpoints in OUT. A kill or a power failure at any moment leaves the last complete checkpoint. If the
+// disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one is left. Every
+// rank calls it and sends what it keeps; rank 0 alone writes. The files do not depend on the number of ranks.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const Companions& companions = {}, int64_t keep = 2);
 
-// The folder itself if it is a checkpoint; else the one in it of the largest step; empty if there is none.
-// Only names are looked at.
+// The folder itself if it is a checkpoint; else the checkpoint in it of the largest step; empty if there is
+// none. Only names are looked at.
 std::string find_checkpoint(const std::string& folder);
 
 // Error if a file of a checkpoint is missing, or is not as it was saved: all bytes are read and hashed.

@@ -168,7 +168,7 @@ std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
 
 // Files of a model without its head, such as those of GPT-2 itself or of a LlamaModel of transformers, leave
 // out the first part of the names, "transformer." or "model.".
-const Tensor& tensor_of(const Safetensors& files, const Piece& piece) {
+const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
     const std::string bare = piece.theirs.substr(piece.theirs.find('.') + 1);
     const bool is_bare = !files.tensors().count(piece.theirs) && files.tensors().count(bare);
     return files.require(is_bare ? bare : piece.theirs, piece.shape, "BF16 F16 F32");
@@ -176,7 +176,7 @@ const Tensor& tensor_of(const Safetensors& files, const Piece& piece) {
 
 // Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
 // remainder are cut from (reference.h, split_master). Files and machine are little-endian.
-uint32_t f32_bits(const Tensor& t, int64_t i) {
+uint32_t f32_bits(const HfTensor& t, int64_t i) {
     const int width = t.dtype == "F32" ? 4 : 2;
     uint32_t bits = 0;
     std::memcpy(&bits, t.data + width * i, width);
@@ -192,7 +192,7 @@ uint32_t f32_bits(const Tensor& t, int64_t i) {
 }
 
 // Whether two tensors have the same shape and the same values. Their dtypes may differ.
-bool equal_values(const Tensor& a, const Tensor& b) {
+bool equal_values(const HfTensor& a, const HfTensor& b) {
     if (a.shape != b.shape || !is_one_of("BF16 F16 F32", b.dtype)) return false;
     const int64_t elements = a.bytes / (a.dtype == "F32" ? 4 : 2);
     int64_t different = 0;
@@ -209,7 +209,7 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
     std::vector<int16_t> remainder(p.size());
     for (const Piece& piece : pieces(setup.config, p)) {
-        const Tensor& tensor = tensor_of(files, piece);
+        const HfTensor& tensor = tensor_of(files, piece);
         int64_t bad = 0;
 #pragma omp parallel for reduction(+ : bad)
         for (int64_t i = 0; i < piece.size; i++) {
@@ -262,14 +262,14 @@ ModelConfig read_model_config(const std::string& folder) {
 void load_weights(const std::string& folder, const ModelConfig& c, Model* model) {
     const Safetensors files(folder);
     const std::vector<Param> params = parameters(c);
-    std::set<const Tensor*> used;
+    std::set<const HfTensor*> used;
     for (const Param& p : params)
         for (const Piece& piece : pieces(c, p)) used.insert(&tensor_of(files, piece));
     // A tensor that no piece asks for means another architecture than config.json says, such as one with
     // biases. Buffers are not learned. The files of some tied models, such as Qwen3-0.6B, have the embedding
     // once more as lm_head.weight.
     const Piece of_embedding = pieces(c, params.front()).front();
-    const Tensor& embedding = tensor_of(files, of_embedding);
+    const HfTensor& embedding = tensor_of(files, of_embedding);
     for (const auto& [name, tensor] : files.tensors()) {
         if (used.count(&tensor) || ends_with(name, ".rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
             ends_with(name, ".attn.masked_bias"))
@@ -340,7 +340,7 @@ void add_tokenizer(const std::string& folder, Companions* files) {
 void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {
     const ModelConfig& c = model.setup().config;
     const bool writes = model.setup().rank == 0;
-    std::vector<Tensor> tensors;
+    std::vector<HfTensor> tensors;
     for (const Param& p : parameters(c))
         for (const Piece& piece : pieces(c, p)) tensors.push_back({piece.theirs, "BF16", piece.shape});
     const std::string path = path_in(folder, "model.safetensors");

@@ -14,9 +14,12 @@
 
 namespace coat {
 
+// -----------------------------------------------------------------------------------------------------------
+// Files
+
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-    const int file =
-        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
+    // O_NONBLOCK: to open a pipe would wait for a writer.
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat status {};
     const bool found = file >= 0 && ::fstat(file, &status) == 0;
     const bool regular = S_ISREG(status.st_mode);
@@ -80,7 +83,7 @@ void save_file(const std::string& path, const std::string& bytes) {
     finish(file, path);
 }
 
-// Some file systems cannot sync a folder and return EINVAL; that is no error.
+// Some file systems cannot sync a folder, and return EINVAL. That is no error.
 void sync(const std::string& path) {
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
@@ -88,6 +91,9 @@ void sync(const std::string& path) {
     if (file >= 0) ::close(file);
     if (!ok) throw Error("Cannot sync ", path, " (", why, "); check the disk, or give another --out.");
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// JSON
 
 void Fields::reject(const std::string& field, const std::string& expected) const {
     const std::string found = has(field) ? object[field].dump().substr(0, 100) : "missing";
@@ -100,16 +106,19 @@ void Fields::reject(const std::string& field, const std::string& expected) const
 static Fields parse_json(const std::string& path, std::string_view text) {
     constexpr int MAX_DEPTH = 32;
     constexpr size_t MAX_BYTES = 32 << 20;
-    auto require = [&](bool ok, const char* expected) {
+    const auto require = [&](bool ok, const char* expected) {
         if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
     };
     require(text.size() <= MAX_BYTES, "of at most 32 MiB");
     int depth = 0;
     bool in_string = false;
     for (size_t i = 0; i < text.size(); i++) {
-        if (text[i] == '"') in_string = !in_string;
-        if (in_string) i += text[i] == '\\';  // skip the escaped character
-        else depth += (text[i] == '{' || text[i] == '[') - (text[i] == '}' || text[i] == ']');
+        const char c = text[i];
+        if (c == '"') in_string = !in_string;
+        if (in_string && c == '\\') i++;  // the next character is escaped
+        if (in_string) continue;
+        if (c == '{' || c == '[') depth++;
+        if (c == '}' || c == ']') depth--;
         require(depth <= MAX_DEPTH, "of at most 32 levels");
     }
     json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
@@ -122,18 +131,27 @@ Fields read_json(const std::string& path) {
     return parse_json(path, file.text());
 }
 
-// Bytes of a tensor; -1 if its dtype is unknown or the product overflows. The number in a dtype is its bits.
-static int64_t bytes_of(const Tensor& t) {
-    const size_t digits = t.dtype.find_first_of("0123456789");
-    const int bits = t.dtype == "BOOL" ? 8 : digits == std::string::npos ? 0 : std::atoi(&t.dtype[digits]);
-    int64_t bytes = bits == 8 || bits == 16 || bits == 32 || bits == 64 ? bits / 8 : -1;
-    for (int64_t n : t.shape)
+// -----------------------------------------------------------------------------------------------------------
+// Tensors
+
+// The bytes of an element. The number in the name of a dtype is its bits. -1: there is no such dtype.
+static int64_t element_bytes(const std::string& dtype) {
+    if (dtype == "BOOL") return 1;
+    const size_t digits = dtype.find_first_of("0123456789");
+    const int bits = digits == dtype.npos ? 0 : std::atoi(&dtype[digits]);
+    return bits == 8 || bits == 16 || bits == 32 || bits == 64 ? bits / 8 : -1;
+}
+
+// The bytes of a tensor; -1 if there is no such dtype, or if the number overflows.
+static int64_t bytes_of(const HfTensor& tensor) {
+    int64_t bytes = element_bytes(tensor.dtype);
+    for (const int64_t n : tensor.shape)
         if (bytes < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
     return bytes;
 }
 
-// The files that an index names: {"weight_map": {name of a tensor: name of a file}}. What is in which file,
-// their headers say. An index may come from anywhere: only files of its own folder are read.
+// The files that an index names: {"weight_map": {name of a tensor: name of a file}}. Which tensors are in
+// which file, their headers tell. An index may come from anywhere, so only files of its own folder are read.
 static std::set<std::string> files_of_index(const std::string& path) {
     const Fields map{path + ", weight_map", read_json(path).get<Fields>("weight_map").object};
     std::set<std::string> files;
@@ -171,39 +189,50 @@ Safetensors::Safetensors(const std::string& path) : path_(path) {
 // Compares all of the header with the file, so that users of a tensor need no checks of their own.
 void Safetensors::add(const std::string& path) {
     const MappedFile& file = files_.emplace_back(path);
-    auto require = [&](bool ok) {
+    const auto require = [&](bool ok) {
         if (!ok) throw Error(path, " is not a whole safetensors file; download it again, or give another.");
     };
-    uint64_t length = 0;
-    require(file.bytes() >= 8);
-    std::memcpy(&length, file.data(), 8);
-    require(length <= uint64_t(file.bytes()) - 8);
-    const uint8_t* const start = file.data() + 8 + length;
-    const int64_t room = file.bytes() - 8 - int64_t(length);
-    std::vector<std::pair<int64_t, int64_t>> ranges;
-    Fields header = parse_json(path, file.text().substr(8, length));
+    uint64_t header_bytes = 0;
+    constexpr int64_t LENGTH = sizeof header_bytes;
+    require(file.bytes() >= LENGTH);
+    std::memcpy(&header_bytes, file.data(), LENGTH);
+    require(header_bytes <= static_cast<uint64_t>(file.bytes() - LENGTH));
+    const uint8_t* const tensors = file.data() + LENGTH + header_bytes;
+    const int64_t tensors_bytes = file.data() + file.bytes() - tensors;
+
+    std::vector<std::pair<int64_t, int64_t>> ranges;  // of the bytes of the tensors
+    Fields header = parse_json(path, file.text().substr(LENGTH, header_bytes));
     header.object.erase("__metadata__");
     for (const auto& [name, entry] : header.object.items()) {
-        const Fields f{path + ", tensor " + name.substr(0, 100), entry};
-        Tensor t{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
-        const auto range = f.get<std::vector<int64_t>>("data_offsets");
-        t.bytes = bytes_of(t);
-        if (range.size() != 2 || t.bytes < 0 || range[1] - range[0] != t.bytes || range[1] > room)
-            f.reject("data_offsets", "a range in the file, of as many bytes as dtype and shape say");
-        t.data = start + range[0];
-        if (!tensors_.emplace(name, t).second)
+        const Fields fields{path + ", tensor " + name.substr(0, 100), entry};
+        HfTensor tensor{
+            .name = name,
+            .dtype = fields.get<std::string>("dtype"),
+            .shape = fields.get<std::vector<int64_t>>("shape"),
+        };
+        tensor.bytes = bytes_of(tensor);
+        const auto range = fields.get<std::vector<int64_t>>("data_offsets");
+        if (range.size() != 2 || tensor.bytes < 0 || range[1] - range[0] != tensor.bytes ||
+            range[1] > tensors_bytes)
+            fields.reject("data_offsets", "a range in the file, of as many bytes as dtype and shape say");
+        tensor.data = tensors + range[0];
+        if (!tensors_.emplace(name, tensor).second)
             throw Error(path, " has tensor ", name,
                         ", which another file model*.safetensors also has; download the folder again.");
         ranges.emplace_back(range[0], range[1]);
     }
+    // No byte belongs to two tensors, or to none.
     std::sort(ranges.begin(), ranges.end());
-    int64_t end = 0;  // no byte belongs to two tensors or to none
-    for (const auto& [from, to] : ranges) require(from == end), end = to;
-    require(end == room);
+    int64_t end = 0;
+    for (const auto& [first, behind] : ranges) {
+        require(first == end);
+        end = behind;
+    }
+    require(end == tensors_bytes);
 }
 
-const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
-                                   const std::string& dtypes) const {
+const HfTensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
+                                     const std::string& dtypes) const {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.shape != shape || !is_one_of(dtypes, found->second.dtype))
         throw Error(path_, " has no tensor ", name, " of shape ", json(shape).dump(), " in ", dtypes,
@@ -211,18 +240,20 @@ const Tensor& Safetensors::require(const std::string& name, const std::vector<in
     return found->second;
 }
 
-// The outer object is written by hand: adding to an ordered_json takes quadratic time.
-std::string safetensors_header(const std::vector<Tensor>& tensors) {
+// The outer object is written by hand, because to add a field to an ordered_json takes as long as it has
+// fields.
+std::string safetensors_header(const std::vector<HfTensor>& tensors) {
     std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
     int64_t end = 0;
-    for (const Tensor& t : tensors) {
+    for (const HfTensor& tensor : tensors) {
         const int64_t begin = end;
-        end += bytes_of(t);
-        const ordered_json entry = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {begin, end}}};
-        text += "," + json(t.name).dump() + ":" + entry.dump();
+        end += bytes_of(tensor);
+        const ordered_json entry = {
+            {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
+        text += "," + json(tensor.name).dump() + ":" + entry.dump();
     }
     text += "}";
-    text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8
+    text.resize(round_up(text.size(), 8), ' ');  // spaces, so that the tensors are aligned to 8 bytes
     const uint64_t length = text.size();
     return std::string(reinterpret_cast<const char*>(&length), sizeof length) + text;
 }

@@ -1,8 +1,11 @@
-// data/safetensors.h - files: read as memory, written and synced; JSON; and tensors (safetensors.cpp).
+// data/safetensors.h - what everything in data/ stands on: files that are read as memory, or written and
+// synced; JSON; and tensors in Hugging Face's safetensors files (safetensors.cpp).
 //
 // A file may come from anywhere and be wrong about everything. What is wrong is an Error that names the file
-// and, in JSON, the field and what was expected. The format (https://huggingface.co/docs/safetensors): in 8
-// bytes the little-endian length n; n bytes of JSON {name: {dtype, shape, data_offsets}}; the tensors' bytes.
+// and, in JSON, the field and what was expected.
+//
+// A safetensors file (https://huggingface.co/docs/safetensors) has three parts: 8 bytes with the length n of
+// the next part, little-endian; n bytes of JSON, {name: {dtype, shape, data_offsets}}; the tensors' bytes.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,9 +27,10 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using nlohmann::ordered_json;  // its fields keep their order
 
-inline bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
+// -----------------------------------------------------------------------------------------------------------
+// Files
+
+inline bool ends_with(const std::string& text, const std::string& end) { return text.ends_with(end); }
 
 inline std::string path_in(const std::string& folder, const std::string& file) {
     return (fs::path(folder) / file).string();
@@ -53,57 +57,83 @@ private:
     uint64_t device_ = 0, number_ = 0;  // what the file is, also when another takes its name
 };
 
-// Of a hash so far and the bytes that follow: a change in one word always changes the result.
+// The hash of some bytes, which follow bytes that have the given hash. A change in one word of 8 bytes always
+// changes the result.
 uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 uint64_t hash_of(const MappedFile& file);
 std::string hash_file(const std::string& path);  // likewise, as a decimal number
 
-// Closes a file and waits until it is on the disk; Error if a write failed, after which others do nothing.
+// Closes a file and waits until it is on the disk. Error if this or an earlier write has failed: nobody else
+// has to check that.
 void finish(std::ofstream& file, const std::string& path);
 void save_file(const std::string& path, const std::string& bytes);
 
 // Waits until a file, or the names in a folder, are on the disk: a new name survives a power failure then.
 void sync(const std::string& path);
 
-// The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.
+// -----------------------------------------------------------------------------------------------------------
+// JSON
+
+// One JSON object of a file, whose fields are checked as they are read. A field that is null counts as
+// missing, as in Hugging Face's config.json.
 struct Fields {
     std::string path;  // of the file, for errors
     json object;
 
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
+
+    // The field as a T: int64_t is a whole number up to 10^15, so that sums do not overflow; float is a
+    // positive number; double, bool, std::string, std::vector<int64_t>; Fields is an object. A missing field
+    // has the value `otherwise`; without one it is an Error.
+    template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const;
+
+    // Throws the Error that the field is not what is expected.
     [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
-    // The field as a T (int64_t: a whole number up to 10^15, so that sums do not overflow; float: a positive
-    // number; double; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is
-    // `otherwise`, or an Error if there is none.
-    template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
-        if (otherwise && !has(field)) return *otherwise;
-        const json x = has(field) ? object[field] : json();
-        auto natural = [](auto& n) { return n.is_number_unsigned() && n.template get<double>() <= 1e15; };
-        auto require = [&](bool ok, const char* expected) {
-            if (!ok) reject(field, expected);
-        };
-        if constexpr (std::is_same_v<T, int64_t>) require(natural(x), "a whole number up to 10^15");
-        if constexpr (std::is_same_v<T, float>)
-            require(x.is_number() && x.get<float>() > 0 && x.get<float>() < INFINITY, "a positive number");
-        if constexpr (std::is_same_v<T, double>) require(x.is_number(), "a number");
-        if constexpr (std::is_same_v<T, bool>) require(x.is_boolean(), "true or false");
-        if constexpr (std::is_same_v<T, std::string>) require(x.is_string(), "text");
-        if constexpr (std::is_same_v<T, std::vector<int64_t>>)
-            require(x.is_array() && std::all_of(x.begin(), x.end(), natural),
-                    "a list of whole numbers up to 10^15");
-        if constexpr (std::is_same_v<T, Fields>) return require(x.is_object(), "an object"), Fields{path, x};
-        else return x.get<T>();
-    }
 };
 
 // Error if the text is not an object, is nested too deep, or takes too much memory.
 Fields read_json(const std::string& path);
 
-struct Tensor {
-    std::string name, dtype;  // dtype as in the file: "BF16", "F8_E4M3", ...
+template <class T> T Fields::get(const std::string& field, const std::optional<T>& otherwise) const {
+    if (otherwise && !has(field)) return *otherwise;
+    const json value = has(field) ? object[field] : json();
+    const auto require = [&](bool ok, const char* expected) {
+        if (!ok) reject(field, expected);
+    };
+    const auto is_natural = [](const json& number) {
+        return number.is_number_unsigned() && number.get<double>() <= 1e15;
+    };
+    if constexpr (std::is_same_v<T, int64_t>) {
+        require(is_natural(value), "a whole number up to 10^15");
+    } else if constexpr (std::is_same_v<T, float>) {
+        require(value.is_number(), "a positive number");
+        require(value.get<float>() > 0 && value.get<float>() < INFINITY, "a positive number");
+    } else if constexpr (std::is_same_v<T, double>) {
+        require(value.is_number(), "a number");
+    } else if constexpr (std::is_same_v<T, bool>) {
+        require(value.is_boolean(), "true or false");
+    } else if constexpr (std::is_same_v<T, std::string>) {
+        require(value.is_string(), "text");
+    } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
+        require(value.is_array() && std::all_of(value.begin(), value.end(), is_natural),
+                "a list of whole numbers up to 10^15");
+    } else {
+        static_assert(std::is_same_v<T, Fields>);
+        require(value.is_object(), "an object");
+        return Fields{path, value};
+    }
+    if constexpr (!std::is_same_v<T, Fields>) return value.get<T>();
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Tensors of Hugging Face's files
+
+struct HfTensor {
+    std::string name;
+    std::string dtype;  // as in the file: "BF16", "F8_E4M3", ...
     std::vector<int64_t> shape;
-    const uint8_t* data = nullptr;  // of a file that is read, at any alignment: copy values with memcpy
-    int64_t bytes = 0;
+    const uint8_t* data = nullptr;  // in a file that is read, at any alignment: copy values with memcpy
+    int64_t bytes = 0;              // of a file that is read
 };
 
 // The tensors of one file, or those of a folder: in model.safetensors, or else in the files that
@@ -112,19 +142,19 @@ class Safetensors {
 public:
     explicit Safetensors(const std::string& path);  // Error if a header does not describe its file
     const std::string& path() const { return path_; }
-    const std::map<std::string, Tensor>& tensors() const { return tensors_; }
+    const std::map<std::string, HfTensor>& tensors() const { return tensors_; }  // by name
     // The tensor of this name; Error unless it has this shape and one of these dtypes ("BF16 F16").
-    const Tensor& require(const std::string& name, const std::vector<int64_t>& shape,
-                          const std::string& dtypes) const;
+    const HfTensor& require(const std::string& name, const std::vector<int64_t>& shape,
+                            const std::string& dtypes) const;
 
 private:
     void add(const std::string& file);
     const std::string path_;
     std::list<MappedFile> files_;
-    std::map<std::string, Tensor> tensors_;
+    std::map<std::string, HfTensor> tensors_;
 };
 
 // What a safetensors file with these tensors begins with. Their bytes follow in this order.
-std::string safetensors_header(const std::vector<Tensor>& tensors);
+std::string safetensors_header(const std::vector<HfTensor>& tensors);
 
 }  // namespace coat

@@ -260,8 +260,7 @@ TEST_CASE("checkpoint: every file is on the disk before it gets its name and the
         return found - calls.begin();
     };
     const auto renamed = at("rename " + path + ".tmp");
-    for (const auto& [name, bytes] : folder.files())
-        CHECK(at("sync " + path + ".tmp" + (root + "/" + name).substr(path.size())) < renamed);
+    for (const auto& [name, bytes] : files_below(path)) CHECK(at("sync " + path + ".tmp/" + name) < renamed);
     CHECK((at("sync " + path + ".tmp") < renamed && at("sync " + path + ".tmp/templates") < renamed));
     CHECK(at("sync " + out) > renamed);
     CHECK((at("sync " + root) < renamed && at("sync " + root + "/new") < renamed));  // the new folders' names

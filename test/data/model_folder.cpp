@@ -49,7 +49,7 @@ struct HuggingFace {
         fs::create_directories(folder);
         write_file(folder + "/config.json", config.dump());
         for (size_t s = 0; s < shards; s++) {
-            std::vector<Tensor> tensors;
+            std::vector<HfTensor> tensors;
             std::string data;
             for (size_t i = s; i < pieces.size(); i += shards) {
                 const Piece& p = pieces[i];
@@ -254,7 +254,8 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
              // transformers follows layer_types where it is given.
              {"qwen2", R"({"use_sliding_window": true, "layer_types": ["sliding_attention"]})", 4096},
              {"qwen2", R"({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 0,
-                           "layer_types": ["full_attention"]})", 0},
+                           "layer_types": ["full_attention"]})",
+              0},
              {"qwen2", R"({"use_sliding_window": false, "layer_types": ["sliding_attention"]})", 0},
              {"llama", R"({"sliding_window": 8})", 0}}) {  // not a field of Llama
         CAPTURE(fields);
@@ -334,7 +335,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 const Safetensors all(folder), saved(folder / "saved");
                 for (const auto& [name, t] : saved.tensors()) {
                     const size_t prefix = all.tensors().count(name) ? 0 : name.find('.') + 1;
-                    const Tensor& from = all.require(name.substr(prefix), t.shape, dtype);
+                    const HfTensor& from = all.require(name.substr(prefix), t.shape, dtype);
                     CHECK((t.dtype == "BF16" &&
                            (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
                 }
@@ -410,7 +411,8 @@ TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_hea
                 load(folder, model);
                 for (int64_t e : {0, 1, 50 * 32 - 1})
                     CHECK(model.master(parameters(model.setup().config)[0], e) ==
-                          std::bit_cast<float>(bits_of(HuggingFace::value(embedding, e / 32, e % 32)) & 0xFFFF0000));
+                          std::bit_cast<float>(bits_of(HuggingFace::value(embedding, e / 32, e % 32)) &
+                                               0xFFFF0000));
                 fs::create_directory(folder / "saved");
                 save_model_folder(folder / "saved", model, {});
                 CHECK(!Safetensors(folder / "saved").tensors().count("lm_head.weight"));

@@ -21,10 +21,10 @@ static std::string nested(int levels) {  // {"a": [[...]]}
 TEST_CASE("Safetensors: reads back what was written; every tensor is where the header says") {
     Folder folder;
     const std::string path = folder / "a.safetensors";
-    const std::vector<Tensor> tensors = {{"x", "F32", {2, 3}},
-                                         {"empty", "I64", {0, 5}},
-                                         {"scalar", "BF16", {}},
-                                         {"codes \"q\"", "F8_E4M3", {7}}};
+    const std::vector<HfTensor> tensors = {{"x", "F32", {2, 3}},
+                                           {"empty", "I64", {0, 5}},
+                                           {"scalar", "BF16", {}},
+                                           {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
     save_file(path, safetensors_header(tensors) + bytes[0] + bytes[1] + bytes[2] + bytes[3]);
     const std::string whole = read_file(path);
@@ -35,7 +35,7 @@ TEST_CASE("Safetensors: reads back what was written; every tensor is where the h
     const Safetensors file(path);
     REQUIRE(file.tensors().size() == tensors.size());
     for (size_t i = 0; i < tensors.size(); i++) {
-        const Tensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
+        const HfTensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
         CHECK(std::string(reinterpret_cast<const char*>(t.data), size_t(t.bytes)) == bytes[i]);
     }
     file.require("x", {2, 3}, "BF16 F32");
