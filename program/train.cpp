@@ -683,8 +683,8 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
           s.master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
     print("device: ", device);
-    print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"), " of ",
-          s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
+    print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"),
+          " of ", s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
         print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
               " is longer than --steps ", run.flags.steps);
