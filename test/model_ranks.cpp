@@ -228,3 +228,14 @@ GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as
     }
     unsetenv("COAT_SHARE_GPU");
 }
+
+// Within the report a rank waits for weights that another one sends: it must look whether that still lives.
+GPU_MODEL_TEST("ranks: one that is killed while the report is measured ends the run") {
+    setenv("COAT_SHARE_GPU", "1", 1);
+    RunFolder folder;
+    const Ended ended = run_with_action(
+        folder, "--device gpu --data text --model llama-30m --batch 8 --seq 256 --steps 0 --out '' --ranks 2",
+        "validation | step 0", "kill -KILL $others");
+    unsetenv("COAT_SHARE_GPU");
+    check_one_sentence(ended, "Rank 1 has ended unexpectedly");
+}
