@@ -32,7 +32,7 @@ JUDGE   := dev/exercises/judge.cpp
 LINK    := $(CXX) -fopenmp $(OPT)
 
 ifneq ($(NVCC),)
-CUDA         := $(abspath $(dir $(realpath $(NVCC)))/..)
+CUDA         := $(abspath $(shell $(NVCC) --dryrun -x c++ -c /dev/null 2>&1 | sed -n 's/.* _HERE_=//p')/..)
 # cuBLASLt's scales of rows and blocks begin with 12.9. The error comes before anything is compiled.
 CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 ifneq ($(shell printf '12.9\n$(CUDA_RELEASE)\n' | sort -VC || echo old),)
@@ -49,10 +49,11 @@ FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 8%,$(FOUND_ARCH)),$(FOUND_ARCH),90a))
 NVCCFLAGS  := -std=c++20 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
-SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end
+# The slowest first: all cores work to the end.
+SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
 TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
-LIBRARIES  := -ldl
+LIBRARIES  := -Xlinker --as-needed -lcublasLt -ldl
 WITH_GPU   := yes
 else
 SOURCES    += gpu/none.cpp
@@ -115,6 +116,10 @@ need-nvcc:
 $(O)/%.cpp.o: %.cpp $(O)/flags
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(WITH) -MMD -MP -c $< -o $@
+# nvcc knows where CUDA's headers are.
+$(O)/gpu/%.cpp.o: gpu/%.cpp $(O)/flags
+	@mkdir -p $(@D)
+	$(if $(WITH_GPU),$(NVCC) $(NVCCFLAGS),$(CXX) $(CXXFLAGS)) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 $(O)/%.cu.o: %.cu $(O)/flags
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
@@ -123,7 +128,7 @@ $(O)/reference.cpp.o: private OPT = -O3
 # The other files of the host wait for files, people and the GPU: -O1 compiles them faster.
 $(call object,program/train.cpp $(filter-out reference.cpp,$(filter %.cpp,$(SOURCES)))): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
-KERNEL_FREE := model.cu $(addprefix gpu/,gemm.cu peers.cu) $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
+KERNEL_FREE := model.cu gpu/peers.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
 $(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest
 $(O)/dev/ladders/%: NVCCFLAGS += -I.

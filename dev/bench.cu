@@ -29,7 +29,7 @@
 #include "../gpu/adamw.cuh"
 #include "../gpu/coat.cuh"
 #include "../gpu/attention.cuh"
-#include "../gpu/gemm.cuh"
+#include "../gpu/gemm.h"
 #include "../gpu/layers.cuh"
 #include "../program/plan.h"
 

@@ -373,13 +373,13 @@ Kernels choose(const AttentionShape& s, AttentionKernel wanted) {
 
 void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream,
                        AttentionKernel kernel) {
-    if (stream != DRY_RUN) choose(s, kernel).forward(s, qkv, out, lse, stream);
+    enqueue(stream, [&] { choose(s, kernel).forward(s, qkv, out, lse, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
                         const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
                         AttentionKernel kernel) {
-    if (stream != DRY_RUN) choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
+    enqueue(stream, [&] { choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream); });
 }
 
 // What lies behind the workspace, if that begins at address 0. Only Hopper's kernels have all of Scratch.

@@ -27,7 +27,7 @@
 #include <atomic>
 
 #include "attention_common.cuh"
-#include "cuda.cuh"
+#include "cuda.h"
 
 namespace coat {
 namespace {

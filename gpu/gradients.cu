@@ -2,7 +2,7 @@
 // over ranks (interface: parameters.cuh).
 #include "parameters.cuh"
 
-#include "cuda.cuh"
+#include "cuda.h"
 
 namespace coat::gpu {
 constexpr int THREADS = 256;  // of a block

@@ -5,7 +5,7 @@
 // needs them transposed, and keeping them takes memory. g8 serves two: the caller decides how long it lives.
 #pragma once
 #include "exchange.cuh"
-#include "gemm.cuh"
+#include "gemm.h"
 #include "layers.cuh"
 
 namespace coat::gpu {

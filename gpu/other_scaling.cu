@@ -1,7 +1,7 @@
 // gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with, and
 // operands that arrive as codes (interface: coat.cuh, parameters.cuh). Its quantizers are that of coat.cu,
 // part 3, where it is explained, with other scales. How kernels go through a tensor: tiles.cuh.
-#include "cuda.cuh"
+#include "cuda.h"
 #include "parameters.cuh"
 #include "report.cuh"
 #include "tiles.cuh"

@@ -3,7 +3,7 @@
 #include "report.cuh"
 
 #include "../reference.h"
-#include "cuda.cuh"
+#include "cuda.h"
 #include "tiles.cuh"
 
 namespace coat::gpu {

@@ -37,10 +37,11 @@ struct Device {
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
     // What runs may need what another rank sends: if that has ended, so does this process.
     void wait(const char* what = "The GPU failed") const {
-        if (stream == DRY_RUN) return;
-        if (setup.processes)
-            setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
-        check(cudaStreamSynchronize(stream), what);
+        enqueue(stream, [&] {
+            if (setup.processes)
+                setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+            check(cudaStreamSynchronize(stream), what);
+        });
     }
     // Copies between the host and this GPU. CUDA may wait for all that runs before it copies, and would not
     // notice that a rank has ended for which that waits: so wait() comes first. What send() reads must stay
@@ -144,10 +145,11 @@ public:
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (Just in time, the amax of a weight is in scale(i) and stays.)
     void clear_amaxes() {
-        if (cuda_ == DRY_RUN) return;
-        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
-                                OPERANDS * linears, cuda_),
-              "Clearing amaxes failed");
+        enqueue(cuda_, [&] {
+            check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
+                                    OPERANDS * linears, cuda_),
+                  "Clearing amaxes failed");
+        });
     }
     void expect_missing_histories() {
         some_without_history = delayed_scaling() && linear_formats(setup).x.fp8();

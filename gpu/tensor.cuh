@@ -12,9 +12,9 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
-#include <cuda_runtime.h>
 
 #include "../coat.h"
+#include "cuda.h"
 
 namespace coat::gpu {
 
@@ -70,26 +70,7 @@ struct Norm {
     float eps;
 };
 
-// Throws Error("<what>: <CUDA's reason>.") and clears the error, so that a later launch is not blamed for it.
-inline void check(cudaError_t error, const char* what) {
-    if (error == cudaSuccess) return;
-    cudaGetLastError();
-    throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
-}
-// In place of a stream: nothing is launched, and the memory that a step needs is counted (gpu/arena.cuh).
-inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
-inline void require(bool ok, const char* what) {
-    if (!ok) throw Error(std::string("A GPU kernel was called wrongly: ") + what + ".");
-}
 inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
-// Of the GPU in use. Without a GPU, for a dry run, it is what an H100 and an H200 have.
-inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
-    int device = 0, value = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return cudaGetLastError(), hopper;
-    check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
-    return value;
-}
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 #ifdef __CUDACC__
 
@@ -98,13 +79,15 @@ template <class... P>
 void launch(const char* what, void (*kernel)(P...), dim3 grid, dim3 block, int shared, cudaStream_t s,
             std::common_type_t<P>... arguments) {
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
-    if (s == DRY_RUN || grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
-    if (shared > 40 << 10)                                   // 48 KiB, with static ones, need no permission
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-              "This GPU has too little shared memory");
-    kernel<<<grid, block, shared, s>>>(arguments...);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
+    if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
+    enqueue(s, [&] {
+        if (shared > 40 << 10)  // 48 KiB, with static ones, need no permission
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                  "This GPU has too little shared memory");
+        kernel<<<grid, block, shared, s>>>(arguments...);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
+    });
 }
 
 using bf16 = __nv_bfloat16;

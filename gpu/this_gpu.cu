@@ -5,7 +5,7 @@
 
 #include "../program/plan.h"
 #include "../program/ranks.h"
-#include "cuda.cuh"
+#include "cuda.h"
 
 namespace coat {
 namespace {

@@ -2,7 +2,7 @@
 #include <chrono>
 #include <cuda_runtime.h>
 
-#include "../gpu/gemm.cuh"
+#include "../gpu/gemm.h"
 #include "help/files.h"
 #include "help/model.h"
 

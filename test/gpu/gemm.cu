@@ -1,5 +1,5 @@
 // gemm.cu - the GEMMs (fprop, dgrad, wgrad) of every format and scaling against the CPU reference.
-#include "../../gpu/gemm.cuh"
+#include "../../gpu/gemm.h"
 
 #include "../help/files.h"
 #include "../help/gpu.h"

@@ -1,0 +1,128 @@
+// gpu/cuda.h - CUDA for the host: errors, streams, events and recorded graphs, what is put on a stream, and
+// functions of libraries that are found at run time.
+//
+// A dry run finds out how much memory a training step takes. It runs the same code without a GPU, on the
+// stream DRY_RUN: enqueue(), through which everything is put on a stream, then does nothing.
+#pragma once
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <string>
+
+#include "../error.h"
+
+namespace coat::gpu {
+
+// -----------------------------------------------------------------------------------------------------------
+// Errors, and properties of the GPU
+
+// Throws Error("<what>: <CUDA's reason>.") and clears the error, so that a later launch is not blamed for it.
+inline void check(cudaError_t error, const char* what) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();
+    throw Error(what, ": ", cudaGetErrorString(error), ".");
+}
+inline void require(bool ok, const char* what) {
+    if (!ok) throw Error("A GPU kernel was called wrongly: ", what, ".");
+}
+
+// Of the GPU in use. Without a GPU, for a dry run, it is what an H100 and an H200 have.
+inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
+    int device = 0, value = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) {
+        cudaGetLastError();
+        return hopper;
+    }
+    check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
+    return value;
+}
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
+
+// -----------------------------------------------------------------------------------------------------------
+// Streams
+
+// Takes the place of a stream in a dry run.
+inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
+
+// Calls put(), which puts work on the stream; not in a dry run.
+template <class Put> void enqueue(cudaStream_t stream, Put put) {
+    if (stream != DRY_RUN) put();
+}
+
+inline void clear(void* p, int64_t bytes, cudaStream_t stream) {
+    enqueue(stream, [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
+}
+inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+    enqueue(stream, [&] {
+        check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "Copying memory failed");
+    });
+}
+
+// A handle of CUDA's that `destroy` gives back. (Given back when null, it would leave an error behind.)
+template <class Handle, cudaError_t (*destroy)(Handle)> struct Owned {
+    Handle handle = nullptr;
+
+    Owned() = default;
+    ~Owned() {
+        if (handle) destroy(handle);
+    }
+    Owned(const Owned&) = delete;
+    Owned& operator=(const Owned&) = delete;
+};
+
+class Stream : Owned<cudaStream_t, cudaStreamDestroy> {
+public:
+    explicit Stream(bool dry_run) {
+        if (!dry_run)
+            check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "Creating a CUDA stream failed");
+    }
+    operator cudaStream_t() const { return handle ? handle : DRY_RUN; }
+};
+
+// A point in a stream that another stream can wait for.
+class Event : Owned<cudaEvent_t, cudaEventDestroy> {
+public:
+    void record(cudaStream_t stream) {
+        enqueue(stream, [&] {
+            if (!handle)
+                check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
+                      "Creating a CUDA event failed");
+            check(cudaEventRecord(handle, stream), "Recording a CUDA event failed");
+        });
+    }
+    // What is put on the stream from now on waits for the point; not at all if none has been recorded.
+    void make_wait(cudaStream_t stream) const {
+        if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
+    }
+};
+
+// Work that is launched again and again with the same arguments. It is recorded as a CUDA graph the first
+// time; after that, hundreds of kernels start as one.
+class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
+public:
+    template <class Work> void run(cudaStream_t stream, Work work) {
+        if (!handle) {
+            Owned<cudaGraph_t, cudaGraphDestroy> graph;
+            constexpr char RECORDING[] = "Recording a CUDA graph failed";
+            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), RECORDING);
+            work();
+            check(cudaStreamEndCapture(stream, &graph.handle), RECORDING);
+            check(cudaGraphInstantiate(&handle, graph.handle, 0), RECORDING);
+        }
+        check(cudaGraphLaunch(handle, stream), "Launching a CUDA graph failed");
+    }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Libraries that the program does not need in order to start
+
+// A function of type F in a library, which is loaded if it was not before. cure: what helps if it is missing.
+template <class F> F* library_function(const std::string& library, const char* name, const char* cure) {
+    void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* const function = loaded ? dlsym(loaded, name) : nullptr;
+    if (!function) throw Error(library, " with ", name, " was not found; ", cure, ".");
+    return reinterpret_cast<F*>(function);
+}
+inline constexpr char DRIVER[] = "libcuda.so.1", UPDATE[] = "install a newer driver";
+
+}  // namespace coat::gpu
