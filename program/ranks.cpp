@@ -1,6 +1,7 @@
 // ranks.cpp - how the processes of a run start, find each other, exchange values and end together (ranks.h).
 //
-// A rank that waits for the others looks whether they still live. Rank 0 prints errors, unless it is gone.
+// A rank that waits for the others looks whether they still live. Rank 0 prints the errors of all ranks; if
+// it is gone, rank 1 says that.
 #include "ranks.h"
 
 #include <algorithm>
@@ -21,17 +22,19 @@ namespace coat {
 namespace {
 
 constexpr int MOST_RANKS = 1024;
-constexpr uint64_t MOST_BYTES = uint64_t(1)
-                                << 33;  // of a rank's value: no tensor of coat.h's models has more
+// The bytes of the longest value that a rank may send: no tensor of coat.h's models has more.
+constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
-// A message is a header and so many bytes. DATA: a value. WAITING: I am here, and wait, too. ENDING: all
-// ranks end; one that has failed gives its sentence, which rank 0 prints.
-enum Kind : uint8_t { DATA = 'D', WAITING = 'W', ENDING = 'E' };
+// A message is a header and as many bytes as it says. DATA brings a value, or those of all ranks. WAITING
+// says: I am here, and wait, too. ENDING says that all ranks end; a rank that has failed gives the sentence
+// that rank 0 prints.
+enum MessageKind : uint8_t { DATA = 'D', WAITING = 'W', ENDING = 'E' };
 struct __attribute__((packed)) Header {
-    uint8_t kind;
-    uint64_t size = 0;
+    uint8_t kind = 0;
+    uint64_t size = 0;  // of what follows, in bytes
 };
-Bytes message_of(Kind kind, const void* data, size_t size) {
+
+Bytes message_of(MessageKind kind, const void* data, size_t size) {
     const Header header{kind, size};
     Bytes message(sizeof header + size);
     std::memcpy(message.data(), &header, sizeof header);
@@ -72,9 +75,10 @@ std::vector<Bytes> split(const Bytes& joined, size_t count) {
     return values;
 }
 
-void tell(int fd, Kind kind) {  // if there is room
-    const Header message{kind};
-    ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+// Sends a message without bytes, if there is room for it at once.
+void tell(int socket, MessageKind kind) {
+    const Header message{.kind = kind};
+    ::send(socket, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 std::vector<pid_t> children;  // of rank 0, if it has started the other ranks
@@ -94,7 +98,7 @@ std::unique_ptr<ProcessGroup> start_others(int ranks) {
             for (const int fd : sockets) ::close(fd);
             ::close(ends[0]);
             children.clear();
-            sockets.assign(size_t(ranks), -1);
+            sockets.assign(ranks, -1);
             sockets[0] = ends[1];
             return std::make_unique<ProcessGroup>(rank, rank, sockets);
         }
@@ -105,7 +109,7 @@ std::unique_ptr<ProcessGroup> start_others(int ranks) {
     return std::make_unique<ProcessGroup>(0, 0, sockets);
 }
 
-// What a rank that torchrun has started says when it connects.
+// What a rank that torchrun has started says when it connects: a text of HELLO bytes, padded with zeros.
 constexpr size_t HELLO = 96;
 std::string hello(int ranks, int rank) {
     std::string text = concat("COAT rank ", rank, " of ", ranks, ", ", std::getenv("COAT_TOKEN"));
@@ -113,68 +117,92 @@ std::string hello(int ranks, int rank) {
     return text;
 }
 
-// A socket that is connected with rank 0, or on rank 0 listens, at its address alone. -1: it is not possible.
+// A socket at one address of rank 0: on rank 0 it listens there, on others it is connected. -1: it is not
+// possible. Waiting ends after `seconds`.
+int open_socket_at(const addrinfo& at, bool listens, double seconds) {
+    const int socket = ::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int on = 1;
+    const timeval limit{.tv_sec = static_cast<time_t>(std::max(1.0, seconds)), .tv_usec = 0};
+    ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);  // the port of a run that has just ended
+    ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    for (const int option : {SO_SNDTIMEO, SO_RCVTIMEO})  // the first is that of connect(), too
+        ::setsockopt(socket, SOL_SOCKET, option, &limit, sizeof limit);
+    bool ok = false;
+    if (listens) ok = ::bind(socket, at.ai_addr, at.ai_addrlen) == 0 && ::listen(socket, SOMAXCONN) == 0;
+    else ok = ::connect(socket, at.ai_addr, at.ai_addrlen) == 0;
+    if (ok) return socket;
+    ::close(socket);
+    return -1;
+}
+
+// The same at the first address that the name of rank 0's machine has, and that can be used.
 int open_socket(const Launch& launch, double seconds) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
-    if (::getaddrinfo(launch.address.c_str(), std::to_string(launch.port).c_str(), &hints, &found))
-        errno = EADDRNOTAVAIL;
-    int fd = -1;
-    for (const addrinfo* at = found; at && fd < 0; at = at->ai_next) {
-        fd = ::socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        const int on = 1;
-        const timeval limit{time_t(std::max(1.0, seconds)), 0};
-        ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);  // the port of a run that has just ended
-        ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        for (const int wait : {SO_SNDTIMEO, SO_RCVTIMEO})  // also of connect()
-            ::setsockopt(fd, SOL_SOCKET, wait, &limit, sizeof limit);
-        const int failed = launch.rank == 0
-                               ? ::bind(fd, at->ai_addr, at->ai_addrlen) || ::listen(fd, SOMAXCONN)
-                               : ::connect(fd, at->ai_addr, at->ai_addrlen);
-        if (failed) ::close(fd), fd = -1;
-    }
+    const std::string port = std::to_string(launch.port);
+    if (::getaddrinfo(launch.address.c_str(), port.c_str(), &hints, &found) != 0) errno = EADDRNOTAVAIL;
+    int socket = -1;
+    for (const addrinfo* at = found; at && socket < 0; at = at->ai_next)
+        socket = open_socket_at(*at, launch.rank == 0, seconds);
     if (found) ::freeaddrinfo(found);
-    return fd;
+    return socket;
+}
+
+// Whether somebody who has connected has said all of hello(), or will not say it.
+bool has_said_all(int caller, std::string* said) {
+    said->assign(HELLO, '\0');
+    const ssize_t got = ::recv(caller, said->data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
+    if (got < 0) return errno != EAGAIN;
+    return got == 0 || got == static_cast<ssize_t>(HELLO);
 }
 
 // Rank 0 waits for the others, which connect in any order, and for nobody else who connects. Returns the
-// sockets by rank; -1 where a rank has not connected in time.
+// sockets by rank; -1 where a rank has not connected before the deadline.
 std::vector<int> accept_others(int listening, int ranks, double deadline) {
-    std::vector<int> sockets(size_t(ranks), -1), callers;  // callers have not said enough yet
-    pollfd listener{listening, POLLIN, 0};
+    std::vector<int> sockets(ranks, -1);
+    std::vector<int> callers;  // sockets of those who have not said enough yet
+    pollfd listener{.fd = listening, .events = POLLIN, .revents = 0};
     while (std::count(sockets.begin() + 1, sockets.end(), -1) > 0 && now() < deadline) {
         if (::poll(&listener, 1, 10) > 0)
             callers.push_back(::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
-        if (callers.size() > MOST_RANKS) ::close(callers[0]), callers.erase(callers.begin());
-        for (int& fd : callers) {
-            std::string said(HELLO, 0);
-            const ssize_t got = ::recv(fd, said.data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
-            if (got < 0 ? errno == EAGAIN : got > 0 && got < ssize_t(HELLO)) continue;
-            int rank = 1;
-            while (rank < ranks && (sockets[size_t(rank)] >= 0 || said != hello(ranks, rank))) rank++;
-            if (rank < ranks) tell(sockets[size_t(rank)] = fd, WAITING), ::recv(fd, said.data(), HELLO, 0);
-            else ::close(fd);
-            fd = -1;
+        if (callers.size() > MOST_RANKS) {
+            ::close(callers.front());
+            callers.erase(callers.begin());
         }
-        callers.erase(std::remove(callers.begin(), callers.end(), -1), callers.end());
+        for (int& caller : callers) {
+            std::string said;
+            if (!has_said_all(caller, &said)) continue;
+            int rank = 1;
+            while (rank < ranks && (sockets[rank] >= 0 || said != hello(ranks, rank))) rank++;
+            if (rank < ranks) {
+                ::recv(caller, said.data(), HELLO, 0);
+                tell(caller, WAITING);
+                sockets[rank] = caller;
+            } else {
+                ::close(caller);
+            }
+            caller = -1;
+        }
+        std::erase(callers, -1);
     }
-    for (const int fd : callers) ::close(fd);
+    for (const int caller : callers) ::close(caller);
     ::close(listening);
     return sockets;
 }
 
-// Variables of the environment.
+// The text of a variable of the environment.
 std::string variable(const char* name) {
-    if (const char* const text = std::getenv(name); text && *text) return text;
+    const char* const text = std::getenv(name);
+    if (text && *text) return text;
     throw Error(name, " is not set; all ranks need one MASTER_ADDR, MASTER_PORT and COAT_TOKEN, a secret.");
 }
-int number(const char* name, int least, int most) {
+int integer_variable(const char* name, int least, int most) {
     const std::string text = variable(name);
-    char* end;
+    char* end = nullptr;
     const long value = std::strtol(text.c_str(), &end, 10);
     if (*end || value < least || value > most)
         throw Error(name, " is \"", text, "\"; set it to a number from ", least, " to ", most, ".");
-    return int(value);
+    return static_cast<int>(value);
 }
 
 }  // namespace
@@ -184,43 +212,56 @@ double now() {
 }
 
 Launch find_launch(int64_t ranks_flag) {
+    constexpr int MOST_PORT = 65535;
     const bool launched = std::getenv("RANK") && std::getenv("WORLD_SIZE");
-    const int ranks = launched ? number("WORLD_SIZE", 1, MOST_RANKS) : 1;
+    const int ranks = launched ? integer_variable("WORLD_SIZE", 1, MOST_RANKS) : 1;
     if (ranks_flag > MOST_RANKS || (ranks > 1 && ranks_flag > 0 && ranks_flag != ranks))
         throw Error("--ranks ", ranks_flag, " is more than ", MOST_RANKS, ", or differs from WORLD_SIZE.");
-    if (ranks == 1) return {0, int(std::max<int64_t>(1, ranks_flag)), 0, "", 0};
-    Launch launch{number("RANK", 0, ranks - 1), ranks, 0, variable("MASTER_ADDR"), 0};
+    Launch launch;
+    if (ranks == 1) {
+        launch.ranks = static_cast<int>(std::max<int64_t>(1, ranks_flag));
+        return launch;
+    }
+    launch.ranks = ranks;
+    launch.rank = integer_variable("RANK", 0, ranks - 1);
+    launch.address = variable("MASTER_ADDR");
+    launch.local = launch.rank;
+    if (std::getenv("LOCAL_RANK")) launch.local = integer_variable("LOCAL_RANK", 0, MOST_RANKS - 1);
+    // torchrun itself listens at MASTER_PORT.
+    if (std::getenv("COAT_PORT")) launch.port = integer_variable("COAT_PORT", 1, MOST_PORT);
+    else launch.port = integer_variable("MASTER_PORT", 1, MOST_PORT - 1) + 1;
     variable("COAT_TOKEN");
-    launch.local = std::getenv("LOCAL_RANK") ? number("LOCAL_RANK", 0, MOST_RANKS - 1) : launch.rank;
-    launch.port = std::getenv("COAT_PORT") ? number("COAT_PORT", 1, 65535)
-                                           : number("MASTER_PORT", 1, 65534) + 1;  // torchrun has MASTER_PORT
     return launch;
 }
 
 std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double seconds) {
     if (launch.address.empty()) return start_others(launch.ranks);
-    const std::string place = concat(launch.address, ", port ", launch.port);
+    const std::string where = concat(launch.address, ", port ", launch.port);
     const double deadline = now() + seconds;
-    int fd = open_socket(launch, seconds);
-    std::vector<int> sockets(size_t(launch.ranks), -1);
+    int socket = open_socket(launch, seconds);
+    std::vector<int> sockets(launch.ranks, -1);
     if (launch.rank == 0) {
-        if (fd < 0)
-            throw Error("Rank 0 cannot listen at ", place, " (", std::strerror(errno),
+        if (socket < 0)
+            throw Error("Rank 0 cannot listen at ", where, " (", std::strerror(errno),
                         "); set MASTER_ADDR to an address of its machine, COAT_PORT to a free port.");
-        sockets = accept_others(fd, launch.ranks, deadline);
+        sockets = accept_others(socket, launch.ranks, deadline);
     } else {
-        while (fd < 0 && now() < deadline && !::usleep(20000)) fd = open_socket(launch, deadline - now());
+        while (socket < 0 && now() < deadline) {  // rank 0 may start later
+            ::usleep(20'000);
+            socket = open_socket(launch, deadline - now());
+        }
         Header answer;
-        ::send(fd, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
-        if (::recv(fd, &answer, sizeof answer, MSG_WAITALL) == sizeof answer) sockets[0] = fd;
+        ::send(socket, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
+        if (::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer) sockets[0] = socket;
     }
     auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
-    for (int r = 0; r < (launch.rank ? 1 : launch.ranks); r++) {
-        if (r == launch.rank || sockets[size_t(r)] >= 0) continue;
+    const int expected = launch.rank == 0 ? launch.ranks : 1;  // the ranks to which this one has a socket
+    for (int rank = 0; rank < expected; rank++) {
+        if (rank == launch.rank || sockets[rank] >= 0) continue;
         const std::string sentence =
-            concat("Rank ", std::max(r, launch.rank), " has not connected with rank 0 at ", place,
+            concat("Rank ", std::max(rank, launch.rank), " has not connected with rank 0 at ", where,
                    "; start both, with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN.");
-        if (launch.rank) throw Error(sentence);
+        if (launch.rank > 0) throw Error(sentence);
         processes->fail(sentence);
     }
     return processes;
@@ -228,7 +269,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
 
 ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
     : rank_(rank), local_(local), peers_(sockets.size()) {
-    for (size_t r = 0; r < sockets.size(); r++) peers_[r].socket = sockets[r];
+    for (size_t rank = 0; rank < sockets.size(); rank++) peers_[rank].socket = sockets[rank];
 }
 
 ProcessGroup::~ProcessGroup() {
@@ -237,55 +278,58 @@ ProcessGroup::~ProcessGroup() {
     for (const pid_t child : children) ::waitpid(child, nullptr, 0);
 }
 
-// Rank 0 reads from all before it sends to any; the others send first. So no two wait for each other. Each
-// rank sends and gets one message, however many ranks there are.
+// Rank 0 reads from all before it sends to any, and the others send first: so no two wait for each other.
+// Each rank sends and gets one message, however many ranks there are.
 std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
     std::vector<Bytes> values(peers_.size());
-    values[static_cast<size_t>(rank_)] = mine;
-    if (rank_ == 0) {
-        for (int from = 1; from < count(); from++) values[static_cast<size_t>(from)] = receive(from);
-        if (!on_all || count() == 1) return values;
-        const Bytes joined = join(values), message = message_of(DATA, joined.data(), joined.size());
-        for (int to = 1; to < count(); to++) send(to, message);
+    values[rank_] = mine;
+    if (rank_ > 0) {
+        send(0, message_of(DATA, mine.data(), mine.size()));
+        if (!on_all) return values;
+        values = split(receive(0), peers_.size());
+        if (values.empty())
+            end("Rank 0 has sent something else than values; start the same program on all ranks.");
         return values;
     }
-    send(0, message_of(DATA, mine.data(), mine.size()));
-    if (!on_all) return values;
-    values = split(receive(0), peers_.size());
-    if (values.empty())
-        end("Rank 0 has sent something else than values; start the same program on all ranks.");
+    for (int from = 1; from < count(); from++) values[from] = receive(from);
+    if (!on_all || count() == 1) return values;
+    const Bytes joined = join(values);
+    const Bytes message = message_of(DATA, joined.data(), joined.size());
+    for (int to = 1; to < count(); to++) send(to, message);
     return values;
 }
 
 void ProcessGroup::send(int to, const Bytes& message) {
     size_t sent = 0;
-    pollfd socket{peers_[size_t(to)].socket, POLLOUT, 0};
+    pollfd socket{.fd = peers_[to].socket, .events = POLLOUT, .revents = 0};
     sending_to_ = to;
     wait_until([&] {
         if (::poll(&socket, 1, 20) <= 0) return false;
-        const ssize_t n =
-            ::send(socket.fd, &message[sent], message.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
-        sent += size_t(std::max<ssize_t>(0, n));
+        const size_t rest = message.size() - sent;
+        const ssize_t taken = ::send(socket.fd, &message[sent], rest, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (taken > 0) sent += taken;
         return sent == message.size();
     });
     sending_to_ = -1;
 }
 
 Bytes ProcessGroup::receive(int from) {
-    Peer& peer = peers_[size_t(from)];
-    pollfd socket{peer.socket, POLLIN, 0};
+    Peer& peer = peers_[from];
+    pollfd socket{.fd = peer.socket, .events = POLLIN, .revents = 0};
     wait_until([&] { return has_sent(from) || (::poll(&socket, 1, 20) > 0 && has_sent(from)); });
-    Bytes value(peer.message.begin() + sizeof(Header), peer.message.end());
-    peer.message = {}, peer.got = 0;
+    const Bytes value(peer.message.begin() + sizeof(Header), peer.message.end());
+    peer.message.clear();
+    peer.message.shrink_to_fit();  // it may have been a large tensor
+    peer.got = 0;
     return value;
 }
 
-// Whether the next value of this rank is there; reads what has come of it. If the rank has failed or ended,
-// or sends what none of ours would, so does this process.
+// Reads what has come of the next message of a rank, and returns whether it is a whole value. If the rank has
+// failed or ended, or sends what none of ours would, this process ends, too.
 bool ProcessGroup::has_sent(int rank) {
-    Peer& peer = peers_[size_t(rank)];
+    Peer& peer = peers_[rank];
     for (;;) {
-        Header header{0};
+        Header header;
         if (peer.got >= sizeof header) std::memcpy(&header, peer.message.data(), sizeof header);
         if (header.size > MOST_BYTES * peers_.size()) break;
         peer.message.resize(sizeof header + header.size);
@@ -293,41 +337,43 @@ bool ProcessGroup::has_sent(int rank) {
             const ssize_t n = ::recv(peer.socket, &peer.message[peer.got], missing, MSG_DONTWAIT);
             if (n < 0 && errno == EAGAIN) return false;
             if (n <= 0) break;
-            peer.got += size_t(n), peer.heard = now();
+            peer.got += n;
+            peer.heard = now();
             continue;
         }
         if (header.kind == DATA) return true;
         const std::string sentence(peer.message.begin() + sizeof header, peer.message.end());
         if (header.kind == ENDING) end(sentence.empty() ? "" : concat("Rank ", rank, ": ", sentence));
-        peer.got = 0;
+        peer.got = 0;  // WAITING: the message is forgotten
     }
     end(rank_ > 1 ? "" : concat("Rank ", rank, " has ended unexpectedly (killed?); start again."));
 }
 
 void ProcessGroup::wait_until(const std::function<bool()>& done) {
+    constexpr double LOOK_EVERY = 0.01;  // seconds between looks at the other ranks
     const double began = now();
     double looked = began, told = began;
     bool named = false;
     while (!done()) {
         const double time = now();
-        if (time < looked + 0.01) continue;
+        if (time < looked + LOOK_EVERY) continue;
         looked = time;
         const bool tells = time > told + patience / 6;
         if (tells) told = time;
-        for (int r = 0; r < count(); r++) {
-            Peer& peer = peers_[size_t(r)];
+        for (int rank = 0; rank < count(); rank++) {
+            Peer& peer = peers_[rank];
             if (peer.socket < 0) continue;
             // A rank may end once it has sent the value that this one waits for. No other value is of use
-            // then, but its last message may say why.
-            pollfd closed{peer.socket, POLLRDHUP, 0};
-            while (has_sent(r) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
-            if (tells && r != sending_to_) tell(peer.socket, WAITING);
+            // then, but its last message may say why it ends.
+            pollfd closed{.fd = peer.socket, .events = POLLRDHUP, .revents = 0};
+            while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
+            if (tells && rank != sending_to_) tell(peer.socket, WAITING);
             if (time < std::max(peer.heard, began) + patience) continue;
-            if (!named && rank_ <= 1)  // rank 1 speaks of rank 0
-                std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", r, patience);
+            if (!named && rank_ <= 1)  // rank 1 speaks of rank 0, and rank 0 of all others
+                std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", rank, patience);
             named = true;
-            if (interrupted)
-                end(rank_ ? "" : concat("Interrupted while rank ", r, " did not answer."), 128 + interrupted);
+            if (!interrupted) continue;
+            end(rank_ ? "" : concat("Interrupted while rank ", rank, " did not answer."), 128 + interrupted);
         }
     }
 }
@@ -336,22 +382,26 @@ void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
     if (!sentence.empty() && !checkpoint.empty())
         print_error("The last complete checkpoint is " + checkpoint + "; continue it with --resume.");
-    for (const Peer& peer : peers_)
-        if (rank_ == 0) tell(peer.socket, ENDING);
-    for (const pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);
+    if (rank_ == 0)
+        for (const Peer& peer : peers_) tell(peer.socket, ENDING);
+    for (const pid_t child : children) {
+        ::kill(child, SIGKILL);
+        ::waitpid(child, nullptr, 0);
+    }
     _exit(code);
 }
 
-// Another rank gives its sentence to rank 0, which prints it or its own, and waits for the end.
+// A rank other than 0 gives its sentence to rank 0, which prints it or its own, and waits for the end. Rank 0
+// may be within a call of a driver or a library, and read nothing: then this rank prints its sentence itself.
 void ProcessGroup::fail(const std::string& sentence) {
     if (rank_ == 0) end(sentence);
     send(0, message_of(ENDING, sentence.data(), sentence.size()));
     ::shutdown(peers_[0].socket, SHUT_WR);
-    // It may be within a call, of a driver or a library, that reads nothing: then this rank prints it.
     const double deadline = now() + patience;
     wait_until([&] {
-        if (has_sent(0)) peers_[0].got = 0;
-        return ::usleep(20000), now() > deadline;
+        if (has_sent(0)) peers_[0].got = 0;  // its values are of no use any more
+        ::usleep(20'000);
+        return now() > deadline;
     });
     end(sentence);
 }

@@ -1,7 +1,8 @@
 // ranks.h - the processes of a run: how they start, exchange small values and end together (ranks.cpp).
 //
-// A run on several GPUs has one process for each, a rank. Rank 0 has a socket to each of the others: small
-// values and the tensors of a checkpoint go through it, and on the CPU everything (GPUs: gpu/peers.cuh).
+// A run on several GPUs has one process for each GPU, called a rank. Rank 0 has a socket to each of the
+// others. Small values and the tensors of checkpoints go through it; on the CPU everything does. What GPUs
+// exchange directly is in gpu/.
 #pragma once
 #include <csignal>
 #include <cstdint>
@@ -18,47 +19,49 @@ namespace coat {
 
 using Bytes = std::vector<uint8_t>;
 
-double now();  // in seconds, for durations and deadlines; the origin means nothing
+double now();  // the time in seconds, for durations and deadlines; its origin means nothing
 
 // The signal that asks this process to end after the current step; train.cpp's handler sets it.
 inline volatile std::sig_atomic_t interrupted = 0;
 
-// Which process this is, as torchrun says: RANK, WORLD_SIZE, LOCAL_RANK (which chooses the GPU), MASTER_ADDR,
-// MASTER_PORT. Without an address, rank 0 starts the others itself.
+// Which process this is, as the variables that torchrun sets say: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+// MASTER_PORT.
 struct Launch {
-    int rank = 0, ranks = 1, local = 0;
-    std::string address;  // of rank 0
-    int port = 0;
+    int rank = 0, ranks = 1;
+    int local = 0;        // the rank on this machine, which chooses the GPU
+    std::string address;  // of rank 0; empty: rank 0 starts the other ranks itself
+    int port = 0;         // at which rank 0 listens
 };
 // Error if a variable is wrong, or contradicts --ranks (0: not given).
 Launch find_launch(int64_t ranks_flag);
 
 class ProcessGroup {
 public:
-    // Starts or finds the other ranks; Error if they have not connected within `seconds`. It forks if there
-    // is no address, so it must come before CUDA and before the first parallel loop.
+    // Starts or finds the other ranks; Error if they have not connected within `seconds`. Without an address
+    // it forks, so it must come before CUDA and before the first parallel loop.
     static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
-    // sockets: by rank, -1 where there is none: ranks other than 0 have one to rank 0 alone.
+    // sockets: by rank. -1: there is none; ranks other than 0 have one to rank 0 alone.
     explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
     ~ProcessGroup();  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
 
     int rank() const { return rank_; }
-    int count() const { return int(peers_.size()); }
+    int count() const { return static_cast<int>(peers_.size()); }
     int local() const { return local_; }
     bool threads = false;  // ranks are threads of one process, as in tests, and share its addresses
 
-    // Every rank calls these at the same time. What every rank has, by rank: all of it on every rank, or on
-    // rank 0 alone. T: a value, or a vector or string of values, of any length.
+    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
+    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
     template <class T> std::vector<T> all_gather(const T& mine);
     std::vector<Bytes> gather(const Bytes& mine, bool on_all);
 
-    // Waits for something that needs the other ranks: for done(), which may sleep for some milliseconds. If
-    // one of them has ended, so does this process. One that computes or hangs for long is named.
+    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
+    // milliseconds. If another rank has ended, so does this process. One that computes or hangs for long is
+    // named.
     void wait_until(const std::function<bool()>& done);
-    inline static double patience = 60;  // in seconds, until it is named
+    inline static double patience = 60;  // in seconds, until a rank is named
 
-    // The last complete one, or empty; named after the sentence of any error.
+    // The last complete checkpoint, or empty. It is named after the sentence of any error.
     std::string checkpoint;
 
     // Ends all ranks with exit code 1, after rank 0 has printed this sentence once. Where all fail, the
@@ -69,12 +72,12 @@ private:
     struct Peer {
         int socket = -1;
         double heard = 0;  // when it last sent anything
-        Bytes message;     // the next that it sends, with its header
-        size_t got = 0;    // the bytes of it that have come
+        Bytes message;     // the next message that it sends, with its header
+        size_t got = 0;    // the bytes of that message that have come
     };
     const int rank_, local_;
     std::vector<Peer> peers_;  // by rank
-    int sending_to_ = -1;      // in the middle of a message
+    int sending_to_ = -1;      // the rank to which a part of a message has been sent; -1: none
 
     void send(int to, const Bytes& message);
     Bytes receive(int from);
