@@ -198,7 +198,7 @@ static void round_values(const Lazy& x, const View& out, cudaStream_t s) {
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
     if (!q.fp8()) return round_values(x, out.view, s);
-    if (q == Q_GROUP) return quantize_groups(x.input, out.view, false, {}, stats, s);
+    if (q == E4M3_GROUP) return quantize_groups(x.input, out.view, false, {}, stats, s);
     if (!(q.granularity == PER_TENSOR)) return quantize_in_blocks(x, out, stats, s);
     if (out.delayed) return quantize_delayed(x, out, stats, s);
     measure(x, out, stats, s);  // first, because the codes may overwrite x

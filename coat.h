@@ -1,16 +1,20 @@
-// coat.h - the vocabulary of COAT (arXiv 2410.19313) that the CPU reference and the GPU implementation share:
-// number formats, granularities, recipes, formats of moments; model shapes, the block, and its parameters.
+// coat.h - the vocabulary that the CPU reference and the GPU implementation of COAT (arXiv 2410.19313) share:
+// number formats, what shares a scale, recipes, formats of an optimizer's moments, the shapes of models, the
+// tensors that a transformer block saves for backward, the parameters of a model, and quantization errors.
 //
-// All matrices are row-major; a weight is (out, in). Letters: B sequences of T tokens, N = B*T; L layers, C
-// hidden size, NH query heads, NKV key/value heads, HS head size, F feed-forward size, V vocabulary.
+// All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
+//   B  sequences in a micro-batch         L    transformer blocks         F  feed-forward size
+//   T  tokens in a sequence               C    hidden size                V  vocabulary size
+//   N  tokens in a micro-batch, B * T     NH   query heads                HS  size of a head
+//                                         NKV  key/value heads
 #pragma once
 #include <algorithm>
 #include <array>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <vector>
 
 #include "error.h"
@@ -18,71 +22,76 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Formats. FP8 is that of the OCP specification: casts saturate, and E4M3 has no infinity. FP16 is for
-// moments only.
+// Formats. Every format has a sign, an exponent and a mantissa. FP8 is that of the OCP specification: casts
+// saturate, and E4M3 has no infinity. FP16 is used for moments only.
 
 enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
 struct FormatInfo {
-    const char* name;         // on the command line and in tables
-    const char* safetensors;  // in checkpoints
-    int bytes;
-    int mantissa;  // bits: a normal value has a relative rounding error of at most 2^-(mantissa+1)
-    float max;     // largest finite value: FMAX in the scale s = amax / FMAX
-    float min;     // smallest positive value (subnormal)
+    const char* name;         // in flags and print-outs
+    const char* safetensors;  // in safetensors files
+    int bytes;                // of an element
+    int mantissa;  // bits: a normal value has a relative rounding error of at most 2^-(mantissa + 1)
+    float max;     // the largest finite value, FMAX
+    float min;     // the smallest positive value, FMIN, which is subnormal
 };
 
+// The rows have the order of Format.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
-    {"fp32", "F32",     4, 23, 3.40282347e+38f, 1.40129846e-45f},
-    {"bf16", "BF16",    2, 7,  3.38953139e+38f, 9.18354962e-41f},
-    {"fp16", "F16",     2, 10, 65504.0f,        0x1p-24f},
-    {"e4m3", "F8_E4M3", 1, 3,  448.0f,          0x1p-9f},
-    {"e5m2", "F8_E5M2", 1, 2,  57344.0f,        0x1p-16f},
+    {.name = "fp32", .safetensors = "F32", .bytes = 4, .mantissa = 23, .max = FLT_MAX, .min = 0x1p-149f},
+    {.name = "bf16", .safetensors = "BF16", .bytes = 2, .mantissa = 7, .max = 0x1.fep127f, .min = 0x1p-133f},
+    {.name = "fp16", .safetensors = "F16", .bytes = 2, .mantissa = 10, .max = 65504.0f, .min = 0x1p-24f},
+    {.name = "e4m3", .safetensors = "F8_E4M3", .bytes = 1, .mantissa = 3, .max = 448.0f, .min = 0x1p-9f},
+    {.name = "e5m2", .safetensors = "F8_E5M2", .bytes = 1, .mantissa = 2, .max = 57344.0f, .min = 0x1p-16f},
 };
 // clang-format on
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-constexpr bool is_scaled(Format f) { return f != Format::F32 && f != Format::BF16; }  // of a small range
+// Whether moments in this format need scales: FP8 and FP16 have too small a range without.
+constexpr bool is_scaled(Format f) { return f != Format::F32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
-// Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5).
-// Blocks at the end of a row or column may be smaller.
+// Granularity: which elements of a matrix share a scale. They form a scale block of rows x cols elements. The
+// size 0 means all rows or all columns. Scale blocks at the end of a row or column may be smaller.
 
 struct Granularity {
     int rows, cols;
-    constexpr bool operator==(const Granularity& o) const { return rows == o.rows && cols == o.cols; }
-    constexpr bool symmetric() const { return rows == cols; }  // the same for the transpose
+    constexpr bool operator==(const Granularity&) const = default;
+    // Whether the transpose of a matrix has the same scale blocks.
+    constexpr bool symmetric() const { return rows == cols; }
 };
-inline constexpr Granularity PER_TENSOR{0, 0};
-inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
-inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
+inline constexpr Granularity PER_TENSOR{.rows = 0, .cols = 0};
+inline constexpr Granularity PER_ROW{.rows = 1, .cols = 0};
+inline constexpr Granularity PER_1x128{.rows = 1, .cols = 128};
+inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
+// A scale group of the paper: 16 neighbouring features of one token (figure 4a).
+inline constexpr Granularity PER_GROUP{.rows = 1, .cols = 16};
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// How one kind of tensor is stored: its format, the block that shares a scale, and the format of the scales.
+// How a matrix is stored: the format of its elements and, in FP8, which of them share a scale, and the format
+// of the scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix.
 struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
     Format scale_format = Format::F32;
 
-    constexpr bool operator==(const Quant& o) const {
-        return format == o.format && granularity == o.granularity && scale_format == o.scale_format;
-    }
+    constexpr bool operator==(const Quant&) const = default;
     bool fp8() const { return is_fp8(format); }
-    // The scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix.
     int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
     int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
     int64_t scales(int64_t rows, int64_t cols) const {
         return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
     }
     int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
-    int64_t bytes(int64_t rows, int64_t cols) const {
+    int64_t bytes(int64_t rows, int64_t cols) const {  // of the codes and the scales
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
     }
-    // As Hopper reads a GEMM operand: rows of 128x128 scales are padded to a multiple of 4.
+    // The scales in memory of a GPU's GEMM operand. A per-tensor scale lies elsewhere, beside its amax.
+    // Hopper reads rows of 128x128 scales that are padded to a multiple of 4.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
         return scale_rows(rows) * round_up(scale_cols(cols), granularity == PER_128x128 ? 4 : 1);
@@ -98,108 +107,139 @@ struct Quant {
         return concat(name, " ", granularity.rows, "x", granularity.cols);
     }
 };
+inline constexpr Quant FP32{.format = Format::F32};
+inline constexpr Quant BF16{.format = Format::BF16};
+inline constexpr Quant E4M3_TENSOR{.format = Format::E4M3};
+inline constexpr Quant E5M2_TENSOR{.format = Format::E5M2};
+inline constexpr Quant E4M3_GROUP{
+    .format = Format::E4M3, .granularity = PER_GROUP, .scale_format = Format::BF16};
+inline constexpr Quant E4M3_ROW{.format = Format::E4M3, .granularity = PER_ROW};
+inline constexpr Quant E4M3_1x128{.format = Format::E4M3, .granularity = PER_1x128};
+inline constexpr Quant E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
 
 // -----------------------------------------------------------------------------------------------------------
-// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for
-// a column, never for a recipe's name.
+// Recipes: how each kind of tensor is stored (section 5). A recipe is a row of a table. Code asks for a
+// column and never for the name of a recipe.
 //
-// Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
+// A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
+// Each of its three GEMMs reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
-// A scale may vary along the reduction only in whole blocks. So the columns of a granularity run along the
-// reduction, and an operand that is reduced over its rows is transposed before it is quantized. For example
-// with 1x128, 128 features of a token share a scale of x in fprop, and 128 tokens in wgrad: x is quantized
-// twice. Per-tensor and 128x128 scales are the same for a matrix and its transpose.
+// A scale may change along the reduction only from one scale block to the next. So the columns of a
+// granularity run along the reduction: an operand that is reduced over its rows is transposed before it is
+// quantized. With 1x128, for example, 128 features of a token share a scale of x in fprop, and 128 tokens of
+// a feature in wgrad, so x is quantized twice. Per-tensor and 128x128 scales are the same for the transpose.
 
-enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
+// Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
+enum class Scaling : uint8_t { JustInTime, Delayed };
+
+// For fprop, dgrad and wgrad: whether the GEMM accumulates in Hopper's FP8 tensor cores, which have about 14
+// bits. Otherwise the sums move to FP32 at intervals, which takes longer.
+using FastAccumulation = std::array<bool, 3>;
+inline constexpr FastAccumulation IN_NO_GEMM{false, false, false};
+inline constexpr FastAccumulation IN_FPROP{true, false, false};
+inline constexpr FastAccumulation IN_ALL_GEMMS{true, true, true};
 
 struct Recipe {
     const char* name;
-    Format compute;   // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
-                      // weights, unless many are summed (model.h, gradient_format)
-    Quant x, w, g;    // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;  // inputs of norms 1 and 2 and of activations, as they are saved for backward
-    Quant attention;  // q, k, v and the output of attention, also saved: the compute dtype, or groups
-    Scaling scaling;  // of x, w and g
-    // Whether fprop, dgrad and wgrad accumulate in the about 14 bits of Hopper's FP8 tensor cores. Exact
-    // accumulation moves the sums to FP32 at intervals, which takes longer.
-    std::array<bool, 3> fast;
-    const char* about;
+    // The compute dtype: that of the residual stream, attention, GEMM outputs and the head. Gradients of
+    // weights have it too, unless many are summed (model.h, gradient_format).
+    Format compute = Format::BF16;
+    // GEMM operands of linear layers: activations, weights, and gradients of outputs.
+    Quant x = BF16, w = BF16, g = BF16;
+    // The inputs of norms 1 and 2 and of the activation function, as they are saved for backward.
+    Quant nonlinear = BF16;
+    // q, k, v and attention's output, as they are saved: in the compute dtype or in groups.
+    Quant attention = BF16;
+    Scaling scaling = Scaling::JustInTime;  // of x, w and g
+    FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Norms and activation functions read `nonlinear` tensors. Backward reads the groups that were saved. The
-    // forward pass reads the same groups, as in the paper, or the values that they were made of (coat-saved):
-    // then the operand x of wgrad differs a little from that of fprop (dev/WALK.md).
+    // Backward always reads the groups that were saved of `nonlinear` tensors. In the paper the forward pass
+    // reads the same groups. If this is false (coat-saved), it reads the values from which the groups were
+    // made. Then the x that fprop reads and the x that backward computes again for wgrad differ a little.
     bool forward_reads_groups = true;
-    int history = 1024;  // delayed scaling: steps in the history of amaxes
+    int history = 1024;      // steps whose amaxes delayed scaling remembers
+    const char* about = "";  // a line of --help
 };
 
-inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
-inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
-inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
-inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
-inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
-
 inline const std::vector<Recipe>& recipes() {
-    constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
-    constexpr std::array FPROP{true, false, false}, EXACT{false, false, false}, FAST{true, true, true};
+    // clang-format off
     static const std::vector<Recipe> table = {
-        // name, compute dtype, x, w, g, nonlinear, attention, scaling, fast, about, optimizer,
-        // forward_reads_groups
-        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, EXACT,
-         "everything in FP32, to compare the others with"},
-        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, EXACT,
-         "BF16 tensors, FP32 accumulation"},
-        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, FPROP,
-         "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
-        {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, FPROP,
-         "coat with E4M3 gradients, and with groups that only backward reads", "coat", false},
-        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, FPROP,
-         "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
-        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FAST,
-         "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
-        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FPROP,
-         "FP8 GEMMs with just-in-time per-tensor scaling (torchao's tensorwise)"},
+        {.name = "fp32", .compute = Format::F32, .x = FP32, .w = FP32, .g = FP32,
+         .nonlinear = FP32, .attention = FP32,
+         .about = "everything in FP32, to compare the others with"},
+        {.name = "bf16",
+         .about = "BF16 tensors, FP32 accumulation"},
+        {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .nonlinear = E4M3_GROUP,
+         .fast_accumulation = IN_FPROP, .optimizer = "coat",
+         .about = "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)"},
+        {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR, .nonlinear = E4M3_GROUP,
+         .fast_accumulation = IN_FPROP, .optimizer = "coat", .forward_reads_groups = false,
+         .about = "coat with E4M3 gradients, and with groups that only backward reads"},
+        {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
+         .fast_accumulation = IN_FPROP,
+         .about = "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
+        {.name = "colossal", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
+         .fast_accumulation = IN_ALL_GEMMS,
+         .about = "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
+        {.name = "tensorwise", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
+         .fast_accumulation = IN_FPROP,
+         .about = "FP8 GEMMs with just-in-time per-tensor scaling (torchao's tensorwise)"},
         // torchao's rowwise also rounds scales up to powers of two, and accumulates fast in all GEMMs.
-        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, FPROP,
-         "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
-        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, EXACT,
-         "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
+        {.name = "rowwise", .x = E4M3_ROW, .w = E4M3_ROW, .g = E4M3_ROW,
+         .fast_accumulation = IN_FPROP,
+         .about = "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
+        {.name = "deepseek", .x = E4M3_1x128, .w = E4M3_128x128, .g = E4M3_1x128,
+         .about = "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
     };
+    // clang-format on
     return table;
 }
 
-// The optimizer's moments (paper section 4). FP8 moments have one scale for a group of 128 consecutive
-// elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313).
+// -----------------------------------------------------------------------------------------------------------
+// Optimizers: how AdamW's moments are stored between steps (section 4). FP8 moments have one scale for each
+// moment group, which is 128 consecutive elements of a parameter, or one for the whole parameter (MS-AMP's
+// FP8-LM, arXiv 2310.18313).
+
 inline constexpr int MOMENT_GROUP = 128;
 
 struct OptimizerFormat {
     const char* name;
-    Format m, v;
-    bool expand;  // dynamic range expansion, for FP8 moments
-    const char* about;
-    int64_t group = MOMENT_GROUP;  // elements that share a scale; 0: all of the tensor
+    Format m, v;                        // of first and of second moments
+    bool expand = false;                // dynamic range expansion of FP8 moments
+    int64_t group_size = MOMENT_GROUP;  // consecutive elements that share a scale; 0: the whole parameter
+    const char* about = "";             // a line of --help
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t scales(Format f, int64_t n) const {  // of n elements
-        return !is_scaled(f) ? 0 : group ? ceil_div(n, group) : 1;
+    int64_t scales(Format f, int64_t n) const {  // of a moment with n elements in format f
+        if (!is_scaled(f)) return 0;
+        return group_size ? ceil_div(n, group_size) : 1;
     }
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
+    // clang-format off
     static const std::vector<OptimizerFormat> table = {
-        {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
-        {"coat-e5m2", Format::E4M3, Format::E5M2, true, "the same with second moments in E5M2"},
-        {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
-        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
-         0},
-        {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
-        {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
+        {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expand = true,
+         .about = "FP8 moments with dynamic range expansion"},
+        {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expand = true,
+         .about = "the same with second moments in E5M2"},
+        {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
+         .about = "FP8 moments with per-group scaling, no expansion"},
+        {.name = "fp8lm", .m = Format::E4M3, .v = Format::F16, .group_size = 0,
+         .about = "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)"},
+        {.name = "bf16", .m = Format::BF16, .v = Format::BF16,
+         .about = "BF16 moments"},
+        {.name = "fp32", .m = Format::F32, .v = Format::F32,
+         .about = "FP32 moments"},
     };
+    // clang-format on
     return table;
 }
 
-// The row of a table that has this name; an Error lists the names.
+// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
+// flag that gave it.
 template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
     std::string known;
     for (const auto& row : table) {
@@ -213,25 +253,35 @@ template <class Table> const auto& find_row(const Table& table, std::string_view
 // Models
 
 struct Architecture {
-    const char *name, *causal_lm;  // Hugging Face's model_type, and its class in transformers
-    bool rms;                      // RMSNorm; else LayerNorm with a bias
-    bool rope;                     // rotary positions; else learned ones
-    bool gated;                    // SiLU(gate) * up; else GELU (tanh form)
-    bool qkv_bias;                 // the linear layer of q, k and v has a bias
-    bool bias;                     // the other linear layers have one
-    bool qk_norm = false;          // RMSNorm of each head of q and of k, before RoPE
+    const char* name;       // Hugging Face's model_type
+    const char* causal_lm;  // its class in transformers
+    bool rms = false;       // norms are RMSNorm; else LayerNorm with a bias
+    bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
+    bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
+    bool qkv_bias = false;  // the linear layer of q, k and v has a bias
+    bool bias = false;      // the other linear layers have one
+    bool qk_norm = false;   // each head of q and of k passes an RMSNorm before RoPE
 };
-inline constexpr Architecture LLAMA{"llama", "LlamaForCausalLM", true, true, true, false, false};
-inline constexpr Architecture MISTRAL{"mistral", "MistralForCausalLM", true, true, true, false, false};
-inline constexpr Architecture QWEN2{"qwen2", "Qwen2ForCausalLM", true, true, true, true, false};
-inline constexpr Architecture QWEN3{"qwen3", "Qwen3ForCausalLM", true, true, true, false, false, true};
-inline constexpr Architecture GPT2{"gpt2", "GPT2LMHeadModel", false, false, false, true, true};
+// clang-format off
+inline constexpr Architecture LLAMA{
+    .name = "llama", .causal_lm = "LlamaForCausalLM", .rms = true, .rope = true, .gated = true};
+inline constexpr Architecture MISTRAL{
+    .name = "mistral", .causal_lm = "MistralForCausalLM", .rms = true, .rope = true, .gated = true};
+inline constexpr Architecture QWEN2{
+    .name = "qwen2", .causal_lm = "Qwen2ForCausalLM", .rms = true, .rope = true, .gated = true,
+    .qkv_bias = true};
+inline constexpr Architecture QWEN3{
+    .name = "qwen3", .causal_lm = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
+    .qk_norm = true};
+inline constexpr Architecture GPT2{
+    .name = "gpt2", .causal_lm = "GPT2LMHeadModel", .qkv_bias = true, .bias = true};
+// clang-format on
 
-// RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
-// f_i, to read longer texts than it was first trained on. The names are those of config.json.
+// RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
+// scale f_i, so that it can read longer texts than those of its first training. Names are from config.json.
 struct RopeScaling {
-    // Llama3: f_i with fewer than low_freq_factor rotations in the original positions are divided by the
-    // factor, those with more than high_freq_factor are kept, and the values between are interpolated.
+    // Llama3 counts the rotations of pair i in the original positions. With fewer than low_freq_factor, f_i
+    // is divided by the factor. With more than high_freq_factor it stays. Between, it is interpolated.
     enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int64_t original_positions = 8192;
@@ -240,9 +290,10 @@ struct RopeScaling {
 struct ModelConfig {
     std::string name;
     Architecture arch;
-    int64_t L, C, NH, NKV, F, V;  // V = 0: as many as the data has
-    int64_t max_T;                // positions
-    bool tied;                    // the head is the embedding
+    int64_t L, C, NH, NKV, F;
+    int64_t V;      // 0 in models(): as many as the data has
+    int64_t max_T;  // positions
+    bool tied;      // the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
@@ -259,33 +310,54 @@ struct ModelConfig {
 };
 
 inline const std::vector<ModelConfig>& models() {
-    constexpr RopeScaling BY_8{RopeScaling::Llama3, 8}, BY_32{RopeScaling::Llama3, 32};
+    constexpr RopeScaling BY_8{.type = RopeScaling::Llama3, .factor = 8};
+    constexpr RopeScaling BY_32{.type = RopeScaling::Llama3, .factor = 32};
+    // clang-format off
     static const std::vector<ModelConfig> table = {
-        //                          L   C     NH  NKV F      V       max_T tied
-        // clang-format off
-        {"llama-tiny",     LLAMA,   4,  128,  4,  2,  352,   0,      256,  true},
-        {"gpt2-tiny",      GPT2,    4,  128,  4,  4,  512,   0,      256,  true},
-        {"llama-30m",      LLAMA,   8,  512,  8,  4,  1408,  0,      1024, true},
-        {"gpt2",           GPT2,    12, 768,  12, 12, 3072,  50257,  1024, true},
-        {"gpt2-medium",    GPT2,    24, 1024, 16, 16, 4096,  50257,  1024, true},
-        {"gpt2-large",     GPT2,    36, 1280, 20, 20, 5120,  50257,  1024, true},
-        {"gpt2-xl",        GPT2,    48, 1600, 25, 25, 6400,  50257,  1024, true},
-        {"tinyllama-1.1b", LLAMA,   22, 2048, 32, 4,  5632,  32000,  2048, false},
-        {"llama-2-7b",     LLAMA,   32, 4096, 32, 32, 11008, 32000,  4096, false},
-        {"llama-2-13b",    LLAMA,   40, 5120, 40, 40, 13824, 32000,  4096, false},
-        {"llama-3-8b",     LLAMA,   32, 4096, 32, 8,  14336, 128256, 8192, false, 1e-5f, 500000.0f},
-        {"llama-30b",      LLAMA,   60, 6656, 52, 52, 17920, 32000,  2048, false},
-        {"llama-3.2-1b",   LLAMA,   16, 2048, 32, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
-        {"llama-3.2-3b",   LLAMA,   28, 3072, 24, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
-        {"llama-3.1-8b",   LLAMA,   32, 4096, 32, 8,  14336, 128256, 131072, false, 1e-5f, 5e5f, 0, BY_8},
-        {"mistral-7b",     MISTRAL, 32, 4096, 32, 8,  14336, 32768,  32768, false, 1e-5f, 1e6f},  // v0.3
-        {"qwen2.5-0.5b",   QWEN2,   24, 896,  14, 2,  4864,  151936, 32768, true, 1e-6f, 1e6f},
-        {"qwen2.5-7b",     QWEN2,   28, 3584, 28, 4,  18944, 152064, 131072, false, 1e-6f, 1e6f},
-        {"qwen3-0.6b",     QWEN3,   28, 1024, 16, 8,  3072,  151936, 40960, true, 1e-6f, 1e6f, 128},
-        {"qwen3-1.7b",     QWEN3,   28, 2048, 16, 8,  6144,  151936, 40960, true, 1e-6f, 1e6f, 128},
-        {"qwen3-8b",       QWEN3,   36, 4096, 32, 8,  12288, 151936, 40960, false, 1e-6f, 1e6f, 128},
-        // clang-format on
+        {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
+         .V = 0, .max_T = 256, .tied = true},
+        {.name = "gpt2-tiny", .arch = GPT2, .L = 4, .C = 128, .NH = 4, .NKV = 4, .F = 512,
+         .V = 0, .max_T = 256, .tied = true},
+        {.name = "llama-30m", .arch = LLAMA, .L = 8, .C = 512, .NH = 8, .NKV = 4, .F = 1408,
+         .V = 0, .max_T = 1024, .tied = true},
+        {.name = "gpt2", .arch = GPT2, .L = 12, .C = 768, .NH = 12, .NKV = 12, .F = 3072,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-medium", .arch = GPT2, .L = 24, .C = 1024, .NH = 16, .NKV = 16, .F = 4096,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-large", .arch = GPT2, .L = 36, .C = 1280, .NH = 20, .NKV = 20, .F = 5120,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-xl", .arch = GPT2, .L = 48, .C = 1600, .NH = 25, .NKV = 25, .F = 6400,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "tinyllama-1.1b", .arch = LLAMA, .L = 22, .C = 2048, .NH = 32, .NKV = 4, .F = 5632,
+         .V = 32000, .max_T = 2048, .tied = false},
+        {.name = "llama-2-7b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 32, .F = 11008,
+         .V = 32000, .max_T = 4096, .tied = false},
+        {.name = "llama-2-13b", .arch = LLAMA, .L = 40, .C = 5120, .NH = 40, .NKV = 40, .F = 13824,
+         .V = 32000, .max_T = 4096, .tied = false},
+        {.name = "llama-3-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 128256, .max_T = 8192, .tied = false, .rope_theta = 5e5f},
+        {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
+         .V = 32000, .max_T = 2048, .tied = false},
+        {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = BY_32},
+        {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = BY_32},
+        {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = BY_8},
+        {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
+        {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
+         .V = 151936, .max_T = 32768, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f},
+        {.name = "qwen2.5-7b", .arch = QWEN2, .L = 28, .C = 3584, .NH = 28, .NKV = 4, .F = 18944,
+         .V = 152064, .max_T = 131072, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f},
+        {.name = "qwen3-0.6b", .arch = QWEN3, .L = 28, .C = 1024, .NH = 16, .NKV = 8, .F = 3072,
+         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
+        {.name = "qwen3-1.7b", .arch = QWEN3, .L = 28, .C = 2048, .NH = 16, .NKV = 8, .F = 6144,
+         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
+        {.name = "qwen3-8b", .arch = QWEN3, .L = 36, .C = 4096, .NH = 32, .NKV = 8, .F = 12288,
+         .V = 151936, .max_T = 40960, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
     };
+    // clang-format on
     return table;
 }
 
@@ -296,12 +368,16 @@ inline void validate(const ModelConfig& c) {
     };
     // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows, and a
     // row of FP32 logits fits a GPU's GEMM workspace.
-    // clang-format off
-    const std::tuple<const char*, int64_t, int64_t> sizes[] = {
-        {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
-        {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
-        {"vocabulary", c.V, 1 << 22}, {"number of positions", c.max_T, 1 << 21}};
-    // clang-format on
+    const struct {
+        const char* name;
+        int64_t value, limit;
+    } sizes[] = {{.name = "number of layers", .value = c.L, .limit = 1 << 12},
+                 {.name = "hidden size", .value = c.C, .limit = 1 << 14},
+                 {.name = "number of heads", .value = c.NH, .limit = 1 << 15},
+                 {.name = "number of key/value heads", .value = c.NKV, .limit = 1 << 15},
+                 {.name = "feed-forward size", .value = c.F, .limit = 1 << 20},
+                 {.name = "vocabulary", .value = c.V, .limit = 1 << 22},
+                 {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
@@ -316,61 +392,74 @@ inline void validate(const ModelConfig& c) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The block. Its forward and backward passes are block_forward() and block_backward() of reference.cpp and
-// model.cu; ./train --plan prints the formats of its operators (plan.cpp, precision_plan).
+// A transformer block. Its forward and backward passes are block_forward() and block_backward() of
+// reference.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
 
-// The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16. If
-// the N tokens of a micro-batch are not, all linear layers of the run use the compute dtype.
+// The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
+// multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the
+// compute dtype.
 struct LinearFormats {
     Quant x, w, g;
     bool fallback;
 };
 inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
-    if (N % 16 == 0 || !r.x.fp8()) return {r.x, r.w, r.g, false};
-    return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
+    const Quant plain{.format = r.compute};
+    if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
+    return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 
-// Saved for backward (paper table 2): what cheap elementwise work cannot compute from another saved tensor.
+// What a block saves for backward (table 2). Backward also needs the outputs of norms and of the activation
+// function. They are not saved: they are computed again from their saved inputs, which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
-struct SavedTensor {
+
+struct SavedTensor {  // (N, cols)
     Saved which;
     const char* name;
-    int64_t cols;  // elements per token
+    int64_t cols;
     Quant quant;
 
-    int64_t bytes(int64_t tokens) const { return quant.bytes(tokens, cols); }
+    int64_t bytes(int64_t N) const { return quant.bytes(N, cols); }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {  // by Saved
-    return {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear},
-            {Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention},
-            {Saved::Attention, "attention output", c.q_cols(), r.attention},
-            {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32},
-            {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
-            {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear}};
+    // clang-format off
+    return {
+        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .quant = r.nonlinear},
+        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .quant = r.attention},
+        {.which = Saved::Attention, .name = "attention output", .cols = c.q_cols(), .quant = r.attention},
+        {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .quant = FP32},
+        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .quant = r.nonlinear},
+        {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
+         .quant = r.nonlinear},
+    };
+    // clang-format on
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Parameters: one table in the order of the forward pass. What follows from a parameter's role is a column.
+// Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decay;      // weight decay applies
-    bool fp8_state;  // moments in the optimizer's formats; else in FP32
-    bool linear;     // weight of a linear layer, quantized as the recipe says
-    bool ones;       // weight of a norm: starts at 1; others start random, or at 0 if init_std is 0
+    bool decay = false;      // weight decay applies
+    bool fp8_state = false;  // its moments have the optimizer's formats; else FP32
+    bool linear = false;     // it is the weight of a linear layer, which the recipe quantizes
+    bool ones = false;       // it starts at 1; else at random values, or at 0 if init_std is 0
 };
-inline constexpr Role EMBEDDING{true, true, false, false};  // also positions and the head
-inline constexpr Role LINEAR{true, true, true, false};
-inline constexpr Role NORM_WEIGHT{false, false, false, true};
-inline constexpr Role BIAS{false, false, false, false};
+// EMBEDDING is also the role of learned positions and of the head.
+inline constexpr Role EMBEDDING{.decay = true, .fp8_state = true};
+inline constexpr Role LINEAR{.decay = true, .fp8_state = true, .linear = true};
+inline constexpr Role NORM_WEIGHT{.ones = true};
+inline constexpr Role BIAS{};
 
 struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
-    int64_t rows, cols;  // (out, in); a vector is (1, n)
-    float init_std;
-    int64_t offset;  // in the flat order of all parameters; a multiple of MOMENT_GROUP
-    int64_t bucket;  // in the order of forward; its gradients are complete at the same time
+    int64_t rows, cols;  // a vector of n elements is (1, n)
+    float init_std;      // standard deviation of the first values
+    // Elements before it in the flat order of all parameters, where each is padded to whole moment groups.
+    int64_t offset;
+    // A bucket is the parameters whose gradients backward completes at the same time. Buckets are counted in
+    // the order of the forward pass.
+    int64_t bucket;
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -381,7 +470,13 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     std::vector<Param> table;
     int64_t offset = 0, bucket = 0;
     auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
-        table.push_back({name, role, rows, cols, std, offset, bucket});
+        table.push_back({.name = name,
+                         .role = role,
+                         .rows = rows,
+                         .cols = cols,
+                         .init_std = std,
+                         .offset = offset,
+                         .bucket = bucket});
         offset += table.back().padded_size();
     };
     auto norm = [&](const std::string& name) {
@@ -392,12 +487,12 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         add(name, LINEAR, out, in, std);
         if (bias) add(name + ".bias", BIAS, 1, out, 0);
     };
-    const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's initialisation
+    const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's first weights
     add("embedding", EMBEDDING, c.padded_V(), c.C, std);
     if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
     for (int64_t l = 0; l < c.L; l++) {
         const std::string layer = concat("layers.", l, ".");
-        bucket++;  // a linear layer, with the norm before it
+        bucket++;  // each bucket of a block is a linear layer and the norm before it
         norm(layer + "norm1");
         linear(layer + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);
         if (c.arch.qk_norm) add(layer + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
@@ -415,45 +510,49 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     return table;
 }
 
-// Elements of p before the padding of the vocabulary, which stays zero.
+// The elements of p that belong to the vocabulary. Behind them are padding rows, which stay zero.
 inline int64_t used_elements(const ModelConfig& c, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
 }
 
-inline int64_t parameter_count(const ModelConfig& c) {  // without the padding rows of the vocabulary
+inline int64_t parameter_count(const ModelConfig& c) {  // without padding rows
     int64_t n = 0;
     for (const Param& p : parameters(c)) n += used_elements(c, p);
     return n;
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Quantization error, by kind of tensor.
+// Quantization errors, by kind of tensor.
 
 struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
     int64_t elements = 0;
-    int64_t saturated = 0;  // |x| clearly above the largest value of the format times the scale
-    int64_t flushed = 0;    // x was not zero and became zero
-    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
+    int64_t saturated = 0;  // elements with |x| clearly above the largest value of the format times the scale
+    int64_t flushed = 0;    // elements that were not zero and became zero
+
+    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
     QuantStats& operator+=(const QuantStats& o) {
-        signal += o.signal, noise += o.noise;
-        elements += o.elements, saturated += o.saturated, flushed += o.flushed;
+        signal += o.signal;
+        noise += o.noise;
+        elements += o.elements;
+        saturated += o.saturated;
+        flushed += o.flushed;
         return *this;
     }
 };
 
 // clang-format off
-enum class Kind : uint8_t {
+enum class ReportKind : uint8_t {
     NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
 };
-inline constexpr const char* KIND_NAMES[] = {
+inline constexpr const char* REPORT_KIND_NAMES[] = {
     "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
     "weights", "gradients", "first moments", "second moments"};
 // clang-format on
 
 struct QuantReport {
-    QuantStats kinds[static_cast<int>(Kind::Count)];
-    std::vector<float> k_m, k_v;   // expansion factors of all groups
+    QuantStats kinds[static_cast<int>(ReportKind::Count)];
+    std::vector<float> k_m, k_v;   // the expansion factors of all moment groups
     bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
 };
 

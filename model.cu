@@ -96,7 +96,7 @@ private:
         exchange_.make_ready(exchange_.head_stage(), Exchange::NONE);
         const Arena::Scope scope(arena_);
         const View last = logits_of(N_ - 1, compute_view(1, config_.C));
-        convert(last, {logits, nullptr, 1, last.cols, Q_F32}, cuda_);
+        convert(last, {logits, nullptr, 1, last.cols, FP32}, cuda_);
     }
     void make_cached_weights() override {
         for (Block& b : blocks_)
@@ -236,7 +236,7 @@ private:
         const View values = reads_groups ? compute_view(N_, gate_up.cols) : kept;
         b.gate_up.forward(x, values);
         quantize_groups(values, gate_up, false, {b.down.x_amax(), gated_, reads_groups},
-                        state_.stats_of(Kind::ActivationInput), cuda_);
+                        state_.stats_of(ReportKind::ActivationInput), cuda_);
         return reads_groups ? gate_up : kept;
     }
 
@@ -258,7 +258,7 @@ private:
                           const int32_t* tokens = nullptr) {
         const View stream = next.in.quant.fp8() ? stream_at(next) : View{};
         residual_add(x, branch, stream, next, reads_saved(next), y_amax, cuda_, tokens, T_);
-        if (stream.data) measure(stored(stream), {next.in}, state_.stats_of(Kind::NormInput), cuda_);
+        if (stream.data) measure(stored(stream), {next.in}, state_.stats_of(ReportKind::NormInput), cuda_);
     }
     // residual_gradient() = g_in + the gradient of the norm's input. In a block g_in is the same memory; at
     // the head, where the residual stream ends, it is no tensor.
@@ -274,7 +274,8 @@ private:
         return saved.quant.fp8() ? compute_view(N_, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_groups(x, saved, true, {}, state_.stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8())
+            quantize_groups(x, saved, true, {}, state_.stats_of(ReportKind::Attention), cuda_);
     }
     View load_attention(const View& saved) {
         const View x = attention_view(saved);
@@ -299,7 +300,7 @@ private:
         Norm of_part = final_norm();
         of_part.in = rows(of_part.in, first, y.rows);
         of_part.stats += first;
-        quantize(norm(of_part), {y}, state_.stats_of(Kind::LinearInput), cuda_);
+        quantize(norm(of_part), {y}, state_.stats_of(ReportKind::LinearInput), cuda_);
         gemms_.run(Gemm::Fprop, {y}, {state_.weight(head_weight_)}, logits, false, nullptr, cuda_);
         return logits;
     }
@@ -312,7 +313,7 @@ private:
         const View dy = backward ? compute_view(N_, config_.C) : View{};
         const bool in_fp32 = backward && head_sum_apart(setup_);
         View sum = gradient;
-        if (in_fp32) sum.data = arena_.take<float>(sum.rows * sum.cols), sum.quant = Q_F32;
+        if (in_fp32) sum.data = arena_.take<float>(sum.rows * sum.cols), sum.quant = FP32;
         const int64_t head_stage = exchange_.head_stage();
         exchange_.make_ready(head_stage, backward ? head_stage - 1 : Exchange::NONE);
         if (backward) exchange_.wait_for_bucket(state_.params[head_weight_].bucket);

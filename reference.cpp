@@ -288,18 +288,20 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-void Moment::init(Format f, bool expansion, int64_t count, int64_t group_size) {
-    format = f, n = count, group = group_size;
+void Moment::init(Format f, bool expansion, int64_t count, int64_t group) {
+    format = f;
+    n = count;
+    group_size = group;
     expands = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(!is_scaled(f) ? 0 : group ? ceil_div(n, group) : 1, 0.0f);
+    max.assign(!is_scaled(f) ? 0 : group_size ? ceil_div(n, group_size) : 1, 0.0f);
     k.assign(expands ? max.size() : 0, 1.0f);
 }
 
 float Moment::value(int64_t i) const {
     const float y = get(format, codes.data(), i);
     if (!is_scaled(format)) return y;
-    const int64_t g = group ? i / group : 0;
+    const int64_t g = group_size ? i / group_size : 0;
     if (expands) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * scale_of({format}, max[g]);
 }
@@ -311,7 +313,7 @@ void Moment::load(float* x) const {
 
 void Moment::store(const float* x, bool second, QuantStats* stats) {
     const bool scaled = is_scaled(format);
-    const int64_t size = group ? group : std::max<int64_t>(n, 1);  // of a group
+    const int64_t size = group_size ? group_size : std::max<int64_t>(n, 1);  // of a group
 #pragma omp parallel for if (n > 1 << 14)
     for (int64_t first = 0; first < n; first += size) {
         const int64_t g = first / size, last = std::min(n, first + size);
@@ -326,7 +328,7 @@ void Moment::store(const float* x, bool second, QuantStats* stats) {
         for (int64_t i = first; i < last; i++) {
             const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
             put(format, codes.data(), i, y);
-            if (scaled && second && group && x[i] > 0 && get(format, codes.data(), i) == 0)
+            if (scaled && second && group_size && x[i] > 0 && get(format, codes.data(), i) == 0)
                 put(format, codes.data(), i, info(format).min);
         }
     }
@@ -687,7 +689,7 @@ public:
     std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
     // By parameter; without a history unless the recipe delays.
     std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
-    QuantStats* stats = nullptr;  // one for each Kind; null: not measured
+    QuantStats* stats = nullptr;  // one for each ReportKind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
 
     explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
@@ -700,7 +702,7 @@ public:
         }
     }
 
-    QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
+    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
 
     // Before a step, or a forward pass on its own.
     void begin() {
@@ -810,7 +812,7 @@ private:
     }
 
     // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
-    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, Kind kind) {
+    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
             if (q.fp8()) checked_amax(x);
@@ -833,7 +835,8 @@ private:
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
+            constexpr ReportKind KINDS[] = {ReportKind::LinearInput, ReportKind::Weight,
+                                            ReportKind::Gradient};
             const Quant quants[] = {formats_.x, formats_.w, formats_.g}, &q = quants[int(which)];
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = scale_of(q, largest);
@@ -917,13 +920,13 @@ private:
         SavedLayer& s = saved_.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum
-        s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
+        s.norm1_input = save(residual, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
         const Tensor norm1 = norm(layer + "norm1", as_forward_reads(residual, s.norm1_input));
         Tensor qkv = linear_forward(layer + "qkv", norm1);
         if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
-        s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
+        s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. What
         // groups hold is FP32; attention computes in BF16
@@ -931,17 +934,17 @@ private:
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
         attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
-        s.attention = save(rounded(attention), config.q_cols(), recipe.attention, Kind::Attention);
+        s.attention = save(rounded(attention), config.q_cols(), recipe.attention, ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
         const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
         const Tensor residual2 = sum(rounded(residual), attention_out);
-        s.norm2_input = save(residual2, config.C, recipe.nonlinear, Kind::NormInput);
+        s.norm2_input = save(residual2, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
         const Tensor norm2 = norm(layer + "norm2", as_forward_reads(residual2, s.norm2_input));
         const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
-        s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
+        s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
         const Tensor act = activation(as_forward_reads(gate_up, s.gate_up));
@@ -1006,8 +1009,8 @@ public:
             const OptimizerFormat& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), kept = owned(setup, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, kept, o.group);
-            s.v.init(p.moment(o.v), o.expand, kept, o.group);
+            s.m.init(p.moment(o.m), o.expand, kept, o.group_size);
+            s.v.init(p.moment(o.v), o.expand, kept, o.group_size);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float first = initial(p.init_std, p.role.ones, used, setup.seed, i, e);
@@ -1150,7 +1153,7 @@ private:
     // After an update or write(), each rank has changed its part of the weights: they exchange these.
     void refresh(size_t i) {
         const ParamState& s = states_[i];
-        const Slice kept = owned(setup_, params[i]);
+        const Range kept = owned(setup_, params[i]);
         Floats mine(kept.count);
         for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
         auto to = weights[i].begin();
@@ -1179,8 +1182,8 @@ private:
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), false, stats_of(Kind::Moment1));
-        s.v.store(v.data(), true, stats_of(Kind::Moment2));
+        s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
         for (int64_t e = 0, at = first; e < n; e++, at++)
             if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
@@ -1189,10 +1192,10 @@ private:
     // Where this rank's part of a tensor begins, and its bytes. Gradients are not written.
     std::pair<void*, size_t> find(const std::string& name, bool to_write = false) {
         using Place = std::pair<void*, size_t>;
-        auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
+        auto part = [](auto& v, Range s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
         auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
-        const Slice own = owned(setup_, params[i]);
+        const Range own = owned(setup_, params[i]);
         ParamState& s = states_[i];
         std::map<std::string, Place> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
                                                {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},

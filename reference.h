@@ -65,14 +65,14 @@ float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
 
-// One moment of one parameter, in any format. `group` consecutive elements share (max, k); the last group may
-// be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
+// One moment of one parameter, in any format. `group_size` consecutive elements share (max, k); the last
+// group may be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
 //   expanded:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::F32;
     bool expands = false;
-    int64_t n = 0, group = MOMENT_GROUP;  // group 0: all n elements
+    int64_t n = 0, group_size = MOMENT_GROUP;  // group_size 0: all n elements
     std::vector<uint8_t> codes;           // n elements of format
     std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero

@@ -203,7 +203,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     load_weights(checkpoint, setup.config, &model);
     for (const StateTensor& t : table) {
         const HfTensor& tensor = file.require(t.name, t.shape, t.dtype);
-        model.write(t.name, tensor.data + kept(setup, t).first * t.bytes);
+        model.write(t.name, tensor.data + owned(setup, t).first * t.bytes);
     }
 }
 

@@ -374,7 +374,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
 // Every rank sends its part to rank 0. Of a tensor that every rank keeps whole, the first part is all.
 Bytes whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
-    Bytes mine(kept(setup, t).count * t.bytes), whole;
+    Bytes mine(owned(setup, t).count * t.bytes), whole;
     try {
         if (!mine.empty()) model.read(t.name, mine.data());
         if (setup.ranks == 1) return mine;

@@ -30,13 +30,13 @@ bool Vocabulary::is_byte_level() const {
 
 namespace {
 
-enum class Kind : uint8_t { Space, Letter, Digit, Other };
-Kind kind(char c) {
+enum class ReportKind : uint8_t { Space, Letter, Digit, Other };
+ReportKind kind(char c) {
     const auto byte = uint8_t(c);
-    if (byte >= 0x80) return Kind::Letter;
-    if (std::strchr(" \t\n\v\f\r", c) && c) return Kind::Space;
-    if (c >= '0' && c <= '9') return Kind::Digit;
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ? Kind::Letter : Kind::Other;
+    if (byte >= 0x80) return ReportKind::Letter;
+    if (std::strchr(" \t\n\v\f\r", c) && c) return ReportKind::Space;
+    if (c >= '0' && c <= '9') return ReportKind::Digit;
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ? ReportKind::Letter : ReportKind::Other;
 }
 
 // The length of the first word of a text, as GPT-2's pattern cuts it. No token crosses the end of a word.
@@ -47,13 +47,13 @@ size_t first_word(std::string_view text) {
     for (const std::string_view end : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
         if (text.starts_with(end)) return end.size();
     const size_t space = text[0] == ' ' && text.size() > 1 ? 1 : 0;
-    const Kind first = kind(text[space]);
+    const ReportKind first = kind(text[space]);
     size_t end = space;
-    if (first != Kind::Space) {
+    if (first != ReportKind::Space) {
         while (end < text.size() && kind(text[end]) == first) end++;
         return end;
     }
-    while (end < text.size() && kind(text[end]) == Kind::Space) end++;
+    while (end < text.size() && kind(text[end]) == ReportKind::Space) end++;
     if (end == text.size() || end == 1) return end;
     return end - 1;  // the last space belongs to the word that follows
 }

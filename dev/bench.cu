@@ -150,7 +150,7 @@ private:
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
     void fill_cache() {
-        amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, Q_BF16}), slot_, nullptr);
+        amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, BF16}), slot_, nullptr);
     }
 };
 
@@ -178,7 +178,7 @@ double copy_rate(Clock& clock) {
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
 const char* gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
-    if (operand.fp8()) return r.fast[int(kind)] ? FAST : EXACT;
+    if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
     return operand.format == Format::F32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
@@ -186,9 +186,9 @@ double gemm_rate(Clock& clock, const std::string& name) {
     Memory memory;
     Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
     const Format stream = name == "fp32 GEMM" ? Format::F32 : Format::BF16;
-    const Quant a = name == FAST ? Q_E4M3 : name == EXACT ? Q_E5M2 : Quant{stream};
+    const Quant a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Quant{stream};
     const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
-                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? Q_E4M3 : a, stream);
+                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
     const View out = memory.random(SIDE, SIDE, stream);
     const Gemm kind = name == EXACT ? Gemm::Dgrad : Gemm::Fprop;
     return 2.0 * SIDE * SIDE * SIDE /
@@ -213,8 +213,8 @@ Json measure_sizes(Clock& clock) {
         Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
         const View x = memory.random(side, side, Format::BF16), w = memory.random(side, side, Format::BF16),
                    out = memory.random(side, side, Format::BF16);
-        const Operand x8 = memory.place(side, side, Q_E4M3, true, false),
-                      w8 = memory.place(side, side, Q_E4M3, true, false);
+        const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
+                      w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const View& from, const Operand& to) {
             amax(stored(from), amax_and_scale(to.view), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
@@ -279,7 +279,7 @@ private:
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
     AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
-    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast};
+    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast_accumulation};
 
     bool wanted(const char* group, const std::string& name) const {
         return (group + (": " + name)).find(only_) != std::string::npos;
@@ -548,7 +548,8 @@ private:
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = is_scaled(f) && o.group ? (o.expands(f) ? 8.0 : 4.0) / double(o.group) : 0;
+            const double scales =
+                is_scaled(f) && o.group_size ? (o.expands(f) ? 8.0 : 4.0) / double(o.group_size) : 0;
             return info(f).bytes + scales;
         };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),

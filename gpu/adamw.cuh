@@ -13,7 +13,7 @@ namespace coat::gpu {
 // optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
 // The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
-           const Slice& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
 // -----------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ private:
     int64_t gathered_bytes(const Param& p) const {  // at most: codes are smaller
         return round_up(p.padded_size() * info(setup_.recipe.compute).bytes, GPU_ALIGNMENT);
     }
-    Slice own(size_t i, int64_t rank) const { return owned(state_.params[i], rank, peers_.count); }
+    Range own(size_t i, int64_t rank) const { return owned(state_.params[i], rank, peers_.count); }
     // Gradients of one micro-batch, of what `rank` owns.
     const uint8_t* gradients_for(size_t i, int64_t rank) const {
         return state_.gradient_from(i, own(i, rank).first);
@@ -125,7 +125,7 @@ private:
         const std::vector<View> values = pieces_for_grids(from), codes = pieces_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
             quantize(stored(values[i]), {.view = codes[i], .delayed = state_.delayed_scaling()},
-                     state_.stats_of(Kind::Weight), peers_.stream());
+                     state_.stats_of(ReportKind::Weight), peers_.stream());
     }
 
     // As FP8 codes, which each rank makes of its part with the scale of the whole, or as the weights are.
@@ -141,9 +141,9 @@ private:
             AmaxAndScale* const scale = codes ? state_.weight_scale(i) : nullptr;
             auto part = [&](int64_t r) {
                 const int64_t each = info(quant.format).bytes;
-                return Slice{own(i, r).first * each, padded(own(i, r)) * each};
+                return Range{own(i, r).first * each, padded(own(i, r)) * each};
             };
-            const Slice mine = part(peers_.rank);
+            const Range mine = part(peers_.rank);
             const View kept = state_.owned_weight(i),
                        made{to + mine.first, scale, kept.rows, kept.cols, quant};
             if (codes) quantize_pieces(kept, made);

@@ -70,7 +70,7 @@ public:
         report_.k_m = state_.expansion_factors(false);
         report_.k_v = state_.expansion_factors(true);
         // Where weights travel as codes, each rank has measured those that it made.
-        QuantStats& weights = report_.kinds[static_cast<int>(Kind::Weight)];
+        QuantStats& weights = report_.kinds[static_cast<int>(ReportKind::Weight)];
         if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
         return report_;
     }
@@ -104,7 +104,7 @@ protected:
     const ModelConfig& config_ = setup_.config;
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t cuda_ = device_.stream;
-    Gemms gemms_{arena_.take(Gemms::SCRATCH), recipe_.fast};
+    Gemms gemms_{arena_.take(Gemms::SCRATCH), recipe_.fast_accumulation};
     const std::unique_ptr<Peers> connected_ = connect_gpus(setup_, arena_, cuda_);
     Peers& peers_ = *connected_;
     Exchange exchange_{device_, state_, peers_};

@@ -39,7 +39,7 @@ public:
     // y = x w^T + bias
     void forward(const Lazy& x, const View& y) {
         const Arena::Scope scope(arena());
-        const Operand x8 = make_operand(x, Kind::LinearInput, false), w8 = weight_operand(false);
+        const Operand x8 = make_operand(x, ReportKind::LinearInput, false), w8 = weight_operand(false);
         const void* const bias = biased_ ? c_.state.weight(param_ + 1).data : nullptr;
         c_.gemms.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias, stream());
     }
@@ -49,8 +49,8 @@ public:
     }
     void wgrad(const Operand& g8, const Lazy& x) {
         const Arena::Scope scope(arena());
-        c_.gemms.run(Gemm::Wgrad, g8, make_operand(x, Kind::LinearInput, true), c_.state.gradient(param_),
-                     !c_.assigns, nullptr, stream());
+        c_.gemms.run(Gemm::Wgrad, g8, make_operand(x, ReportKind::LinearInput, true),
+                     c_.state.gradient(param_), !c_.assigns, nullptr, stream());
     }
 
     // Memory for g8 (n, out), in the caller's scope. place: of the codes for dgrad, if they go elsewhere.
@@ -66,14 +66,14 @@ public:
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);
         if (fp8 && biased_) bias_gradient(g, amax);
         else measure_amax(g, amax);
-        if (!in_place) quantize(g, g8, c_.state.stats_of(Kind::Gradient), stream());
+        if (!in_place) quantize(g, g8, c_.state.stats_of(ReportKind::Gradient), stream());
         if (!fp8 && biased_) bias_gradient(stored(g8.view), nullptr);
         return g8;
     }
 
     void make_cached_weight() {
         measure_weight_amax();
-        quantize(stored(c_.state.weight(param_)), cached_, c_.state.stats_of(Kind::Weight), stream());
+        quantize(stored(c_.state.weight(param_)), cached_, c_.state.stats_of(ReportKind::Weight), stream());
     }
 
 private:
@@ -110,8 +110,8 @@ private:
         return {{codes, behind(codes), rows, cols, q}, others, behind(others), scale};
     }
     // The input or the weight for a GEMM that reduces over its columns, or (transposed) its rows.
-    Operand make_operand(const Lazy& x, Kind kind, bool over_rows) {
-        const bool input = kind == Kind::LinearInput;
+    Operand make_operand(const Lazy& x, ReportKind kind, bool over_rows) {
+        const bool input = kind == ReportKind::LinearInput;
         const Quant& q = input ? c_.formats.x : c_.formats.w;
         if (!q.fp8() && stored_dense(x)) return {x.input};
         const bool transposed = q.fp8() && over_rows;
@@ -139,7 +139,7 @@ private:
             return made;
         }
         measure_weight_amax();
-        return make_operand(stored(whole), Kind::Weight, over_rows);
+        return make_operand(stored(whole), ReportKind::Weight, over_rows);
     }
     void bias_gradient(const Lazy& g, AmaxAndScale* amax) {
         const Arena::Scope scope(arena());

@@ -72,7 +72,7 @@ public:
     void all_gather(void* blocks, int64_t bytes) {
         if (!several()) return;
         std::vector<Transfer> transfers;
-        auto block = [&](int64_t r) { return Slice{r * bytes, bytes}; };
+        auto block = [&](int64_t r) { return Range{r * bytes, bytes}; };
         add_gather(static_cast<uint8_t*>(blocks), block, transfers);
         wait_for_compute();
         exchange(transfers);

@@ -60,7 +60,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
                    info(q.format).max, stats);
         });
     };
-    if (q == Q_GROUP) return with_scales(nullptr, {});
+    if (q == E4M3_GROUP) return with_scales(nullptr, {});
     if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale(out.view), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
@@ -87,10 +87,10 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
     };
     auto on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment x;
-        x.init(f, k, n, o.group);
+        x.init(f, k, n, o.group_size);
         fetch(x.codes, data, 1, info(f).bytes);
-        if (max && o.group == 0) copy(x.max.data(), max, sizeof(float), s);
-        else if (max) fetch(x.max, max, o.group, sizeof(float));
+        if (max && o.group_size == 0) copy(x.max.data(), max, sizeof(float), s);
+        else if (max) fetch(x.max, max, o.group_size, sizeof(float));
         if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
         check(cudaStreamSynchronize(s), "Reading the moments failed");
         return x;
@@ -103,8 +103,8 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
     old_v.load(new_v.data());
     reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
                      new_v.data());
-    old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(Kind::Moment1)]);
-    old_v.store(new_v.data(), true, &report.kinds[static_cast<int>(Kind::Moment2)]);
+    old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(ReportKind::Moment1)]);
+    old_v.store(new_v.data(), true, &report.kinds[static_cast<int>(ReportKind::Moment2)]);
 }
 
 }  // namespace coat::gpu

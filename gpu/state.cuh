@@ -23,7 +23,7 @@ struct Results {
     Outcome outcome;
     double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
     double loss_scale;    // one over the targets that count; from the host
-    QuantStats stats[static_cast<int>(Kind::Moment1)];  // of all kinds before the moments
+    QuantStats stats[static_cast<int>(ReportKind::Moment1)];  // of all kinds before the moments
 };
 
 // The memory of everything, and the stream of the computation.
@@ -90,9 +90,10 @@ public:
     const int64_t scale_count = static_cast<int64_t>(params.size()) + OPERANDS * linears;  // see scale()
     // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
     std::vector<View> gathered = std::vector<View>(params.size());
-    // While quantization is measured: what has been found out, one for each Kind on the device; else null.
+    // While quantization is measured: what has been found out, one for each ReportKind on the device; else
+    // null.
     QuantStats* stats = nullptr;
-    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
+    QuantStats* stats_of(ReportKind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
 
@@ -168,7 +169,7 @@ public:
     void update(const AdamW& a, int64_t first, int64_t last) {
         const size_t begin = buckets[first].first, end = buckets[last - 1].last;
         const int n = static_cast<int>(end - begin);
-        const Slice range{shards[begin].at, shards[end].at - shards[begin].at};
+        const Range range{shards[begin].at, shards[end].at - shards[begin].at};
         const int64_t sums = 1 + shards[end].shard_unit - shards[begin].shard_unit;
         GradientState* const state = &device_.results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
@@ -199,7 +200,7 @@ public:
     void measure(int64_t bucket, QuantReport& report) const {
         device_.wait();
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
-            const Slice& slice = shards[i].own;
+            const Range& slice = shards[i].own;
             measure_moments(setup.optimizer, moments_[0][i], moments_[1][i], gradient_from(i, slice.first),
                             gradient_quant.format, slice.count, report, cuda_);
         }
@@ -261,7 +262,7 @@ private:
         const OptimizerFormat& o = setup.optimizer;
         Arena& arena = device_.arena;
         // One scale per tensor has two places: the old one decodes until all is encoded with the new one.
-        const int64_t copies = o.group == 0 ? 2 : 1;
+        const int64_t copies = o.group_size == 0 ? 2 : 1;
         for (size_t i = 0; i < params.size(); i++) {
             const std::string& name = params[i].name;
             const int64_t count = shards[i].own.count;

@@ -307,7 +307,7 @@ template <class F> void with_dense(const View& v, F f) {
 }
 // The same, or groups.
 template <class F> void with_storage(const View& v, F f) {
-    if (!(v.quant == Q_GROUP)) return with_dense(v, f);
+    if (!(v.quant == E4M3_GROUP)) return with_dense(v, f);
     f(groups_of(v));
 }
 

@@ -48,7 +48,7 @@ void validate(const Setup& s) {
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
-    if (s.ranks > 1 && s.optimizer.group == 0)
+    if (s.ranks > 1 && s.optimizer.group_size == 0)
         throw Error("--optimizer ", s.optimizer.name,
                     " has one scale per tensor, of which ranks cannot keep parts; "
                     "use one rank, or another --optimizer.");
@@ -72,7 +72,8 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     auto moment = [&](const char* name, Format f) {
         std::string writes = info(f).name;
         if (is_scaled(f)) writes += s.optimizer.expands(f) ? ", max and k" : ", max";
-        if (is_scaled(f)) writes += s.optimizer.group ? concat(" per ", s.optimizer.group) : " per tensor";
+        if (is_scaled(f))
+            writes += s.optimizer.group_size ? concat(" per ", s.optimizer.group_size) : " per tensor";
         return Operator{name, info(f).name, none, writes};
     };
     std::vector<Operator> block = {
@@ -150,7 +151,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     std::map<std::string, int64_t> kept_of;  // bytes of all tensors whose names end so; "": of the weights
     for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
         for (const StateTensor& t : table)
-            kept_of[t.name.substr(t.param.name.size())] += kept(s, t).count * t.bytes;
+            kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     const BucketElements e = bucket_elements(s);
@@ -168,7 +169,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
          gradients * info(dw).bytes, "parameter", count},
         {C::Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
         {C::Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
-        {C::Optimizer, s.optimizer.group ? "scales per group" : "scales per tensor",
+        {C::Optimizer, s.optimizer.group_size ? "scales per group" : "scales per tensor",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
@@ -251,7 +252,7 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe colossal, or --device cpu.");
     for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == Q_GROUP))
+        if (q.fp8() && !(q == E4M3_GROUP))
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
 }

@@ -62,7 +62,7 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 // moments and sums of gradients. Each has the parts of all parameters one after the other, padded to whole
 // groups of moments. With one rank that is the flat order.
 struct ShardPlace {
-    Slice own;           // owned()
+    Range own;           // owned()
     int64_t at;          // of its first element
     int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
 };

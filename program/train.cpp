@@ -210,7 +210,7 @@ void print_quantization(Run& run) {
     const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
     read_evaluated(run, held_out(run), 0);     // the same micro-batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
-    for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
+    for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
         QuantStats sum;
         for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
         report.kinds[int(kind)] = trained ? sum : QuantStats();
@@ -222,7 +222,7 @@ void print_quantization(Run& run) {
         if (!has_title)
             std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
         has_title = true;
-        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
+        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", REPORT_KIND_NAMES[kind], s.snr_db(),
                     s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
     if (!trained) return;
@@ -519,7 +519,7 @@ void make_setup(Run& run) {
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
-    if (flags.attention == "groups") s.recipe.attention = Q_GROUP;
+    if (flags.attention == "groups") s.recipe.attention = E4M3_GROUP;
     s.master = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)

@@ -69,10 +69,11 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.group);
+                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.group_size);
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
-                const QuantStats& got = report.kinds[static_cast<int>(i ? Kind::Moment2 : Kind::Moment1)];
+                const QuantStats& got =
+                    report.kinds[static_cast<int>(i ? ReportKind::Moment2 : ReportKind::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);

@@ -32,26 +32,26 @@ void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
 void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
-    const Tensor fp32(s, Q_F32), bf16(s, Q_BF16);
+    const Tensor fp32(s, FP32), bf16(s, BF16);
     gpu::convert(groups.view(), fp32.view(), 0);
     gpu::convert(groups.view(), bf16.view(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
-    const Tensor in(x, s, Q_BF16), again(s, Q_GROUP);
+    const Tensor in(x, s, BF16), again(s, E4M3_GROUP);
     gpu::quantize_groups(in.view(), again.view(), true, {}, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
-    const Tensor operand(s, Q_E4M3);
+    const Tensor operand(s, E4M3_TENSOR);
     quantize(groups.view(), operand);
     check_quantized(operand, values);
 }
 
 // Codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 void check_all_formats(const Floats& x, Shape s) {
-    const Tensor in(x, s, Q_BF16);
+    const Tensor in(x, s, BF16);
     std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
-    formats.push_back(Q_GROUP);
+    formats.push_back(E4M3_GROUP);
     for (Quant q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
@@ -62,8 +62,8 @@ void check_all_formats(const Floats& x, Shape s) {
         if (out.transposes() && !q.granularity.symmetric())  // the transpose has its own scales and errors
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
-        if (q == Q_GROUP) check_groups(x, out);
-        if (!(q == Q_E4M3) || !out.transposes()) continue;
+        if (q == E4M3_GROUP) check_groups(x, out);
+        if (!(q == E4M3_TENSOR) || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
         gpu::transpose_codes(out.view(), column_major.get(), 0);
         CHECK(same_bytes(column_major.read(), out.transposed.read()));
@@ -118,13 +118,13 @@ GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::F32, s.n());
-        const Tensor in(x, s, Q_F32);
-        for (Quant q : {Q_F32, Q_BF16}) {
+        const Tensor in(x, s, FP32);
+        for (Quant q : {FP32, BF16}) {
             const Tensor out(s, q);
             quantize(in.view(), out);
             check_quantized(out, x);
         }
-        for (Quant q : {Q_E4M3, Q_GROUP, Q_ROW}) {
+        for (Quant q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
             const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
         }
@@ -136,14 +136,14 @@ GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an
 GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     FRESH_RANDOM(rng);
     const int64_t rows = 300, cols = 272;
-    for (Quant q : {Q_E4M3, Q_E5M2}) {
+    for (Quant q : {E4M3_TENSOR, E5M2_TENSOR}) {
         CAPTURE(q.text());
         const float fmax = info(q.format).max, scale = 0x1p-8f;
         const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa - 1);
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 5 - 2) / 4 * half_step) * scale;
-        const Tensor in(x, {rows, cols}, Q_BF16);
+        const Tensor in(x, {rows, cols}, BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
         gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
@@ -158,9 +158,9 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     FRESH_RANDOM(rng);
     const int64_t rows = 21, padded = 32, cols = 272;
     Floats x = heavy(rng, Format::BF16, rows * cols);
-    const Tensor in(x, {rows, cols}, Q_BF16);
+    const Tensor in(x, {rows, cols}, BF16);
     x.resize(padded * cols);  // the padding counts as zeros, but its codes are not written
-    for (Quant q : {Q_E4M3, Q_ROW, Q_1x128, Q_128x128}) {
+    for (Quant q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
@@ -207,8 +207,8 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input and the am
                 Floats x = heavy(rng, Format::BF16, s.n());
                 // A lane behind the end copies eight columns, whose group then keeps 15 exactly: not counted.
                 if (s.rows == 1) x.assign(32, 0), x[0] = 400, x[8] = 15, x[24] = 1;
-                const Tensor gate_up(x, s, Q_BF16), groups(s, Q_GROUP);
-                const Tensor fused({1, 16}, Q_E4M3), separate({1, 16}, Q_E4M3);  // for their amaxes
+                const Tensor gate_up(x, s, BF16), groups(s, E4M3_GROUP);
+                const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
                 gpu::quantize_groups(gate_up.view(), groups.view(), false,
                                      {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);
@@ -234,21 +234,21 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             gate_up[i / F * 2 * F + i % F] = 400;
             dact[i] = 0x1p-14f;
         }
-        const Tensor in(gate_up, {rows, 2 * F}, Q_GROUP), gradient(dact, {rows, F}, Q_BF16);
+        const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
         const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
-        const Tensor exact({rows, 2 * F}, Q_F32);
+        const Tensor exact({rows, 2 * F}, FP32);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
         const float amax = reference::amax(values.data(), rows * 2 * F),
-                    scale = reference::scale_of(Q_E5M2, amax);
-        const Tensor out({rows, 2 * F}, Q_E5M2, scale);
+                    scale = reference::scale_of(E5M2_TENSOR, amax);
+        const Tensor out({rows, 2 * F}, E5M2_TENSOR, scale);
         Operand operand = out.operand();
         operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
         const reference::Quantized wanted =
-            reference::quantize(values.data(), rows, 2 * F, Q_E5M2, nullptr, &scale);
-        CHECK(same_codes(Q_E5M2.format, in.codes.read(), wanted.codes));
+            reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, &scale);
+        CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.codes));
     }
 }
 

@@ -12,7 +12,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         std::string text = concat(r.name, ": ", info(r.compute).name);
         for (const Quant& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
         text += r.scaling == Scaling::Delayed ? "; delayed; " : "; ";
-        for (bool fast : r.fast) text += fast ? "fast " : "exact ";
+        for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         return text + r.optimizer + (r.forward_reads_groups ? "" : ", forward reads values");
     };
     const std::string tensors = "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, bf16, bf16; ";

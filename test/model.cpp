@@ -24,7 +24,7 @@ reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& stat
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
     moment.init(p.moment(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
-                s.optimizer.group);
+                s.optimizer.group_size);
     moment.codes = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
@@ -190,7 +190,7 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
         Training t(make, setup_of(name));
         t.next();
         Setup without = t.setup();
-        without.recipe.nonlinear = Q_BF16;
+        without.recipe.nonlinear = BF16;
         const bool same = t.evaluate() == make(without)->evaluate(t.tokens.data(), t.targets.data());
         CHECK(same == !t.setup().recipe.forward_reads_groups);
     }
@@ -472,7 +472,8 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const StepResult r = t.step();
             CHECK((r.skipped && std::isfinite(r.loss)));
             // In E5M2 the infinite gradient saturates, but the check of amaxes detects it.
-            if (kind == Large::Hidden || !(t.setup().recipe.g == Q_E5M2)) CHECK(!std::isfinite(r.grad_norm));
+            if (kind == Large::Hidden || !(t.setup().recipe.g == E5M2_TENSOR))
+                CHECK(!std::isfinite(r.grad_norm));
             const Snapshot after = snapshot(*t.model);
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_of(params, "layers.1.gate_up")].bucket;
@@ -506,7 +507,7 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
             CHECK((snapshot(*kept.model) == snapshot(*dropped.model)));
         }
         const QuantReport x = kept.report(), y = dropped.report();
-        for (int k = 0; k < int(Kind::Count); k++)
+        for (int k = 0; k < int(ReportKind::Count); k++)
             CHECK((x.kinds[k].elements == y.kinds[k].elements &&
                    x.kinds[k].noise == doctest::Approx(y.kinds[k].noise).epsilon(1e-9)));
         CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
@@ -594,7 +595,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             const float fmax = info(quant_of(s.recipe, LinearOperand(o)).format).max;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
-    auto saturated = [&] { return t.report().kinds[int(Kind::Weight)].saturated; };
+    auto saturated = [&] { return t.report().kinds[int(ReportKind::Weight)].saturated; };
     CHECK(saturated() == 0);
     change_weights(after[2], "layers.0.down", 0, -1, [](float w) { return 2 * w; });
     restore(*t.model, after[2]);
@@ -620,17 +621,18 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         const Format group = s.recipe.nonlinear.format, attention = s.recipe.attention.format;
         const Format of[] = {group,      attention,  group,         q.x.format,
                              q.w.format, q.g.format, s.optimizer.m, s.optimizer.v};
-        for (int kind = 0; kind < int(Kind::Count); kind++) {
+        for (int kind = 0; kind < int(ReportKind::Count); kind++) {
             const QuantStats& stats = report.kinds[kind];
-            INFO(std::string(KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
+            INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
             CHECK((stats.elements > 0) == is_scaled(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scaling == Scaling::JustInTime) CHECK(stats.saturated == 0);
-            if (kind >= int(Kind::Moment1)) {
+            if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
                     if (p.role.fp8_state)
-                        Update(*t.model, state, p, {1, 0.0f}, 0).store(kind == int(Kind::Moment2), &expected);
+                        Update(*t.model, state, p, {1, 0.0f}, 0)
+                            .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);
                 if (exact) CHECK(stats.flushed == expected.flushed);
                 CHECK(stats.signal == doctest::Approx(expected.signal).epsilon(exact ? 1e-12 : 1e-4));

@@ -44,9 +44,9 @@ void check_logits(Random& rng, Training& gpu, Training& cpu) {
 // Both reports measure the same tensors. A few values that round differently change the sum of squared errors
 // little: 1 dB is a quarter of it. (Those of moments: model.cpp.)
 void check_reports(const QuantReport& a, const QuantReport& b) {
-    for (int kind = 0; kind < int(Kind::Moment1); kind++) {
+    for (int kind = 0; kind < int(ReportKind::Moment1); kind++) {
         const QuantStats &of_gpu = a.kinds[kind], &of_cpu = b.kinds[kind];
-        INFO(std::string(KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
+        INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
         CHECK(of_gpu.elements == of_cpu.elements);
         if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
     }
@@ -122,11 +122,13 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
     FRESH_RANDOM(rng);
     const std::tuple<const char*, Quant, Quant, Quant, Quant> rows[] = {
-        {"te", Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP},  // groups beside other operands
-        {"rowwise", Q_ROW, Q_ROW, Q_ROW, Q_GROUP},         {"deepseek", Q_1x128, Q_128x128, Q_1x128, Q_GROUP},
-        {"deepseek", Q_1x128, Q_1x128, Q_1x128, Q_BF16},  // other operands
-        {"deepseek", Q_128x128, Q_1x128, Q_1x128, Q_BF16}, {"coat", Q_E5M2, Q_E4M3, Q_E4M3, Q_GROUP},
-        {"coat", Q_BF16, Q_BF16, Q_BF16, Q_GROUP}};
+        {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_GROUP},  // groups beside other operands
+        {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_GROUP},
+        {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_GROUP},
+        {"deepseek", E4M3_1x128, E4M3_1x128, E4M3_1x128, BF16},  // other operands
+        {"deepseek", E4M3_128x128, E4M3_1x128, E4M3_1x128, BF16},
+        {"coat", E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, E4M3_GROUP},
+        {"coat", BF16, BF16, BF16, E4M3_GROUP}};
     for (const auto& [recipe, x, w, g, nonlinear] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));

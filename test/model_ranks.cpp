@@ -93,13 +93,13 @@ RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
             const Tokens fine(own.B * own.T, 3), bad(fine.size(), 0), none(fine.size(), NO_TARGET);
             Snapshot state = snapshot(*model), good = state;
             const Param p = parameters(own.config)[param_of(parameters(own.config), "layers.1.gate_up")];
-            const Slice rows = owned(own, p);
+            const Range rows = owned(own, p);
             if (hidden) {  // gates are 0 and ups are large: the gradients of gates are infinite
                 const int64_t gates = std::clamp<int64_t>(p.size() / 2 - rows.first, 0, rows.count);
                 set_weights(state, p.name, 0, 0, gates);
                 set_weights(state, p.name, 0x1p100f, gates);
                 set_weights(state, "layers.1.down", 0x1p120f);
-            } else if (const Slice here = kept(own, weight_tensors(own.config)[0]); here.first == 0)
+            } else if (const Range here = owned(own, weight_tensors(own.config)[0]); here.first == 0)
                 set_weights(state, "embedding", NAN, 0, std::min(own.config.C, here.count));
             restore(*model, state);
             const bool me = own.rank == 1;
@@ -127,21 +127,22 @@ RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generat
             RankTraining t(make, own);
             for (const StateTensor& tensor : state_tensors(own))
                 t.model->write(tensor.name,
-                               state.at(tensor.name).data() + kept(own, tensor).first * tensor.bytes);
+                               state.at(tensor.name).data() + owned(own, tensor).first * tensor.bytes);
             t.tokens = trained.tokens, t.targets = trained.targets;
             if (t.evaluate() != loss || t.next_logits(7) != logits) throw Error(own.rank, " differs.");
             reports[size_t(own.rank)] = t.report();
         });
-        for (int kind = 0; kind < int(Kind::Count); kind++) {
-            INFO(std::string(KIND_NAMES[kind]));
+        for (int kind = 0; kind < int(ReportKind::Count); kind++) {
+            INFO(std::string(REPORT_KIND_NAMES[kind]));
             const QuantStats& one = report.kinds[kind];
             QuantStats sum;
             for (const QuantReport& r : reports) sum += r.kinds[kind];
-            if (kind >= int(Kind::Moment1)) CHECK(sum.elements == one.elements);  // each reports its own
+            if (kind >= int(ReportKind::Moment1))
+                CHECK(sum.elements == one.elements);  // each reports its own
             else if (one.elements > 0) {
                 const QuantStats& other = reports.back().kinds[kind];
                 CHECK(other.snr_db() == doctest::Approx(one.snr_db()).epsilon(0.01));
-                if (kind != int(Kind::Weight))  // gathered once where used twice
+                if (kind != int(ReportKind::Weight))  // gathered once where used twice
                     CHECK(other.elements == one.elements);
             }
         }

@@ -105,7 +105,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows by the stated
             }
             for (const auto& [mode, category, bytes] :
                  {std::tuple{"attention", Category::Activations,
-                             3 * c.L * (48 * 2 * qkv_and_output - Q_GROUP.bytes(48, qkv_and_output))},
+                             3 * c.L * (48 * 2 * qkv_and_output - E4M3_GROUP.bytes(48, qkv_and_output))},
                   {"master", Category::Weights, 2 * weights},
                   {"gradients", Category::Gradients, 2 * (elements - largest - embedding)}}) {
                 const Setup other = with_modes(s, mode), baseline = bf16_baseline(other);

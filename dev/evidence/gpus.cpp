@@ -54,7 +54,7 @@ std::string models_by_gpu() {
         const ModelConfig& model = find_row(models(), name, "");
         Setup s{model, find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 2048};
         const int64_t by_default = total_bytes(gpu_memory_plan(s));
-        s.recipe.attention = Q_GROUP, s.master = s.keep_gradients = false;
+        s.recipe.attention = E4M3_GROUP, s.master = s.keep_gradients = false;
         const int64_t leanest = total_bytes(gpu_memory_plan(s));
         char gb[64];
         std::snprintf(gb, sizeof gb, "` | %.1f | %.1f |", double(by_default) / 1e9, double(leanest) / 1e9);

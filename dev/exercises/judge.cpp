@@ -150,7 +150,7 @@ Floats amaxes(const Floats& x, int rows) {  // of 1x16 groups, row by row
     return result;
 }
 Floats scales(const Floats& x, int rows) {
-    return each(amaxes(x, rows), [](float amax) { return reference::scale_of(Q_GROUP, amax); });
+    return each(amaxes(x, rows), [](float amax) { return reference::scale_of(E4M3_GROUP, amax); });
 }
 
 // Exercises 3 to 5: compare(c, rows, x) for the first of these tensors
@@ -263,7 +263,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         c("scale", scales(x, rows), got,
           {{"Scales are stored in BF16, not in FP32.", each(amax, [](float a) { return a / 448; })}}, 0,
           amax);
-        c("code", reference::quantize(x.data(), rows, cols, Q_GROUP).codes, codes,
+        c("code", reference::quantize(x.data(), rows, cols, E4M3_GROUP).codes, codes,
           {{"The scales are right: divide by the scale after it is rounded to BF16."}}, 0, x);
     });
 }
@@ -405,7 +405,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     const int N = 24, C = 96;
     Floats x = c.normal(N * C, 1), weight = c.normal(C, 0.3f), dy = c.normal(N * C);
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
-    const Quantized q = reference::quantize(x.data(), N, C, Q_GROUP);
+    const Quantized q = reference::quantize(x.data(), N, C, E4M3_GROUP);
     Floats dx(N * C, NAN), dweight(C, NAN), y(N * C), sum(C), last(C), no_mean(N * C);
     backward(N, C, q.codes.data(), scales(x, N).data(), weight.data(), dy.data(), dx.data(), dweight.data());
     x = dequantize(q);
@@ -434,7 +434,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     const int N = 20, F = 48, row = 2 * F;
     Floats gate_up = c.normal(N * row, 0.7f), dact = c.normal(N * F), got(N * row, NAN);
     gate_up[(N - 1) * row] = 60, gate_up[(N - 1) * row + 1] = -60;  // last: many mistakes look alike there
-    const Quantized q = reference::quantize(gate_up.data(), N, row, Q_GROUP);
+    const Quantized q = reference::quantize(gate_up.data(), N, row, E4M3_GROUP);
     backward(N, F, q.codes.data(), scales(gate_up, N).data(), dact.data(), got.data());
     auto gradient = [&](const Floats& x) {
         Floats result(N * row);

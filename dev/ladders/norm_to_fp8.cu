@@ -181,7 +181,7 @@ public:
         : x_(random_bf16(rows * cols, 2.0f)), weight_(random_bf16(cols, 1.0f, 2)), device_x_(x_),
           zeros_(rows * cols), device_weight_(weight_), scales_(rows * cols / 16), in_(rows * cols),
           codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows),
-          scale_(1), norm_{{in_.get(), scales_.get(), rows, cols, Q_GROUP},
+          scale_(1), norm_{{in_.get(), scales_.get(), rows, cols, E4M3_GROUP},
                            weight_on_device(),
                            nullptr,
                            stats_.get(),
@@ -189,7 +189,7 @@ public:
                            EPS},
           t_{rows,       cols,       in_.get(),      scales_.get(), weight_on_device(),
              x32_.get(), y32_.get(), inverse_.get(), scale_.get(),  codes_.get()} {
-        gpu::quantize(gpu::stored({device_x_.get(), nullptr, rows, cols, Q_BF16}), {norm_.in}, nullptr,
+        gpu::quantize(gpu::stored({device_x_.get(), nullptr, rows, cols, BF16}), {norm_.in}, nullptr,
                       nullptr);
         zeros_.fill(0);
     }
@@ -219,8 +219,8 @@ public:
             case 5:
                 // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
                 gpu::residual_add(x_view(device_x_), x_view(zeros_), {}, norm_, true, scale_.get(), nullptr);
-                gpu::quantize(gpu::norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, Q_E4M3}}, nullptr,
-                              nullptr);
+                gpu::quantize(gpu::norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, E4M3_TENSOR}},
+                              nullptr, nullptr);
                 break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
@@ -232,9 +232,9 @@ public:
         std::vector<float> x, weight, y(rows * cols);
         for (uint16_t b : x_) x.push_back(reference::from_bf16(b));
         for (uint16_t b : weight_) weight.push_back(reference::from_bf16(b));
-        x = reference::dequantize(reference::quantize(x.data(), rows, cols, Q_GROUP));
+        x = reference::dequantize(reference::quantize(x.data(), rows, cols, E4M3_GROUP));
         reference::norm_forward<float>(true, EPS, rows, cols, x.data(), weight.data(), nullptr, y.data());
-        const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, Q_E4M3).codes;
+        const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, E4M3_TENSOR).codes;
         codes_.poison();
         run(kernel);
         const std::vector<uint8_t> codes = codes_.read();
@@ -254,7 +254,7 @@ private:
     const gpu::Norm norm_;
     const Tensors t_;
 
-    gpu::View x_view(const Buffer<uint16_t>& x) const { return {x.get(), nullptr, t_.rows, t_.cols, Q_BF16}; }
+    gpu::View x_view(const Buffer<uint16_t>& x) const { return {x.get(), nullptr, t_.rows, t_.cols, BF16}; }
     const bf16* weight_on_device() const { return reinterpret_cast<const bf16*>(device_weight_.get()); }
 };
 

@@ -123,7 +123,7 @@ void run(int kernel, const Matrix& m) {
         return dim3(static_cast<unsigned>(ceil_div(m.cols, side)),
                     static_cast<unsigned>(ceil_div(m.rows, side)));
     };
-    const gpu::View x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, Q_BF16};
+    const gpu::View x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, BF16};
     switch (kernel) {
         case 1:
             quantize_kernel1<<<elements, 256>>>(m);
@@ -136,8 +136,8 @@ void run(int kernel, const Matrix& m) {
         case 3: kernel3<true><<<tiles(SIDE), dim3(SIDE, TALL)>>>(m); break;
         case 4: kernel4<<<tiles(64), 256>>>(m); break;
         case 5:
-            gpu::quantize(gpu::stored(x), {{m.codes, m.scale, m.rows, m.cols, Q_E5M2}, m.transposed}, nullptr,
-                          nullptr);
+            gpu::quantize(gpu::stored(x), {{m.codes, m.scale, m.rows, m.cols, E5M2_TENSOR}, m.transposed},
+                          nullptr, nullptr);
             break;
     }
     gpu::check(cudaGetLastError(), "Launching a kernel failed");
@@ -151,13 +151,13 @@ public:
           scale_(1), m{rows,         cols,         reinterpret_cast<bf16*>(x_.get()),
                        scale_.get(), codes_.get(), transposed_.get()} {
         scale_.fill(0);
-        gpu::amax(gpu::stored({x_.get(), nullptr, rows, cols, Q_BF16}), scale_.get(), nullptr);
+        gpu::amax(gpu::stored({x_.get(), nullptr, rows, cols, BF16}), scale_.get(), nullptr);
     }
     int64_t wrong_codes(int kernel) {  // against the reference
         std::vector<float> values;
         for (uint16_t b : bits_) values.push_back(reference::from_bf16(b));
         const std::vector<uint8_t> expected =
-            reference::quantize(values.data(), m.rows, m.cols, Q_E5M2).codes;
+            reference::quantize(values.data(), m.rows, m.cols, E5M2_TENSOR).codes;
         codes_.poison();
         transposed_.poison();
         run(kernel, m);

@@ -125,7 +125,7 @@ const k = max.map((m, i) => expansionFactor(m, min[i])), y = load("v").map((v, i
 save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max[i], k[i])));
 )");
     check_formats(folder, x);
-    CHECK(others(folder.get("scale"), each(max, [](float m) { return scale_of(Q_E4M3, m); })) == 0);
+    CHECK(others(folder.get("scale"), each(max, [](float m) { return scale_of(E4M3_TENSOR, m); })) == 0);
     const Floats k = folder.get("k"), y = folder.get("y");
     Floats wanted_k(n), wanted_y(n), wanted_back(n);
     for (int i = 0; i < n; i++) {
@@ -200,7 +200,7 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
         CHECK((folder.get(name + ".tensor") == floats(q.codes)));
         CHECK(folder.get(name + ".scale").at(0) == q.scale(0, 0));
     }
-    const Quantized q = quantize(matrix.data(), rows, cols, Q_GROUP);
+    const Quantized q = quantize(matrix.data(), rows, cols, E4M3_GROUP);
     CHECK((folder.get("groups") == floats(q.codes)));
     CHECK((folder.get("decoded") == dequantize(q)));
 }

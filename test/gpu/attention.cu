@@ -133,7 +133,7 @@ struct Run {
 
     Run(const AttentionShape& s, AttentionKernel kernel, const Floats& qkv, const Floats& exact_out,
         const Floats& exact_lse, const Floats& dout)
-        : out({1, s.B * s.T * s.NH * s.HS}, Quant{s.format}), lse({1, s.B * s.NH * s.T}, Q_F32),
+        : out({1, s.B * s.T * s.NH * s.HS}, Quant{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
           dqkv({1, s.B * s.T * s.qkv_cols()}, Quant{s.format}) {
         const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::F32), g(dout, s.format);
         const Buffer<uint8_t> workspace(int64_t(attention_workspace(s)));
@@ -237,7 +237,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
         CAPTURE(HS);
         const AttentionShape s{1, 16384, 4, 2, HS, Format::BF16};
         const int64_t outputs = s.T * s.NH * HS, inputs = s.T * s.qkv_cols();
-        const Tensor in(normals(rng, s.format, inputs), s.format), out({1, outputs}, Q_BF16),
+        const Tensor in(normals(rng, s.format, inputs), s.format), out({1, outputs}, BF16),
             dout(normals(rng, s.format, outputs), s.format);
         const Buffer<float> lse(s.NH * s.T);
         const Buffer<uint8_t> workspace(int64_t(attention_workspace(s)));

@@ -87,23 +87,23 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
 GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
+    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     gpu::Gemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;
         Quant x, w, g;
         Format out;
-    } formats[] = {{"fp32", Q_F32, Q_F32, Q_F32, Format::F32},
-                   {"bf16", Q_BF16, Q_BF16, Q_BF16, Format::BF16},
-                   {"bf16 to fp32", Q_BF16, Q_BF16, Q_BF16, Format::F32},
-                   {"fp8", Q_E4M3, Q_E4M3, Q_E5M2, Format::BF16},
-                   {"fp8 to fp32", Q_E4M3, Q_E4M3, Q_E5M2, Format::F32},
-                   {"fp8 per row to fp32", Q_ROW, Q_ROW, Q_ROW, Format::F32},
-                   {"fp8 1x128 and 128x128 to fp32", Q_1x128, Q_128x128, Q_1x128, Format::F32},
-                   {"fp8 per row", Q_ROW, Q_ROW, Q_ROW, Format::BF16},
-                   {"fp8 per row, gradients e5m2", Q_ROW, Q_ROW, ROW_E5M2, Format::BF16},
-                   {"fp8 1x128 and 128x128", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
-                   {"fp8 1x128", Q_1x128, Q_1x128, Q_1x128, Format::BF16}};
+    } formats[] = {{"fp32", FP32, FP32, FP32, Format::F32},
+                   {"bf16", BF16, BF16, BF16, Format::BF16},
+                   {"bf16 to fp32", BF16, BF16, BF16, Format::F32},
+                   {"fp8", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::BF16},
+                   {"fp8 to fp32", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::F32},
+                   {"fp8 per row to fp32", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::F32},
+                   {"fp8 1x128 and 128x128 to fp32", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::F32},
+                   {"fp8 per row", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::BF16},
+                   {"fp8 per row, gradients e5m2", E4M3_ROW, E4M3_ROW, ROW_E5M2, Format::BF16},
+                   {"fp8 1x128 and 128x128", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::BF16},
+                   {"fp8 1x128", E4M3_1x128, E4M3_1x128, E4M3_1x128, Format::BF16}};
     const struct {
         int64_t tokens, out, in;
     } sizes[] = {{16, 16, 16}, {64, 48, 208}, {37, 64, 32}, {1, 128, 64}, {528, 400, 272}, {130, 50, 24}};
@@ -131,7 +131,7 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
 GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
+    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     auto random_values = [&](int64_t n) {
         Floats x(n);
         for (float& v : x) v = 1 + 0.25f * float(rng.below(4));
@@ -142,8 +142,8 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
     for (const GemmCase& p : {gemm_cases(SIDE, K, SIDE)[1], gemm_cases(K, SIDE, SIDE)[2]}) {
         CAPTURE(std::string(p.name));
         REQUIRE(p.K() == K);
-        const Operands operands(p, random_values(p.a.n()), Q_E5M2, random_values(p.b.n()), Q_E4M3);
-        const Tensor out({p.M(), p.N()}, Q_F32);
+        const Operands operands(p, random_values(p.a.n()), E5M2_TENSOR, random_values(p.b.n()), E4M3_TENSOR);
+        const Tensor out({p.M(), p.N()}, FP32);
         gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), false, nullptr, nullptr);
         const Doubles exact = operands.product();
         Doubles bounds = exact;  // which are positive
@@ -156,11 +156,11 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
 GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast);
+    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
-    check_gemm(gemms, rng, fprop, Q_E4M3, Q_E4M3, Format::BF16, false, true);
-    check_gemm(gemms, rng, fprop, Q_BF16, Q_BF16, Format::BF16, false, true);
-    check_gemm(gemms, rng, dgrad, Q_BF16, Q_BF16, Format::BF16, false, false);
+    check_gemm(gemms, rng, fprop, E4M3_TENSOR, E4M3_TENSOR, Format::BF16, false, true);
+    check_gemm(gemms, rng, fprop, BF16, BF16, Format::BF16, false, true);
+    check_gemm(gemms, rng, dgrad, BF16, BF16, Format::BF16, false, false);
 }
 
 GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second time") {
@@ -168,11 +168,11 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
     gpu::Gemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
-    const Tensor e5m2(ones, s, Q_E5M2), bf16(ones, s, Q_BF16), e4m3(ones, s, Q_E4M3),
-        blocks(ones, s, Q_128x128), out(s, Q_BF16), narrow({64, 32}, Q_BF16);
+    const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, BF16), e4m3(ones, s, E4M3_TENSOR),
+        blocks(ones, s, E4M3_128x128), out(s, BF16), narrow({64, 32}, BF16);
     const gpu::Operand row_major{e4m3.view()};
     gpu::Operand groups = e4m3.operand();
-    groups.view.quant = Q_GROUP;
+    groups.view.quant = E4M3_GROUP;
     const struct {
         const char* why;
         Gemm kind;

@@ -43,7 +43,7 @@ struct NormCase {
     }
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
-        const Tensor y({N, C}, Q_F32);
+        const Tensor y({N, C}, FP32);
         gpu::quantize(gpu::norm(norm(read.view())), y.operand(), nullptr, 0);
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
@@ -80,7 +80,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", reads_saved ? "" : " reads the sum");
                     const Quant compute{f.compute};
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
-                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, Q_E4M3), values(s, Q_F32);
+                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
                     const NormCase c(rng, f, rms, s);
                     gpu::residual_add(x.view(), branch.view(), x_out.view(), c.norm(c.in.view()), reads_saved,
                                       y.slot.get(), 0);

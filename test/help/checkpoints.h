@@ -20,7 +20,7 @@ public:
             for (const StateTensor& t : table) {
                 const bool weight = t.name == t.param.name, k = ends_with(t.name, ".k");
                 std::string& bytes = tensors[t.name];
-                bytes.resize(size_t(kept(setup, t).count * t.bytes));
+                bytes.resize(size_t(owned(setup, t).count * t.bytes));
                 for (char& b : bytes) b = char(random.bits());
                 // In every format the second bit of the top byte is the first bit of the exponent.
                 for (size_t i = t.bytes - 1; i < bytes.size() && t.dtype != std::string("I16"); i += t.bytes)

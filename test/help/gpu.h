@@ -274,12 +274,12 @@ struct RecipeFormats {
     Quant nonlinear;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
-    {Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
+    {Format::BF16, E4M3_GROUP}, {Format::BF16, BF16}, {Format::F32, FP32}};
 
 constexpr Quant ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
-constexpr Quant GEMM_FORMATS[] = {Q_E4M3,    Q_E5M2,   Q_ROW,       Q_1x128,
-                                  Q_128x128, ROW_E5M2, B1x128_E5M2, B128x128_E5M2};
+constexpr Quant GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
+                                  E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>
@@ -310,7 +310,7 @@ inline void check_column_sums(const Lazy& x, const Floats& values) {
 // values: BF16, column sums, and codes and scales in every format and orientation, delayed too.
 inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
-    const Tensor fp32(s, Q_F32), bf16(s, Q_BF16);
+    const Tensor fp32(s, FP32), bf16(s, BF16);
     gpu::quantize(x, fp32.operand(), nullptr, 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);

@@ -36,7 +36,7 @@ inline Setup with_modes(Setup s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
-    if (has("attention")) s.recipe.attention = Q_GROUP;
+    if (has("attention")) s.recipe.attention = E4M3_GROUP;
     s.master = !has("master"), s.keep_gradients = !has("gradients");
     return s;
 }
@@ -75,7 +75,7 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
         Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
         s.optimizer = any(optimizers());
         s.master = rng.below(2), s.keep_gradients = rng.below(2);
-        if (rng.below(2)) s.recipe.attention = Q_GROUP;
+        if (rng.below(2)) s.recipe.attention = E4M3_GROUP;
         if (supported(s)) all.push_back(s), random--;
     }
     return all;
@@ -156,7 +156,7 @@ using Snapshot = std::map<std::string, std::vector<uint8_t>>;
 inline Snapshot snapshot(Model& model) {
     Snapshot bytes;
     for (const StateTensor& t : state_tensors(model.setup()))
-        bytes[t.name] = read_as<uint8_t>(model, t.name, kept(model.setup(), t).count * t.bytes);
+        bytes[t.name] = read_as<uint8_t>(model, t.name, owned(model.setup(), t).count * t.bytes);
     return bytes;
 }
 inline void restore(Model& model, const Snapshot& bytes) {

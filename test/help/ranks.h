@@ -103,7 +103,7 @@ inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps,
             gradients.push_back({p.name + ".gradient", "F32", 4, {p.size()}, p});
         run.gradients = training.whole(gradients), run.state = training.whole(state_tensors(own));
         for (const StateTensor& t : state_tensors(own))  // delayed scales, norm weights and biases
-            if (t.per == 0 || (t.name == t.param.name && t.param.rows == 1))
+            if (t.shared_by == 0 || (t.name == t.param.name && t.param.rows == 1))
                 run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());
     });
     for (const Run& run : runs) {
