@@ -79,17 +79,17 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* t
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
 TokenStream::Facts TokenStream::facts() {
-    constexpr int64_t PART = 1 << 18;
+    constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
-    auto hash = uint64_t(size_);
+    uint64_t hash = size_;
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += PART) {
         const std::vector<uint32_t> part = words(first, std::min(PART, size_ - first));
-        hash ^= hash_bytes(part.data(), part.size() * 4, first);
-        for (uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+        hash ^= hash_bytes(part.data(), std::ssize(part) * 4, first);
+        for (const uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
     }
     largest_ = largest;
-    return {largest, hash};
+    return {.largest = largest, .hash = hash};
 }
 
 namespace {
@@ -180,11 +180,12 @@ void read_token_file(const std::string& path, Corpus& c) {
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
-    const bool wide = header[0] == MAGIC_32_BIT;
+    const auto [magic, version, count, seq] = header;
+    const bool wide = magic == MAGIC_32_BIT;
     const int width = wide ? 4 : 2;
-    const int64_t count = header[2], seq = header[3];
-    if (!(wide || header[0] == MAGIC_16_BIT) || file->bytes() != HEADER + count * width ||
-        !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
+    const bool known_version = version == 1 || (wide && version == 7);  // 7: llm.c's first with 32 bits
+    const bool known = (wide || magic == MAGIC_16_BIT) && known_version && seq >= 0;
+    if (!known || file->bytes() != HEADER + int64_t{count} * width)
         throw Error("--data ", path, " is not a whole token file, as others are; give files of one kind, or ",
                     "write it again with data/tokenize.py.");
     if (c.train.size() + c.validation.size() == 0) c.seq = seq;
@@ -252,27 +253,30 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
                 "; give text files in UTF-8, folders of them, or token files (*.bin).");
 }
 
-static uint64_t mix(uint64_t z) {  // splitmix64's finalizer
+// The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
+// result.
+static uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return z ^ (z >> 31);
 }
 
-// Element i of a random permutation of [0, n), without a table. A Feistel network permutes [0, 4^half),
-// whatever its round function; it is applied again until the result is below n.
+// Element i of a random permutation of [0, n), without a table. A Feistel network permutes [0, 4^half_bits),
+// whatever its round function is. It is applied again until the result is below n.
 static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     constexpr uint64_t ROUNDS = 6;
-    int half = 1;
-    while (int64_t{1} << 2 * half < n) half++;
-    const uint64_t mask = (uint64_t{1} << half) - 1;
-    uint64_t x = i;
-    do
+    int half_bits = 1;
+    while (int64_t{1} << 2 * half_bits < n) half_bits++;
+    const uint64_t mask = (uint64_t{1} << half_bits) - 1;
+    int64_t x = i;
+    do {
         for (uint64_t round = 0; round < ROUNDS; round++) {
-            const uint64_t left = x >> half, right = x & mask;
-            x = right << half | (left ^ (mix(key + mix((round << 32) + right)) & mask));
+            const uint64_t left = x >> half_bits, right = x & mask;
+            const uint64_t of_right = mix(key + mix((round << 32) + right)) & mask;
+            x = right << half_bits | (left ^ of_right);
         }
-    while (x >= uint64_t(n));
-    return int64_t(x);
+    } while (x >= n);
+    return x;
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
@@ -283,12 +287,15 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
 }
 
 void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
-    std::vector<int32_t> both(T_ + 1), counted(T_ + 1);
-    for (int64_t at = number * B_; at < (number + 1) * B_; at++, tokens += T_, targets += T_) {
-        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(at / windows_ + 1));
-        stream_.read(permute(key, windows_, at % windows_) * T_, T_ + 1, both.data(), counted.data());
-        std::copy(both.begin(), both.end() - 1, tokens);
-        std::copy(counted.begin() + 1, counted.end(), targets);
+    std::vector<int32_t> window(T_ + 1), counted(T_ + 1);  // T + 1 tokens, and which of them count
+    for (int64_t row = 0; row < B_; row++) {
+        const int64_t at = number * B_ + row;  // counted through all epochs
+        const uint64_t epoch = at / windows_;
+        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * (epoch + 1));
+        const int64_t first = permute(key, windows_, at % windows_) * T_;
+        stream_.read(first, T_ + 1, window.data(), counted.data());
+        std::copy(window.begin(), window.end() - 1, tokens + row * T_);
+        std::copy(counted.begin() + 1, counted.end(), targets + row * T_);
     }
 }
 
