@@ -9,11 +9,42 @@
 
 namespace coat {
 
-// Text of a file, a path, a flag or a model, without the bytes that control a terminal, but for those `kept`.
-inline std::string printable(std::string text, std::string_view kept = {}) {
-    for (char& c : text)
-        if ((uint8_t(c) < ' ' || c == 0x7F) && kept.find(c) == kept.npos) c = '?';
-    return text;
+// The bytes of the UTF-8 character at the beginning of s, 1 to 4; 0 if there is none.
+inline size_t utf8_character(std::string_view s) {
+    const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
+    const uint8_t first = byte(0);
+    if (first < 0x80) return 1;
+    if (first < 0xC2 || first > 0xF4) return 0;
+    size_t length = 2;
+    if (first >= 0xE0) length = 3;
+    if (first >= 0xF0) length = 4;
+    if (s.size() < length) return 0;
+    for (size_t i = 1; i < length; i++)
+        if ((byte(i) & 0xC0) != 0x80) return 0;
+    const bool overlong = (first == 0xE0 && byte(1) < 0xA0) || (first == 0xF0 && byte(1) < 0x90);
+    const bool surrogate = first == 0xED && byte(1) > 0x9F;
+    const bool beyond_unicode = first == 0xF4 && byte(1) > 0x8F;
+    return overlong || surrogate || beyond_unicode ? 0 : length;
+}
+
+// Text of a file, a path, a flag or a model, as a terminal may get it. A character that controls terminals
+// becomes "?", but for those `kept`; a byte that is no UTF-8 becomes \xE9.
+inline std::string printable(std::string_view text, std::string_view kept = {}) {
+    std::string shown;
+    while (!text.empty()) {
+        const size_t length = utf8_character(text);
+        const auto first = uint8_t(text[0]);
+        const bool controls = (first < ' ' || first == 0x7F) && kept.find(text[0]) == kept.npos;
+        const bool controls_too =
+            length == 2 && first == 0xC2 && uint8_t(text[1]) < 0xA0;  // U+0080 to U+009F
+        char code[8];
+        std::snprintf(code, sizeof code, "\\x%02X", first);
+        if (length == 0) shown += code;
+        else if (controls || controls_too) shown += '?';
+        else shown += text.substr(0, length);
+        text.remove_prefix(length == 0 ? 1 : length);
+    }
+    return shown;
 }
 
 // The text of parts that are strings or numbers: concat("--seq ", 300, " is too long").

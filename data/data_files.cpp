@@ -160,24 +160,6 @@ FoundFiles find_data_files(const std::string& data, const std::vector<std::strin
     return found;
 }
 
-// The bytes of the UTF-8 character at the beginning of s, 1 to 4; 0 if there is none.
-static size_t utf8_character(std::string_view s) {
-    const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
-    const uint8_t first = byte(0);
-    if (first < 0x80) return 1;
-    if (first < 0xC2 || first > 0xF4) return 0;
-    size_t length = 2;
-    if (first >= 0xE0) length = 3;
-    if (first >= 0xF0) length = 4;
-    if (s.size() < length) return 0;
-    for (size_t i = 1; i < length; i++)
-        if ((byte(i) & 0xC0) != 0x80) return 0;
-    const bool overlong = (first == 0xE0 && byte(1) < 0xA0) || (first == 0xF0 && byte(1) < 0x90);
-    const bool surrogate = first == 0xED && byte(1) > 0x9F;
-    const bool beyond_unicode = first == 0xF4 && byte(1) > 0x8F;
-    return overlong || surrogate || beyond_unicode ? 0 : length;
-}
-
 size_t utf8_length(std::string_view bytes) {
     size_t at = 0;
     while (at < bytes.size()) {

@@ -327,7 +327,7 @@ static bool is_of_tokenizer(const std::string& name) {
 
 Companions read_companions(const std::string& folder) {
     return files_of_folder(folder, [](const std::string& name) {
-        return is_of_tokenizer(name) || name == "config.json" || name == "generation_config.json";
+        return is_of_tokenizer(name) || is_one_of("config.json generation_config.json tokenizer.bin", name);
     });
 }
 

@@ -19,10 +19,12 @@ inline constexpr const char* VERSION = "1.0";
 // the default below, or the table's for a GPU or for a model folder.
 struct Flags {
     std::string device = "auto", model = "llama-tiny", recipe = "coat", optimizer, attention = "compute",
-                master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log;
+                master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log,
+                prompt;
     int64_t ranks = 1, batch = 16, seq = 128, accumulate = 1, steps = 250, warmup = 100, seed = 1,
-            save_every = 0, keep = 2, eval_every = 50, eval_tokens = 1 << 15, sample_every = 125;
-    double lr = 3e-3, weight_decay = 0.1, clip = 1;
+            save_every = 0, keep = 2, eval_every = 50, eval_tokens = 1 << 15, sample_every = 125,
+            tokens = 256;
+    double temperature = 0.8, lr = 3e-3, weight_decay = 0.1, clip = 1;
     bool plan = false, help = false, version = false;
 
     void parse(int argc, char** argv);
@@ -71,7 +73,7 @@ inline const Flag FLAGS[] = {
     {.name = "ranks", .member = &Flags::ranks, .on_resume = NOT_SAVED,
      .about = "processes, one for each GPU; torchrun sets it itself", .least = 1},
     {.name = "model", .member = &Flags::model, .on_resume = MUST_MATCH,
-     .about = "a named model, or a Hugging Face folder to start from", .gpu_default = "llama-30m"},
+     .about = "a named model; or a folder: of a run, or from Hugging Face", .gpu_default = "llama-30m"},
     {.name = "recipe", .member = &Flags::recipe, .on_resume = MUST_MATCH,
      .about = "formats of weights, activations and gradients"},
     {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
@@ -117,6 +119,12 @@ inline const Flag FLAGS[] = {
      .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
     {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
      .about = "steps between samples of text; 0: none", .gpu_default = "300"},
+    {.name = "prompt", .member = &Flags::prompt, .on_resume = NOT_SAVED,
+     .about = "print how the model of a folder continues this, and stop"},
+    {.name = "tokens", .member = &Flags::tokens, .on_resume = NOT_SAVED,
+     .about = "new tokens after --prompt, at most"},
+    {.name = "temperature", .member = &Flags::temperature, .on_resume = NOT_SAVED,
+     .about = "of --prompt and samples; 0: the most probable token"},
     {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
      .about = "file for a log in JSON lines; --resume continues it"},
     {.name = "plan", .member = &Flags::plan, .on_resume = NOT_SAVED,

@@ -9,12 +9,12 @@
 
 #include <cstdlib>
 #include <functional>
-#include <random>
 
 #include "../data/checkpoint.h"
 #include "../data/tokens.h"
 #include "../model.h"
 #include "log.h"
+#include "generate.h"
 #include "ranks.h"
 
 namespace {
@@ -179,28 +179,29 @@ double validate(Run& run) {
     return loss;
 }
 
-// Continues the beginning of the held-out text, if --seq has room, up to the token that ends a text. Each
-// token costs a whole forward pass: nothing is cached between them. The seed follows from the step, so a
-// resumed run prints the samples of one that was not stopped.
+// Prints how the model continues the beginning of the held-out text. The seed follows from the step, so that
+// a resumed run prints the samples of one that was not stopped.
 void sample(Run& run) {
-    constexpr int64_t PROMPT = 16, LENGTH = 256;
-    constexpr float TEMPERATURE = 0.8f;
-    std::vector<int32_t> tokens(PROMPT), unused(PROMPT);
-    run.corpus.validation.read(0, PROMPT, tokens.data(), unused.data());
-    std::vector<float> logits(run.setup.config.V);
-    std::mt19937_64 random(run.setup.seed * 1'000'003 + run.state.step);
-    while (int64_t(tokens.size()) < std::min(run.setup.T, LENGTH)) {
-        run.model->next_logits(tokens.data(), int64_t(tokens.size()), logits.data());
-        const float top = *std::max_element(logits.begin(), logits.end());
-        for (float& logit : logits) logit = std::exp((logit - top) / TEMPERATURE);
-        tokens.push_back(std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random));
-        tokens.back() = run.processes->all_gather(tokens.back()).front();  // ranks must end together
-        if (tokens.back() == run.corpus.vocabulary.end_token) break;
-    }
-    if (tokens.size() == PROMPT) return;
-    std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,
-                printable(run.corpus.vocabulary.decode(tokens), "\n\t").c_str());
-    run.print_log("sample", {{"tokens", tokens}});
+    constexpr int64_t LONGEST = 240;
+    const int64_t T = run.setup.T;
+    std::vector<int32_t> tokens = sample_prompt(run.corpus.validation, T);
+    if (tokens.empty()) return;
+    const auto prompt = int64_t(tokens.size());
+    continue_tokens(*run.model, *run.processes,
+                    {.temperature = run.flags.temperature,
+                     .most = std::min(T - prompt, LONGEST),
+                     .end_token = run.corpus.vocabulary.end_token,
+                     .seed = run.setup.seed * 1'000'003 + uint64_t(run.state.step)},
+                    tokens);
+    const auto text = [&](int64_t begin, int64_t end) {
+        const std::vector<int32_t> part(tokens.begin() + begin, tokens.begin() + end);
+        return printable(run.corpus.vocabulary.decode(part), "\n\t");
+    };
+    std::printf(
+        "sample | step %ld\n---------- held-out text\n%s\n---------- continued by the "
+        "model\n%s\n----------\n",
+        run.state.step, text(0, prompt).c_str(), text(prompt, int64_t(tokens.size())).c_str());
+    run.print_log("sample", {{"tokens", tokens}, {"prompt", prompt}});
 }
 
 // How well FP8 represents each kind of tensor: measured on one micro-batch of held-out text, forward and
@@ -411,6 +412,10 @@ int finish(Run& run, const Progress& progress) {
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
                 state.first_validation, validation);
     run.print_log("end", end);
+    const std::string& checkpoint = run.processes->checkpoint;
+    const std::string folder = fs::path(checkpoint).parent_path().string();
+    const std::string command = command_to_try(folder, checkpoint, run.setup.config);
+    if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
     return code;
 }
 
@@ -512,6 +517,12 @@ bool is_complete(const Run& run) {
     return true;
 }
 
+// The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
+std::string model_in(const std::string& folder) {
+    const std::string newest = find_checkpoint(folder);
+    return newest.empty() ? folder : newest;
+}
+
 // The rows of tables that the flags choose, or an Error. What a flag left open is written into it.
 void make_setup(Run& run) {
     Flags& flags = run.flags;
@@ -526,7 +537,7 @@ void make_setup(Run& run) {
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
     if (run.weights.empty() && fs::is_directory(flags.model)) {
-        run.weights = flags.model;
+        run.weights = model_in(flags.model);
         flags.take_folder_defaults();
         for (const ModelConfig& c : models())
             if (c.name == flags.model)
@@ -664,6 +675,16 @@ void require_same(Run& run, const Json& data) {
     run.state.settings = settings;
 }
 
+// The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
+// own gets the tokenizer.bin of the token files, so that --prompt can use it.
+void take_companions(Run& run) {
+    if (!run.weights.empty()) run.companions = read_companions(run.weights);
+    const std::string& pieces = run.corpus.vocabulary_file;
+    const bool has_tokenizer = !run.weights.empty() && !tokenizer_in(run.weights).empty();
+    if (!pieces.empty() && !has_tokenizer) run.companions["tokenizer.bin"] = MappedFile(pieces).text();
+    add_tokenizer(run.corpus.tokenizer_folder, &run.companions);
+}
+
 // The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
 const char* log_before(const Run& run) {
     if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
@@ -705,11 +726,31 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     std::printf("\n");
 }
 
+// --prompt: prints how a model continues a text. It computes in BF16, in which folders have their weights,
+// and sees as many tokens as in the run that saved it.
+void answer_prompt(const Run& run) {
+    const Flags& flags = run.flags;
+    const std::string named = flags.given("resume") ? flags.resume : flags.model;
+    if (!fs::is_directory(named))
+        throw Error(
+            "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",
+            "Hugging Face model.");
+    const std::string folder = model_in(named);
+    Setup s = run.setup;
+    s.recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
+    int64_t longest = flags.given("seq") ? flags.seq : INT32_MAX;
+    if (!flags.given("seq") && find_checkpoint(folder) == folder)
+        longest = read_loop_state(folder).settings.at("seq");
+    const Drawing drawing{
+        .temperature = flags.temperature, .most = flags.tokens, .seed = uint64_t(flags.seed)};
+    print_continuation(folder, flags.prompt, s, longest, *run.processes, drawing,
+                       flags.device == "gpu" ? make_gpu : make_reference);
+}
+
 // Files and flags are checked before the model is made, which can take minutes.
 void make_model(Run& run) {
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
-    if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
-    if (run.setup.rank == 0) add_tokenizer(run.corpus.tokenizer_folder, &run.companions);
+    if (run.setup.rank == 0) take_companions(run);
     if (!run.flags.log.empty() && run.setup.rank == 0) run.log.open(run.flags.log);
     run.model = run.flags.device == "gpu" ? make_gpu(run.setup) : make_reference(run.setup);
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
@@ -755,6 +796,10 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
         throw Error("--device gpu cannot be used: ", why_cpu, ".");
     if (flags.device == "auto") flags.device = why_cpu.empty() ? "gpu" : "cpu";
     if (flags.device == "gpu") flags.take_gpu_defaults();
+    if (flags.given("prompt")) {
+        answer_prompt(run);
+        return 0;
+    }
     if (flags.given("resume")) {
         find_resumed(run);
         take_checkpoint(run);

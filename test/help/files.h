@@ -31,14 +31,19 @@ inline void write_file(const fs::path& path, const std::string& bytes) {
     std::ofstream(path, std::ios::binary) << bytes;
 }
 
-// Path in the folder -> bytes; of an empty folder the path and a slash -> "".
+// Path in the folder -> bytes.
 inline std::map<std::string, std::string> files_below(const fs::path& folder) {
     std::map<std::string, std::string> all;
-    for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-        const std::string path = fs::relative(entry.path(), folder).string();
-        if (entry.is_regular_file()) all[path] = read_file(entry.path());
-        else if (fs::is_empty(entry.path())) all[path + "/"] = "";
-    }
+    for (const auto& file : fs::recursive_directory_iterator(folder))
+        if (file.is_regular_file()) all[fs::relative(file.path(), folder).string()] = read_file(file.path());
+    return all;
+}
+// Likewise, with an entry "path/" for each empty folder.
+inline std::map<std::string, std::string> everything_below(const fs::path& folder) {
+    std::map<std::string, std::string> all = files_below(folder);
+    for (const auto& entry : fs::recursive_directory_iterator(folder))
+        if (entry.is_directory() && fs::is_empty(entry.path()))
+            all[fs::relative(entry.path(), folder).string() + "/"] = "";
     return all;
 }
 

@@ -92,12 +92,12 @@ inline void check_one_sentence(Ended ended, const std::string& who, const std::s
     CHECK(!contains(ended.error, ". "));
 }
 
-// The flags are rejected in one sentence, and no file is lost, changed or left half-written.
+// The flags are rejected in one sentence, and no file or folder is lost, changed or left behind.
 inline void check_rejected(const Folder& folder, const std::string& flags, const std::string& who) {
     CAPTURE(flags);
-    const auto before = folder.files();
+    const auto before = everything_below(folder.path);
     check_one_sentence(train(folder, flags), who);
-    CHECK(folder.files() == before);
+    CHECK(everything_below(folder.path) == before);
 }
 
 // The lines of one kind in the file "log" of the folder.

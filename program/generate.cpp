@@ -1,0 +1,156 @@
+// generate.cpp - draws tokens from a model's logits, and --prompt (generate.h).
+#include "generate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "../data/checkpoint.h"
+#include "plan.h"
+
+namespace coat {
+namespace {
+
+int32_t draw(std::vector<float>& logits, double temperature, std::mt19937_64& random) {
+    const auto largest = std::max_element(logits.begin(), logits.end());
+    if (temperature == 0) return int32_t(largest - logits.begin());
+    const float top = *largest;
+    for (float& logit : logits) logit = std::exp((logit - top) / float(temperature));
+    return std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random);
+}
+
+}  // namespace
+
+void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawing,
+                     std::vector<int32_t>& tokens, const std::function<void()>& seen) {
+    std::vector<float> logits(size_t(model.setup().config.V));
+    std::mt19937_64 random(drawing.seed);
+    for (int64_t i = 0; i < drawing.most; i++) {
+        const int64_t count = std::min(int64_t(tokens.size()), model.setup().T);
+        model.next_logits(&*tokens.end() - count, count, logits.data());
+        const int32_t mine = draw(logits, drawing.temperature, random);
+        tokens.push_back(processes.all_gather(mine).front());  // ranks must end together
+        seen();
+        if (tokens.back() == drawing.end_token) return;
+    }
+}
+
+std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T) {
+    constexpr int64_t OF_TEXT = 16, MOST_WINDOWS = 1000;
+    const auto size = static_cast<size_t>(T);
+    std::vector<int32_t> tokens(size), targets(size), longer;
+    for (int64_t window = 0; window < MOST_WINDOWS && (window + 1) * T <= held_out.size(); window++) {
+        held_out.read(window * T, T, tokens.data(), targets.data());
+        const auto is_counted = [](int32_t target) { return target != NO_TARGET; };
+        const int64_t first = std::find_if(targets.begin(), targets.end(), is_counted) - targets.begin();
+        if (first == 0) return {tokens.begin(), tokens.begin() + (T > OF_TEXT ? OF_TEXT : 0)};
+        const std::vector<int32_t> prompt(tokens.begin(), tokens.begin() + first);
+        if (first <= T / 2) return prompt;  // the answer has room
+        if (first < T && longer.empty()) longer = prompt;
+    }
+    return longer;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// --prompt
+
+static std::string pieces_file(const std::string& folder) { return path_in(folder, "tokenizer.bin"); }
+
+Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config) {
+    const bool has_pieces = fs::exists(pieces_file(folder));
+    if (has_pieces && read_vocabulary(pieces_file(folder)).is_byte_level()) return Tokenizer::Pieces;
+    if (!tokenizer_in(folder).empty()) return Tokenizer::Python;
+    return config.V == 256 && !has_pieces ? Tokenizer::Bytes : Tokenizer::Unknown;
+}
+
+std::string command_to_try(const std::string& out, const std::string& checkpoint, const ModelConfig& config) {
+    switch (checkpoint.empty() ? Tokenizer::Unknown : tokenizer_of(checkpoint, config)) {
+        case Tokenizer::Bytes:
+        case Tokenizer::Pieces: return "./train --model " + out + " --prompt \"Some text\"";
+        case Tokenizer::Python: return "python3 dev/chat.py " + out;
+        case Tokenizer::Unknown: break;
+    }
+    return "";
+}
+
+// The vocabulary with which this program turns text into the model's tokens.
+static Vocabulary vocabulary_of(const std::string& folder, const ModelConfig& config) {
+    const Tokenizer tokenizer = tokenizer_of(folder, config);
+    if (tokenizer == Tokenizer::Python)
+        throw Error("The tokenizer of ", folder, " (", tokenizer_in(folder),
+                    ") runs in Python alone; use python3 dev/chat.py ", folder, ".");
+    if (tokenizer == Tokenizer::Unknown)
+        throw Error(folder,
+                    " has no tokenizer that ./train can run; put the tokenizer.bin of its token files, ",
+                    "of a byte-level BPE, into it.");
+    const Vocabulary v =
+        tokenizer == Tokenizer::Bytes ? byte_vocabulary() : read_vocabulary(pieces_file(folder));
+    if (v.size() > config.V)
+        throw Error(pieces_file(folder), " has ", v.size(), " tokens, but the model has ", config.V,
+                    "; put the tokenizer.bin of its token files there.");
+    return v;
+}
+
+// The tokens of the text. Empty text stands for the beginning of a text: what ends the one before it.
+static std::vector<int32_t> tokens_of(const Vocabulary& vocabulary, const std::string& text) {
+    if (!text.empty()) return vocabulary.encode(text);
+    if (vocabulary.end_token >= 0) return {vocabulary.end_token};
+    return vocabulary.encode("\n");
+}
+
+// How many of the last bytes begin a UTF-8 character that is not complete. 11xxxxxx begins one.
+static size_t incomplete_end(const std::string& text) {
+    for (size_t n = 1; n <= std::min<size_t>(3, text.size()); n++) {
+        const auto byte = uint8_t(text[text.size() - n]);
+        const size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : 2;
+        if (byte >= 0xC0) return n < length ? n : 0;
+        if (byte < 0x80) return 0;
+    }
+    return 0;
+}
+
+// A model that only generates: one sequence of T tokens. It also has the moments and gradients of training,
+// so they are the smallest possible.
+static Setup setup_to_generate(Setup s, int64_t T) {
+    s.optimizer = find_row(optimizers(), "coat", "--optimizer");
+    s.B = s.accumulate = 1;
+    s.T = T;
+    s.master = s.recipe.compute == Format::F32;
+    s.keep_gradients = s.ranks > 1;
+    validate(s);
+    return s;
+}
+
+void print_continuation(const std::string& folder, const std::string& text, Setup setup, int64_t longest,
+                        ProcessGroup& processes, Drawing drawing,
+                        const std::function<std::unique_ptr<Model>(const Setup&)>& make) {
+    setup.config = read_model_config(folder);
+    const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
+    std::vector<int32_t> tokens = tokens_of(vocabulary, text);
+    const int64_t prompt = int64_t(tokens.size()), limit = std::min(longest, setup.config.longest());
+    setup = setup_to_generate(setup, std::min(limit, prompt + drawing.most));
+    if (prompt > limit)
+        print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
+    load_weights(folder, setup.config, nullptr);
+    const std::unique_ptr<Model> model = make(setup);
+    load_weights(folder, setup.config, model.get());
+
+    drawing.end_token = vocabulary.end_token;
+    std::string pending = text;  // what is not printed yet
+    const auto print = [&](size_t kept) {
+        const std::string whole = pending.substr(0, pending.size() - kept);
+        std::fputs(printable(whole, "\n\t").c_str(), stdout);
+        std::fflush(stdout);
+        pending.erase(0, whole.size());
+    };
+    print(incomplete_end(pending));
+    continue_tokens(*model, processes, drawing, tokens, [&] {
+        if (tokens.back() == drawing.end_token) return;
+        pending += vocabulary.decode({tokens.back()});
+        print(incomplete_end(pending));
+    });
+    print(0);
+    std::printf("\n");
+}
+
+}  // namespace coat

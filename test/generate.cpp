@@ -1,0 +1,179 @@
+// generate.cpp - program/generate.cpp: samples of a run, ./train --prompt, and how text is shown.
+#include "../program/generate.h"
+
+#include "help/program.h"
+
+using namespace coat;
+using namespace coat::test;
+
+using Words = std::vector<uint32_t>;
+static constexpr uint32_t NOT_COUNTED = 1u << 31;
+
+TEST_CASE(
+    "printable: characters stay; what controls a terminal becomes ? and a byte that is no UTF-8 its number") {
+    for (const auto& [text, shown] : std::vector<std::pair<std::string, std::string>>{
+             {"plain ~", "plain ~"},
+             {"d\xC3\xA9j\xC3\xA0 \xE2\x82\xAC \xF0\x9F\x98\x80",
+              "d\xC3\xA9j\xC3\xA0 \xE2\x82\xAC \xF0\x9F\x98\x80"},
+             {"a\x1B[31m\n\x7F", "a?[31m??"},
+             {"\xC2\x9B"
+              "31m",
+              "?31m"},                                      // U+009B begins a command as ESC [ does
+             {"\xE9t\xE9", "\\xE9t\\xE9"},                  // Latin-1
+             {"\xE2\x82", "\\xE2\\x82"},                    // the end is missing
+             {"\x80\xBF", "\\x80\\xBF"},                    // the beginning is missing
+             {"\xC0\x80\xC1\xBF", "\\xC0\\x80\\xC1\\xBF"},  // ASCII in two bytes
+             {"\xE0\x9F\xBF\xF0\x8F\xBF\xBF", "\\xE0\\x9F\\xBF\\xF0\\x8F\\xBF\\xBF"},  // in three and four
+             {"\xED\xA0\x80", "\\xED\\xA0\\x80"},                                      // half of a pair
+             {"\xF4\x90\x80\x80\xF5", "\\xF4\\x90\\x80\\x80\\xF5"}})                   // above U+10FFFF
+        CHECK(printable(text) == shown);
+    CHECK(printable("a\n\tb\r", "\n\t") == "a\n\tb?");
+}
+
+TEST_CASE("sample_prompt: the first 16 tokens of text; of conversations what comes before the first answer") {
+    Words text(100, 7), chat(96, 7 | NOT_COUNTED);
+    CHECK(sample_prompt(stream_of(text), 32) == Tokens(16, 7));
+    CHECK(sample_prompt(stream_of(text), 17) == Tokens(16, 7));
+    CHECK(sample_prompt(stream_of(text), 16).empty());  // no room for more
+    // Windows of 32 tokens: one without an answer, and one each where the answer begins late and early.
+    chat[32 + 20] = 5;
+    chat[64 + 3] = 5;
+    chat[64 + 5] = 5;
+    CHECK(sample_prompt(stream_of(chat), 32) == Tokens(3, 7));
+    chat.resize(64);
+    CHECK(sample_prompt(stream_of(chat), 32) == Tokens(20, 7));
+    chat.resize(52);
+    CHECK(sample_prompt(stream_of(chat), 32).empty());
+}
+
+// How the small model continues a text where the most probable token is taken and T tokens are seen.
+static std::string greedy(const std::string& checkpoint, std::string text, int64_t T, int count) {
+    const std::unique_ptr<Model> model = make_reference(setup_of("bf16", small_config(), 1, T));
+    load_weights(checkpoint, small_config(), model.get());
+    std::vector<float> logits(256);
+    for (int i = 0; i < count; i++) {
+        const std::string seen = text.substr(text.size() - std::min(text.size(), size_t(T)));
+        const Tokens tokens(reinterpret_cast<const uint8_t*>(seen.data()),
+                            reinterpret_cast<const uint8_t*>(seen.data()) + seen.size());
+        model->next_logits(tokens.data(), int64_t(tokens.size()), logits.data());
+        text += char(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    }
+    return text;
+}
+
+TEST_CASE("train: --prompt continues a text with the newest checkpoint on any number of ranks") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 40 --lr 1e-2 --warmup 2 --seq 32 --save-every 20 --eval-every 0"));
+    const auto before = folder.files();
+    const std::string newest = folder / "out/step-000040", text = "int f12(int x) { return ";
+    const auto answer = [&](const std::string& flags, const std::string& prompt) {
+        folder.write("prompt", prompt);
+        const Ended ended = train(folder, "--device cpu " + flags + " --prompt \"$(cat prompt)\"");
+        require_success(ended);
+        fs::remove(folder / "prompt");
+        return ended;
+    };
+    // The most probable tokens; the model sees the last 32 tokens, as in its run, or --seq.
+    const std::string most = "--tokens 20 --temperature 0 ";
+    for (const std::string where : {"--model out", "--resume out", "--model out/step-000040"})
+        CHECK(answer(most + where, text).out == printable(greedy(newest, text, 32, 20), "\n\t") + "\n");
+    const Ended longer = answer(most + "--model out", text + text);
+    CHECK(longer.out == printable(greedy(newest, text + text, 32, 20), "\n\t") + "\n");
+    CHECK(longer.error == "train: The model sees the last 32 of the prompt's 48 tokens.\n");
+    CHECK(answer(most + "--model out --seq 200", text + text).out ==
+          printable(greedy(newest, text + text, 200, 20), "\n\t") + "\n");
+    // An empty prompt begins as a new line does.
+    CHECK("\n" + answer(most + "--model out", "").out ==
+          printable(greedy(newest, "\n", 32, 20), "\n\t") + "\n");
+    // The seed alone decides what is drawn.
+    const std::string drawn = answer("--model out --tokens 100", text).out;
+    CHECK(drawn.starts_with(text));
+    CHECK(answer("--model out --tokens 100 --ranks 2", text).out == drawn);
+    CHECK(answer("--model out --tokens 100 --seed 2", text).out != drawn);
+    CHECK(answer("--model out --tokens 0", text).out == text + "\n");
+    CHECK(folder.files() == before);
+    check_rejected(folder, "--device cpu --prompt x --model llama-tiny", "--prompt needs a trained model");
+    check_rejected(folder, "--device cpu --prompt x --resume nowhere", "--prompt needs a trained model");
+}
+
+TEST_CASE("train: the end of a run names a command that continues a text; checkpoints have their tokenizer") {
+    RunFolder folder;
+    const auto try_command = [&](const Ended& run) {
+        const size_t at = run.out.find("\nTo use the model: ./train ");
+        REQUIRE(at != std::string::npos);
+        const std::string flags = run.out.substr(at + 27, run.out.find('\n', at + 1) - at - 27);
+        return train(folder, flags + " --device cpu --tokens 5 --temperature 0");
+    };
+    const Ended bytes = tiny(folder, "--steps 1 --eval-every 0 --out bytes");
+    CHECK(try_command(bytes).out.starts_with("Some text"));
+    // With pieces: bytes, and behind them "So", "me", " t" and the token that ends a text.
+    Vocabulary v = byte_vocabulary();
+    for (const char* piece : {"So", "me", " t", "<end>"}) v.pieces.push_back(piece);
+    folder.write("tokens/tokenizer.bin", tokenizer_file(v.pieces, 259));
+    folder.write("tokens/train.bin", token_file(std::vector<uint16_t>(2000, 259)));
+    const std::string flags =
+        " --device cpu --batch 2 --seq 16 --sample-every 0 --eval-every 0 --data tokens --steps ";
+    const Ended first = train(folder, flags + "20 --model llama-tiny --out pieces --lr 1e-2 --warmup 1");
+    require_success(first);
+    // The model has learned that texts end. The end is not printed, and nothing follows it.
+    CHECK(try_command(first).out == "Some text\n");
+    CHECK(train(folder, "--device cpu --model pieces --prompt '' --temperature 0").out == "\n");
+    require_success(train(folder, flags + "21 --resume pieces"));
+    CHECK(read_file(folder / "pieces/step-000021/tokenizer.bin") ==
+          read_file(folder / "tokens/tokenizer.bin"));
+    CHECK(train(folder, "--device cpu --model pieces --prompt Some --temperature 0").out == "Some\n");
+    // Nothing is named if nothing was saved, or if nothing is known of the tokens.
+    CHECK(!contains(tiny(folder, "--steps 1 --out ''").out, "To use the model"));
+    fs::remove(folder / "tokens/tokenizer.bin");
+    const Ended unknown = train(folder, flags + "1 --model llama-tiny --out unknown");
+    require_success(unknown);
+    CHECK(!contains(unknown.out, "To use the model"));
+    check_rejected(folder, "--device cpu --model unknown --prompt x",
+                   "has no tokenizer that ./train can run");
+}
+
+TEST_CASE("train: --prompt with a tokenizer that only Python can run is an error that names chat.py") {
+    RunFolder folder;
+    fs::copy(small_model(), folder.path / "chat");
+    folder.write("chat/tokenizer.json", "{}");
+    check_rejected(folder, "--device cpu --model chat --prompt x", "use python3 dev/chat.py chat.");
+    folder.write("tokens/train.bin", token_file(std::vector<uint16_t>(2000, 7)));
+    folder.write("tokens/tokenizer.bin", tokenizer_file(byte_vocabulary().pieces));
+    const Ended ended = train(folder, "--device cpu --batch 2 --seq 16 --data tokens --model chat --steps 1");
+    require_success(ended);
+    CHECK(contains(ended.out, "\nTo use the model: python3 dev/chat.py out\n"));
+    CHECK(!fs::exists(folder / "out/step-000001/tokenizer.bin"));  // the model has its own tokenizer
+    // SentencePiece's pieces do not tell in which order they are joined; and this file is of another model.
+    std::vector<std::string> twice = byte_vocabulary().pieces, more = twice;
+    twice.push_back("A");
+    more.resize(300, "xx");
+    fs::copy(small_model(), folder.path / "model");
+    folder.write("model/tokenizer.bin", tokenizer_file(twice));
+    check_rejected(folder, "--device cpu --model model --prompt x", "has no tokenizer that ./train can run");
+    folder.write("model/tokenizer.bin", tokenizer_file(more));
+    check_rejected(folder, "--device cpu --model model --prompt x", "has 300 tokens, but the model has 256");
+}
+
+TEST_CASE("train: a sample of conversations continues a question and shows where the model begins") {
+    RunFolder folder;
+    Words tokens;  // packed windows of 32: "question?", a line end, "answer"
+    const std::string question = "d\xC3\xA9j\xC3\xA0 vu? \xFF\n", answer = "yes yes yes yes yes yes";
+    while (tokens.size() < 32 * 60) {
+        for (const char c : question) tokens.push_back(uint8_t(c) | NOT_COUNTED);
+        for (size_t i = 0; i < 32 - question.size(); i++) tokens.push_back(uint8_t(answer[i]));
+    }
+    folder.write("train.bin", token_file(tokens, 32));
+    folder.write("tokenizer.bin", tokenizer_file(byte_vocabulary().pieces));
+    const Ended ended = train(folder,
+                              "--device cpu --model \"$SMALL\" --data train.bin --batch 2 --steps 1 "
+                              "--sample-every 1 --eval-every 0 --out '' --log log");
+    require_success(ended);
+    // A byte that is no UTF-8 is shown by its number.
+    CHECK(contains(ended.out,
+                   "sample | step 1\n---------- held-out text\nd\xC3\xA9j\xC3\xA0 vu? \\xFF\n\n"
+                   "---------- continued by the model\n"));
+    const auto line = logged(folder, "sample").at(0);
+    CHECK(line.at("prompt") == question.size());
+    CHECK(line.at("tokens").size() == 32);
+    CHECK(printable(ended.out, "\n\t") == ended.out);
+}
