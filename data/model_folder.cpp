@@ -1,6 +1,7 @@
 // data/model_folder.cpp - reads and writes Hugging Face's model folders (model_folder.h).
 #include "model_folder.h"
 
+#include <bit>
 #include <cstring>
 #include <set>
 
@@ -9,8 +10,12 @@
 namespace coat {
 namespace {
 
-// The fields of config.json that are values of our model: visit(name in all models but GPT-2, name in GPT-2,
-// value, required). Without one that is not required, the value before it is read stays.
+// -----------------------------------------------------------------------------------------------------------
+// config.json
+
+// The fields of config.json that are values of ModelConfig: visit(name in all models but GPT-2, name in
+// GPT-2, value, required). A null name: the field does not exist there. Where a field that is not required is
+// missing, the value stays what it was.
 template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
     visit("num_hidden_layers", "n_layer", c.L, true);
     visit("hidden_size", "n_embd", c.C, true);
@@ -24,7 +29,8 @@ template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
     visit("tie_word_embeddings", "tie_word_embeddings", c.tied);
     visit("rope_theta", nullptr, c.rope_theta);
 }
-template <class Visit> void visit_fields(RopeScaling& s, const Visit& visit) {  // where the type is llama3
+// Likewise the fields of rope_scaling, where its type is llama3.
+template <class Visit> void visit_fields(RopeScaling& s, const Visit& visit) {
     visit("factor", nullptr, s.factor, true);
     visit("low_freq_factor", nullptr, s.low_freq_factor, true);
     visit("high_freq_factor", nullptr, s.high_freq_factor, true);
@@ -39,9 +45,10 @@ template <class Values> void read_fields(Values& values, bool gpt2, const Fields
         value = f.get<std::decay_t<decltype(value)>>(name);
     });
 }
-template <class Values> void write_fields(Values& values, bool gpt2, ordered_json& j) {
+template <class Values> void write_fields(Values& values, bool gpt2, ordered_json& object) {
     visit_fields(values, [&](const char* others, const char* of_gpt2, const auto& value, bool = false) {
-        if (const char* const name = gpt2 ? of_gpt2 : others) j[name] = value;
+        const char* const name = gpt2 ? of_gpt2 : others;
+        if (name) object[name] = value;
     });
 }
 
@@ -96,22 +103,30 @@ int64_t sliding_window(const Fields& f, const ModelConfig& c) {
     return in_some_layer ? f.get<int64_t>("sliding_window", otherwise) : 0;
 }
 
-// config.json of a named model.
+// config.json of a model that does not come from a folder.
 ordered_json config_json(ModelConfig c) {
+    const bool gpt2 = !c.arch.rope;
     c.head_size = c.HS();
-    ordered_json j = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
-    write_fields(c, !c.arch.rope, j);
-    j[c.arch.rope ? "hidden_act" : "activation_function"] = c.arch.rope ? "silu" : "gelu_new";
-    if (c.arch.rope) j["sliding_window"] = nullptr;
-    else j["attn_pdrop"] = j["embd_pdrop"] = j["resid_pdrop"] = 0;
+    ordered_json config = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
+    write_fields(c, gpt2, config);
+    if (gpt2) {
+        config["activation_function"] = "gelu_new";
+        for (const char* dropout : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) config[dropout] = 0;
+    } else {
+        config["hidden_act"] = "silu";
+        config["sliding_window"] = nullptr;
+    }
     if (c.rope_scaling.type == RopeScaling::Llama3) {
-        j["rope_scaling"]["rope_type"] = "llama3";
-        write_fields(c.rope_scaling, false, j["rope_scaling"]);
+        config["rope_scaling"]["rope_type"] = "llama3";
+        write_fields(c.rope_scaling, false, config["rope_scaling"]);
     }
     // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
-    j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
-    return j;
+    for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"}) config[token] = nullptr;
+    return config;
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// Names and shapes of tensors
 
 // Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two. They follow
 // each other here as in the parameter. The first names are those of all models but GPT-2.
@@ -129,39 +144,51 @@ const std::map<std::string, std::pair<std::vector<std::string>, std::vector<std:
     {"head", {{"lm_head"}, {"lm_head"}}},
 };
 
-// One tensor of a Hugging Face file: `size` elements of a parameter, from `first` on.
+// One tensor of a Hugging Face file, which is a part of one of our parameters.
 struct Piece {
-    std::string theirs;
+    std::string name;            // in the file
     std::vector<int64_t> shape;  // in the file
-    int64_t first, size;
-    bool transposed;  // of all of a parameter: linear layers of GPT-2 are (in, out)
+    int64_t first, size;         // the elements of the parameter: `size` of them, from `first` on
+    bool transposed;             // then it is all of a parameter: linear layers of GPT-2 are (in, out)
 
     // The index in the parameter of element i of the file's tensor.
     int64_t index_in_param(int64_t i) const {
-        return transposed ? i % shape[1] * shape[0] + i / shape[1] : first + i;
+        if (!transposed) return first + i;
+        const int64_t row = i / shape[1], col = i % shape[1];
+        return col * shape[0] + row;
     }
 };
 
 // The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as a column.
 std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
     char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
-    int64_t layer = -1, first = 0;
+    int64_t layer = -1;                // not in a layer
     if (std::sscanf(p.name.c_str(), "layers.%ld.%31[^.].%7s", &layer, ours, end) == 0)
         std::sscanf(p.name.c_str(), "%31[^.].%7s", ours, end);
-    const bool llama = c.arch.rope, transposed = !llama && p.role.linear;
-    const auto& names = llama ? NAMES.at(ours).first : NAMES.at(ours).second;
-    const std::string before =
-        layer < 0 ? "" : concat(llama ? "model.layers." : "transformer.h.", layer, ".");
-    const int64_t cols = p.rows == 1 ? 1 : p.cols, all = used_elements(c, p) / cols,
-                  n = int64_t(names.size());
+    const bool gpt2 = !c.arch.rope;
+    const auto& names = gpt2 ? NAMES.at(ours).second : NAMES.at(ours).first;
+    const std::string layers = gpt2 ? "transformer.h." : "model.layers.";
+    const std::string before = layer < 0 ? "" : concat(layers, layer, ".");
+    const bool is_vector = p.rows == 1, transposed = gpt2 && p.role.linear;
+    const int64_t cols = is_vector ? 1 : p.cols, all_rows = used_elements(c, p) / cols;
+
+    std::vector<int64_t> rows(names.size(), all_rows / std::max<int64_t>(1, std::ssize(names)));
+    if (names.size() == 3) rows = {c.q_cols(), c.kv_cols(), c.kv_cols()};
     std::vector<Piece> result;
-    for (const std::string& name : names) {
-        const int64_t rows = n < 3 ? all / n : first ? c.kv_cols() : c.q_cols();
-        std::vector<int64_t> shape = {rows, cols};
-        if (transposed) shape = {cols, rows};
-        if (p.rows == 1) shape = {rows};
-        result.push_back({concat(before, name, ".", end), shape, first, rows * cols, transposed});
-        first += rows * cols;
+    int64_t first = 0;
+    for (size_t i = 0; i < names.size(); i++) {
+        std::vector<int64_t> shape = {rows[i], cols};
+        if (transposed) shape = {cols, rows[i]};
+        if (is_vector) shape = {rows[i]};
+        const int64_t size = rows[i] * cols;
+        result.push_back({
+            .name = concat(before, names[i], ".", end),
+            .shape = shape,
+            .first = first,
+            .size = size,
+            .transposed = transposed,
+        });
+        first += size;
     }
     return result;
 }
@@ -169,26 +196,28 @@ std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
 // Files of a model without its head, such as those of GPT-2 itself or of a LlamaModel of transformers, leave
 // out the first part of the names, "transformer." or "model.".
 const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
-    const std::string bare = piece.theirs.substr(piece.theirs.find('.') + 1);
-    const bool is_bare = !files.tensors().count(piece.theirs) && files.tensors().count(bare);
-    return files.require(is_bare ? bare : piece.theirs, piece.shape, "BF16 F16 F32");
+    const std::string bare = piece.name.substr(piece.name.find('.') + 1);
+    const bool is_bare = !files.tensors().count(piece.name) && files.tensors().count(bare);
+    return files.require(is_bare ? bare : piece.name, piece.shape, "BF16 F16 F32");
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// Weights
 
 // Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
 // remainder are cut from (reference.h, split_master). Files and machine are little-endian.
-uint32_t f32_bits(const HfTensor& t, int64_t i) {
-    const int width = t.dtype == "F32" ? 4 : 2;
+uint32_t f32_bits(const HfTensor& tensor, int64_t i) {
+    const int width = tensor.dtype == "F32" ? 4 : 2;
     uint32_t bits = 0;
-    std::memcpy(&bits, t.data + width * i, width);
-    if (t.dtype == "F32") return bits;
-    if (t.dtype == "BF16") return bits << 16;
-    // F16 has 5 bits of exponent with bias 15, in place of 127, and 10 of mantissa.
+    std::memcpy(&bits, tensor.data + width * i, width);
+    if (tensor.dtype == "F32") return bits;
+    if (tensor.dtype == "BF16") return bits << 16;
+    // F16 has 5 bits of exponent with bias 15, in place of 8 with bias 127, and 10 bits of mantissa.
+    constexpr uint32_t LARGEST_EXPONENT = 31u << 23;  // of infinity and NaN
     const uint32_t sign = (bits & 0x8000) << 16, magnitude = (bits & 0x7FFF) << 13;
-    float value;
-    std::memcpy(&value, &magnitude, sizeof value);
-    value = magnitude < 31u << 23 ? value * 0x1p112f : INFINITY;  // or NaN
-    std::memcpy(&bits, &value, sizeof bits);
-    return sign | bits;
+    const bool finite = magnitude < LARGEST_EXPONENT;
+    const float value = finite ? std::bit_cast<float>(magnitude) * 0x1p112f : INFINITY;
+    return sign | std::bit_cast<uint32_t>(value);
 }
 
 // Whether two tensors have the same shape and the same values. Their dtypes may differ.
@@ -201,8 +230,9 @@ bool equal_values(const HfTensor& a, const HfTensor& b) {
     return different == 0;
 }
 
-// weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16 bits. NaN, infinity and what rounds to
-// infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
+// Writes what this rank owns of a parameter: weight = upper 16 bits of (FP32 bits + 0x8000), remainder =
+// lower 16 bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the
+// weight -0.
 void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     constexpr uint32_t EXPONENT = 0x7F800000;
     const Setup& setup = model.setup();
@@ -210,17 +240,17 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     std::vector<int16_t> remainder(p.size());
     for (const Piece& piece : pieces(setup.config, p)) {
         const HfTensor& tensor = tensor_of(files, piece);
-        int64_t bad = 0;
-#pragma omp parallel for reduction(+ : bad)
+        int64_t not_finite = 0;
+#pragma omp parallel for reduction(+ : not_finite)
         for (int64_t i = 0; i < piece.size; i++) {
             const uint32_t bits = f32_bits(tensor, i), rounded = bits + 0x8000;
             const int64_t at = piece.index_in_param(i);
-            weight[at] = uint16_t(rounded >> 16);
-            remainder[at] = int16_t(bits & 0xFFFF);
-            bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
+            weight[at] = static_cast<uint16_t>(rounded >> 16);
+            remainder[at] = static_cast<int16_t>(bits & 0xFFFF);
+            not_finite += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
-        if (bad)
-            throw Error(files.path(), " has NaN, infinity or values beyond BF16 in tensor ", piece.theirs,
+        if (not_finite)
+            throw Error(files.path(), " has NaN, infinity or values beyond BF16 in tensor ", piece.name,
                         "; give other weights.");
     }
     const int64_t mine = owned(setup, p).first;
@@ -228,33 +258,48 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     if (setup.master) model.write(p.name + ".remainder", remainder.data() + mine);
 }
 
+// Buffers are tensors of a file that are not learned.
+bool is_buffer(const std::string& name) {
+    return name.ends_with(".rotary_emb.inv_freq") || name.ends_with(".attn.bias") ||
+           name.ends_with(".attn.masked_bias");
+}
+
 }  // namespace
 
+// The frequencies of RoPE. transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling
+// that has fields.
+static void read_rope(const Fields& config, ModelConfig& c) {
+    Fields rope = config.get<Fields>("rope_scaling", Fields{config.path, json::object()});
+    if (rope.object.empty()) rope = config.get<Fields>("rope_parameters", rope);
+    require_implemented(rope);
+    c.rope_theta = rope.get<float>("rope_theta", c.rope_theta);
+    const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
+    if (rope.get<std::string>(type, "default") != "llama3") return;
+    RopeScaling& scaling = c.rope_scaling;
+    scaling.type = RopeScaling::Llama3;
+    read_fields(scaling, false, rope);
+    if (scaling.low_freq_factor >= scaling.high_freq_factor)
+        rope.reject("high_freq_factor", "above low_freq_factor");
+}
+
 ModelConfig read_model_config(const std::string& folder) {
-    const Fields f = read_json(path_in(folder, "config.json"));
+    const Fields config = read_json(path_in(folder, "config.json"));
     ModelConfig c{};
     c.name = folder;
-    c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
-                      (f.path + ": the field model_type").c_str());
-    require_not_quantized(f);
-    require_implemented(f);
+    c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, config.get<std::string>("model_type"),
+                      (config.path + ": the field model_type").c_str());
+    require_not_quantized(config);
+    require_implemented(config);
+    // Where a field is missing, these are the values in transformers.
     const bool gpt2 = !c.arch.rope;
-    c.max_T = gpt2 ? 1024 : 2048, c.norm_eps = gpt2 ? 1e-5f : 1e-6f, c.tied = gpt2;
-    read_fields(c, gpt2, f);
+    c.max_T = gpt2 ? 1024 : 2048;
+    c.norm_eps = gpt2 ? 1e-5f : 1e-6f;
+    c.tied = gpt2;
+    read_fields(c, gpt2, config);
     if (!c.NKV) c.NKV = c.NH;
     if (!c.F && gpt2) c.F = 4 * c.C;
-    c.window = sliding_window(f, c);
-    // transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling with fields.
-    Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
-    if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
-    c.rope_theta = rope.get<float>("rope_theta", c.rope_theta);
-    require_implemented(rope);
-    const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
-    if (RopeScaling& s = c.rope_scaling; rope.get<std::string>(type, "default") == "llama3") {
-        s.type = RopeScaling::Llama3;
-        read_fields(s, false, rope);
-        if (s.low_freq_factor >= s.high_freq_factor) rope.reject("high_freq_factor", "above low_freq_factor");
-    }
+    c.window = sliding_window(config, c);
+    read_rope(config, c);
     validate(c);
     return c;
 }
@@ -266,14 +311,12 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
     for (const Param& p : params)
         for (const Piece& piece : pieces(c, p)) used.insert(&tensor_of(files, piece));
     // A tensor that no piece asks for means another architecture than config.json says, such as one with
-    // biases. Buffers are not learned. The files of some tied models, such as Qwen3-0.6B, have the embedding
-    // once more as lm_head.weight.
+    // biases. The files of some tied models, such as Qwen3-0.6B, have the embedding once more as
+    // lm_head.weight.
     const Piece of_embedding = pieces(c, params.front()).front();
     const HfTensor& embedding = tensor_of(files, of_embedding);
     for (const auto& [name, tensor] : files.tensors()) {
-        if (used.count(&tensor) || ends_with(name, ".rotary_emb.inv_freq") || ends_with(name, ".attn.bias") ||
-            ends_with(name, ".attn.masked_bias"))
-            continue;
+        if (used.count(&tensor) || is_buffer(name)) continue;
         const bool tied_head = c.tied && name == "lm_head.weight";
         if (tied_head && equal_values(embedding, tensor)) continue;
         if (tied_head)
@@ -342,17 +385,18 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     const bool writes = model.setup().rank == 0;
     std::vector<HfTensor> tensors;
     for (const Param& p : parameters(c))
-        for (const Piece& piece : pieces(c, p)) tensors.push_back({piece.theirs, "BF16", piece.shape});
+        for (const Piece& piece : pieces(c, p))
+            tensors.push_back({.name = piece.name, .dtype = "BF16", .shape = piece.shape});
     const std::string path = path_in(folder, "model.safetensors");
     std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
     file << safetensors_header(tensors);
     for (const StateTensor& t : weight_tensors(c)) {
         const Bytes bytes = whole_tensor(model, t);
-        const auto* all = reinterpret_cast<const uint16_t*>(bytes.data());  // from new: aligned
+        const auto* weight = reinterpret_cast<const uint16_t*>(bytes.data());  // memory of new is aligned
         for (const Piece& piece : pieces(c, t.param)) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
-            for (size_t i = 0; i < part.size(); i++) part[i] = all[piece.index_in_param(int64_t(i))];
-            file.write(reinterpret_cast<const char*>(part.data()), int64_t(part.size()) * 2);
+            for (int64_t i = 0; i < std::ssize(part); i++) part[i] = weight[piece.index_in_param(i)];
+            file.write(reinterpret_cast<const char*>(part.data()), std::ssize(part) * 2);
         }
     }
     if (!writes) return;
@@ -380,7 +424,7 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
         if (setup.ranks == 1) return mine;
         whole.reserve(setup.rank ? 0 : t.total_bytes());
         for (const Bytes& part : setup.processes->gather(mine, false))
-            if (setup.rank == 0 && int64_t(whole.size()) < t.total_bytes())
+            if (setup.rank == 0 && std::ssize(whole) < t.total_bytes())
                 whole.insert(whole.end(), part.begin(), part.end());
     } catch (const std::exception& error) {
         if (!setup.processes) throw;
