@@ -26,7 +26,7 @@ endif
 # and infinity are part of the method. On the CPU, only the reference has long loops: it is compiled with -O3.
 CXXFLAGS  = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp))
+SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp) gpu/plan.cpp)
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 JUDGE   := dev/exercises/judge.cpp
 LINK    := $(CXX) -fopenmp $(OPT)
@@ -50,7 +50,7 @@ GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(
 NVCCFLAGS  := -std=c++20 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 # The slowest first: all cores work to the end.
-SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
+SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/plan.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
 TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES  := -Xlinker --as-needed -lcublasLt -ldl
@@ -158,7 +158,7 @@ sanitize:
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail
 # again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,program/plan.cpp program/ranks.cpp gpu/none.cpp $(sort $(wildcard data/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,program/plan.cpp program/ranks.cpp gpu/none.cpp gpu/plan.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
 FUZZ_CXX     ?= clang++ -std=c++20 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero

@@ -460,6 +460,7 @@ struct Param {
     // A bucket is the parameters whose gradients backward completes at the same time. Buckets are counted in
     // the order of the forward pass.
     int64_t bucket;
+    int64_t layer;  // the layer that it belongs to, counted from 0; -1: none
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -468,7 +469,7 @@ struct Param {
 
 inline std::vector<Param> parameters(const ModelConfig& c) {
     std::vector<Param> table;
-    int64_t offset = 0, bucket = 0;
+    int64_t offset = 0, bucket = 0, layer = -1;
     auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
         table.push_back({.name = name,
                          .role = role,
@@ -476,7 +477,8 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
                          .cols = cols,
                          .init_std = std,
                          .offset = offset,
-                         .bucket = bucket});
+                         .bucket = bucket,
+                         .layer = layer});
         offset += table.back().padded_size();
     };
     auto norm = [&](const std::string& name) {
@@ -490,20 +492,21 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's first weights
     add("embedding", EMBEDDING, c.padded_V(), c.C, std);
     if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
-    for (int64_t l = 0; l < c.L; l++) {
-        const std::string layer = concat("layers.", l, ".");
+    for (layer = 0; layer < c.L; layer++) {
+        const std::string of = concat("layers.", layer, ".");
         bucket++;  // each bucket of a block is a linear layer and the norm before it
-        norm(layer + "norm1");
-        linear(layer + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);
-        if (c.arch.qk_norm) add(layer + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
+        norm(of + "norm1");
+        linear(of + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);
+        if (c.arch.qk_norm) add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
         bucket++;
-        linear(layer + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
+        linear(of + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
         bucket++;
-        norm(layer + "norm2");
-        linear(layer + "gate_up", c.gate_up_cols(), c.C, std, c.arch.bias);
+        norm(of + "norm2");
+        linear(of + "gate_up", c.gate_up_cols(), c.C, std, c.arch.bias);
         bucket++;
-        linear(layer + "down", c.C, c.F, residual_std, c.arch.bias);
+        linear(of + "down", c.C, c.F, residual_std, c.arch.bias);
     }
+    layer = -1;
     bucket++;
     norm("final_norm");
     if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);

@@ -6,7 +6,7 @@
 //
 // How much a run needs is found out by a dry run: the same code on a stream that launches nothing (DRY_RUN).
 #pragma once
-#include "../program/plan.h"
+#include "plan.h"
 #include "cuda.h"
 
 namespace coat::gpu {

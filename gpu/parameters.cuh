@@ -5,7 +5,7 @@
 // The padding of a parameter up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all
 // launch on the given CUDA stream.
 #pragma once
-#include "../program/plan.h"
+#include "plan.h"
 #include "tensor.cuh"
 
 namespace coat::gpu {

@@ -6,7 +6,7 @@
 
 #include "adamw.cuh"
 #include "coat.cuh"
-#include "../program/plan.h"
+#include "plan.h"
 #include "arena.cuh"
 #include "peers.cuh"
 #include "report.cuh"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "../program/plan.h"
+#include "plan.h"
 #include "../program/ranks.h"
 #include "cuda.h"
 

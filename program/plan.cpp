@@ -114,36 +114,6 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
               moment("AdamW, second moment", s.optimizer.v)}}};
 }
 
-std::vector<ShardPlace> shard_places(const Setup& s) {
-    std::vector<ShardPlace> table;
-    int64_t at = 0, unit = 0;
-    for (const Param& p : parameters(s.config)) {
-        table.push_back({owned(s, p), at, unit});
-        at += padded(table.back().own);
-        unit += ceil_div(p.size(), SHARD_UNIT);
-    }
-    table.push_back({{}, at, unit});
-    return table;
-}
-
-BucketElements bucket_elements(const Setup& s) {
-    BucketElements e;
-    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
-        if (bucket.first == 0 && s.config.tied) e.embedding = bucket.elements;
-        else e.largest = std::max(e.largest, bucket.elements);
-    return e;
-}
-
-std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
-    std::vector<BucketRange> table;
-    for (size_t i = 0; i < params.size(); i++) {
-        if (i == 0 || params[i].bucket != params[i - 1].bucket) table.push_back({i, i, params[i].offset, 0});
-        table.back().last = i + 1;
-        table.back().elements += params[i].padded_size();
-    }
-    return table;
-}
-
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(c);
@@ -202,30 +172,6 @@ Setup bf16_baseline(Setup s) {
 // -----------------------------------------------------------------------------------------------------------
 // One GPU
 
-// The lowest possible. A layer has four buckets; the tied embedding's gradient is written first by the head.
-int64_t gradients_offset(const Setup& s) {
-    const ModelConfig& c = s.config;
-    const int64_t layer_bytes = saved_layer_bytes(s);
-    if (s.accumulate > 1) return c.L * layer_bytes;
-    const std::vector<Param> params = parameters(c);
-    const std::vector<ShardPlace> shards = shard_places(s);
-    int64_t offset = 0;
-    for (size_t i = 0; i < params.size(); i++) {
-        const bool by_head = params[i].name == "embedding" && c.tied;
-        const int64_t layers_alive = by_head ? c.L : std::min(c.L, ceil_div(params[i].bucket, 4));
-        offset = std::max(offset, layers_alive * layer_bytes - shards[i].at * info(gradient_format(s)).bytes);
-    }
-    return round_up(offset, GPU_ALIGNMENT);
-}
-
-int64_t saved_layer_bytes(const Setup& s) {
-    int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s)) bytes += round_up(t.bytes(gpu_tokens(s)), GPU_ALIGNMENT);
-    return bytes;
-}
-
-bool caches_weights(const Setup& s) { return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1; }
-
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t allocated = arena_bytes(s, caches_weights(s));
@@ -244,31 +190,12 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     return plan;
 }
 
-Recipe recipe_on_gpu(const Recipe& r, int capability) {
-    Recipe changed = r;
-    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
-    if (changed.x.fp8() && !(r.x.granularity == PER_TENSOR) && capability != 90)
-        throw Error("--recipe ", r.name,
-                    " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
-                    "(Hopper); use --recipe colossal, or --device cpu.");
-    for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == E4M3_GROUP))
-            throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
-    return changed;
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Text
 
 std::string grouped(int64_t n) {
     std::string text = std::to_string(n);
     for (int64_t at = int64_t(text.size()) - 3; at > (n < 0); at -= 3) text.insert(size_t(at), ",");
-    return text;
-}
-
-std::string gigabytes(int64_t bytes) {
-    char text[32];
-    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", double(bytes) / 1e9);
     return text;
 }
 

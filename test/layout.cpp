@@ -54,10 +54,10 @@ TEST_CASE("layout: includes run one way") {
     // A file includes files of its own level and of those below it.
     const std::vector<std::vector<std::string>> levels = {{"coat.h", "error.h"},
                                                           {"model.h", "program/ranks", "data/"},
-                                                          {"program/plan", "program/flags", "program/generate", "program/log"},
+                                                          {"gpu/plan"},
                                                           {"reference.", "gpu/", "coat.cu", "adamw.cu"},
                                                           {"model.cu"},
-                                                          {"program/train.cpp"}};
+                                                          {"program/"}};
     auto level = [&](const std::string& f) {
         for (size_t i = 0; i < levels.size(); i++)
             for (const std::string& name : levels[i])
