@@ -251,11 +251,11 @@ __global__ void __launch_bounds__(T::THREADS)
 template <class T, bool KEYS>
 __global__ void __launch_bounds__(T::THREADS)
     backward_kernel(Heads<typename T::Real> d, const void* qkv, const void* gradient, void* dqkv,
-                    Scratch scratch) {
+                    QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
     const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
-    // A step loads q and dout with their statistics (as in Scratch), or k and v; these are parts 0, 1 and 2.
-    // There are two stages: one is loaded while the other is used.
+    // A step loads q and dout with their statistics (see QueryStatistics), or k and v; these are parts 0, 1
+    // and 2. There are two stages: one is loaded while the other is used.
     auto stage = [&](int step, int part) { return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES; };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
     const int first_head = KEYS ? kv * d.group() : blockIdx.x;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(T::THREADS)
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
     auto stats = [&](int h, int query_tile) {
-        return scratch.stats + ((int64_t(b) * d.NH + h) * scratch.tiles + query_tile) * 2 * T::ROWS;
+        return statistics.data + ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * T::ROWS;
     };
 
     // A step is one tile of columns that the mask leaves, of one query head (every head of the group
@@ -338,55 +338,55 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
 template <class T>
 void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
               void* dqkv, void* workspace, cudaStream_t stream) {
-    const Scratch scratch(s, T::ROWS, workspace);
-    launch("attention", prepare_kernel<typename T::Real, T::COLS, T::ROWS>, scratch.grid(s), PREPARE_THREADS,
-           0, stream, s, scratch, out, dout, lse, false);
+    const QueryStatistics statistics(s, T::ROWS, workspace);
+    launch("attention", prepare_kernel<typename T::Real, T::COLS, T::ROWS>, statistics.grid(s),
+           PREPARE_THREADS, 0, stream, s, statistics, out, dout, lse, nullptr, 0);
     auto pass = [&](auto kernel, int64_t heads) {
-        const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(scratch.tiles));
+        const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
         launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s, qkv, dout,
-               dqkv, scratch);
+               dqkv, statistics);
     };
     pass(backward_kernel<T, true>, s.NKV);
     pass(backward_kernel<T, false>, s.NH);
+}
+
+template <class T> size_t workspace(const AttentionShape& s) {
+    return QueryStatistics(s, T::ROWS, nullptr).all_tiles(s) * 2 * T::ROWS * sizeof(float);
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // The choice of an implementation
 
 template <class Real, int COLS>
-constexpr Kernels ANY_GPU{forward<Tile<Real, COLS>>, backward<Tile<Real, COLS>>, Tile<Real, COLS>::ROWS};
+constexpr AttentionKernels ANY_GPU{.forward = forward<Tile<Real, COLS>>,
+                                   .backward = backward<Tile<Real, COLS>>,
+                                   .workspace = workspace<Tile<Real, COLS>>};
 
-bool hopper_fits(const AttentionShape& s) { return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128); }
-
-Kernels choose(const AttentionShape& s, AttentionKernel wanted) {
-    const bool fp32 = s.format == Format::F32;
-    require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 && (fp32 || s.format == Format::BF16),
+AttentionKernels fastest(const AttentionShape& s) {
+    require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 &&
+                (s.format == Format::F32 || s.format == Format::BF16),
             "a shape or format that coat.h's validate() refuses");
-    const bool hopper = hopper_fits(s) && device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
-    require(hopper || wanted != AttentionKernel::Hopper, "attention for another GPU or shape");
-    if (hopper && wanted != AttentionKernel::AnyGpu) return hopper_kernels(s.HS);
-    if (fp32) return ANY_GPU<float, 128>;  // it serves comparisons: one kernel compiles faster than two
-    return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
+    const bool fits = s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
+    const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
+    return fits && hopper ? hopper_attention(s) : any_gpu_attention(s);
 }
 
 }  // namespace
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream,
-                       AttentionKernel kernel) {
-    enqueue(stream, [&] { choose(s, kernel).forward(s, qkv, out, lse, stream); });
+AttentionKernels any_gpu_attention(const AttentionShape& s) {
+    if (s.format == Format::F32) return ANY_GPU<float, 128>;  // for comparisons: one compiles faster than two
+    return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
+}
+
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
+    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
-                        AttentionKernel kernel) {
-    enqueue(stream, [&] { choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream); });
+                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
+    enqueue(stream, [&] { fastest(s).backward(s, qkv, out, lse, dout, dqkv, workspace, stream); });
 }
 
-// What lies behind the workspace, if that begins at address 0. Only Hopper's kernels have all of Scratch.
-size_t attention_workspace(const AttentionShape& s) {
-    const bool hopper = hopper_fits(s);
-    const Scratch scratch(s, hopper ? hopper_kernels(s.HS).queries : ANY_GPU<bf16, 64>.queries, nullptr);
-    return reinterpret_cast<size_t>(hopper ? static_cast<void*>(scratch.next + 1) : scratch.dq);
-}
+size_t attention_workspace(const AttentionShape& s) { return fastest(s).workspace(s); }
 
 }  // namespace coat

@@ -25,21 +25,27 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
     return {B, T, c.NH, c.NKV, c.HS(), format};
 }
 
-// Best is the fastest implementation that the shape and the GPU allow. Tests and benchmarks ask for
-// the others.
-enum class AttentionKernel { Best, AnyGpu, Hopper };
-
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
 // FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.
-// Pointers are 16-byte aligned. An unsupported shape or an implementation that cannot run it is an Error.
+// Pointers are 16-byte aligned. A shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       cudaStream_t stream, AttentionKernel kernel = AttentionKernel::Best);
+                       cudaStream_t stream);
 
 // dout: like out. dqkv: like qkv; every element is written. workspace: attention_workspace(shape)
 // bytes of temporary memory.
 void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
-                        AttentionKernel kernel = AttentionKernel::Best);
+                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
+
+// An implementation, for one format and range of head sizes: the functions above call one. Tests and the
+// ladder (dev/ladders/attention.cu) call each.
+struct AttentionKernels {
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, cudaStream_t);
+    void (*backward)(const AttentionShape&, const void* qkv, const void* out, const float* lse,
+                     const void* dout, void* dqkv, void* workspace, cudaStream_t);
+    size_t (*workspace)(const AttentionShape&);
+};
+AttentionKernels any_gpu_attention(const AttentionShape& shape);  // attention.cu
+AttentionKernels hopper_attention(const AttentionShape& shape);   // attention_sm90.cu: BF16, HS 64 or 128
 
 }  // namespace coat

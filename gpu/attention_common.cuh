@@ -1,5 +1,5 @@
 // attention_common.cuh - what attention.cu and attention_sm90.cu share: the online softmax on the registers
-// of a tensor core, what backward prepares, and the table by which attention.cu calls kernels.
+// of a tensor core, and what backward prepares.
 #pragma once
 #include "attention.cuh"
 #include "tensor.cuh"
@@ -71,35 +71,30 @@ __device__ void softmax(float (&s)[R], float (&max)[2], float (&sum)[2], float (
     }
 }
 
-// The workspace of a backward pass, by tiles of `queries` queries: (B, NH, tiles, ...). The Hopper kernels
-// alone have what follows the statistics.
-struct Scratch {
-    float* stats;  // (2, queries): lse / ln 2 (infinity beyond T, so that p is zero there), and delta
-    float* dq;     // (queries, HS) FP32, not multiplied by the scale yet; columns permuted as in store_dq
-    int* added;    // how many blocks have added their part of dq
-    int* next;     // one value: the number of the next block to start
-    int tiles;     // per head
-
-    Scratch(const AttentionShape& s, int queries, void* workspace)
-        : stats(static_cast<float*>(workspace)), tiles(int(ceil_div(s.T, queries))) {
-        const int64_t all = s.B * s.NH * tiles;
-        dq = stats + all * 2 * queries;
-        added = reinterpret_cast<int*>(dq + all * queries * s.HS);
-        next = added + all;
-    }
+// What backward needs of each query beside its row, in FP32: lse / ln 2 (infinity beyond T, so that p is zero
+// there) and delta. By tiles of `queries` queries: (B, NH, tiles, 2, queries). They begin the workspace.
+struct QueryStatistics {
+    float* data;
+    int tiles;  // per head
+    QueryStatistics(const AttentionShape& s, int queries, void* workspace)
+        : data(static_cast<float*>(workspace)), tiles(int(ceil_div(s.T, queries))) {}
+    int64_t all_tiles(const AttentionShape& s) const { return s.B * s.NH * tiles; }
     dim3 grid(const AttentionShape& s) const { return dim3(unsigned(s.NH), unsigned(tiles), unsigned(s.B)); }
 };
 
-// Computes Scratch::stats from lse and delta = rowsum(dout * out). COLS / 8 neighbouring threads share a row;
-// all loads of a thread are in flight together. Grid (NH, tiles, B).
+// Computes the statistics from lse and delta = rowsum(dout * out). COLS / 8 neighbouring threads share a row;
+// all loads of a thread are in flight together. It also sets `counters` integers to zero: at most one for
+// each thread. Grid (NH, tiles, B).
 constexpr int PREPARE_THREADS = 256;
 template <class Real, int COLS, int QUERIES>
 __global__ void __launch_bounds__(PREPARE_THREADS)
-    prepare_kernel(Dims d, Scratch scratch, const void* out, const void* dout, const float* lse,
-                   bool hopper) {
+    prepare_kernel(Dims d, QueryStatistics statistics, const void* out, const void* dout, const float* lse,
+                   int* counter, int64_t counters) {
     constexpr int LANES = COLS / CHUNK, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
     const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
-    const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
+    const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * statistics.tiles + blockIdx.y;
+    const int64_t number = tile * PREPARE_THREADS + threadIdx.x;
+    if (number < counters) counter[number] = 0;
     typename Dense<Real>::Raw o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
@@ -108,7 +103,7 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         o[i] = live ? dense<Real>(out).load(at) : typename Dense<Real>::Raw{};
         g[i] = live ? dense<Real>(dout).load(at) : typename Dense<Real>::Raw{};
     }
-    float* const stats = scratch.stats + tile * 2 * QUERIES;
+    float* const stats = statistics.data + tile * 2 * QUERIES;
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         Values x, y;
@@ -121,16 +116,6 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         stats[row] = t < d.T ? lse[head * d.T + t] * LOG2_E : INFINITY;
         stats[QUERIES + row] = delta;
     }
-    if (hopper && threadIdx.x == 0) scratch.added[tile] = 0, *scratch.next = 0;
 }
-
-// The kernels of attention.cuh for one format and range of head sizes. queries: of a tile of Scratch.
-struct Kernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, cudaStream_t);
-    void (*backward)(const AttentionShape&, const void* qkv, const void* out, const float* lse,
-                     const void* dout, void* dqkv, void* workspace, cudaStream_t);
-    int queries;
-};
-Kernels hopper_kernels(int64_t HS);  // attention_sm90.cu: for a Hopper GPU, BF16 and head size 64 or 128
 
 }  // namespace coat::flash

@@ -40,6 +40,19 @@
 // of the next tile during the GEMMs for dk and dq (3% to 17%: too few registers). Blocks that take one tile
 // of keys after another win 1% to 2% in backward, for 30 lines.
 //
+// Backward of long sequences (2 x 8192, 32 heads of 128, 8 of keys) on an H200, in the order in which it was
+// built:                                                                                  microseconds
+//   as above                                                                                    6,728
+//   two threads add dq in turns                                                                 6,195
+//   a block has one query head; dk and dv are summed over heads in global memory                5,490
+//   dq is finished by blocks at the end of the grid (FlashAttention-4: 5,163)                   5,447
+// Without any dq traffic (a wrong result) the same loop takes 5,197 at 2 x 8192 with 32 heads of keys, 5,374
+// with. What lost: dq one step later (3% at 8 x 2048); the longest blocks first, with dq from the first keys
+// on (5% to 20%); two buffers of dq (no gain); no wait for dv before dk is issued, with dp issued behind the
+// next scores (1%; heads of 64: 4% at 64 x 1024); the scores issued a step ahead and dk from ds in shared
+// memory, so that three GEMMs are always in flight (2%; heads of 64: 7%). So the loop does not wait for GEMMs
+// to be issued.
+//
 // The output is compared with the CPU reference in FP32. FLOPs are 4 B NH T^2 HS / 2; the masked half is not
 // counted.
 #include "gpu/attention.cuh"
@@ -127,8 +140,9 @@ struct Case {
         } else if (kernel == 2) {
             kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, in, to);
         } else {
-            attention_forward(s.attention(), in, to, lse.get(), nullptr,
-                              kernel == 3 ? AttentionKernel::AnyGpu : AttentionKernel::Hopper);
+            const AttentionShape shape = s.attention();
+            const AttentionKernels kernels = kernel == 3 ? any_gpu_attention(shape) : hopper_attention(shape);
+            kernels.forward(shape, in, to, lse.get(), nullptr);
         }
         gpu::check(cudaGetLastError(), "Launching failed");
     }
