@@ -117,7 +117,7 @@ def arrow(ax, start, end, words="", color=None, side=0.1, style="-|>"):
 # (operator, kind, what it hands on, what is saved and its bytes per token in C, what backward computes again)
 LAYER = [("norm 1", "norm", "E4M3, one scale", "input of norm 1: E4M3 1x16", "1.1 C", "norm 1's output, for wgrad"),
          ("q, k, v projection", "linear", "BF16", "", "", ""),
-         ("attention, with RoPE", "bf16", "BF16", "q, k, v and the output: BF16", "8 C", ""),
+         ("attention, with RoPE", "bf16", "E4M3, one scale", "q, k, v and the output: BF16", "8 C", ""),
          ("output projection", "linear", "BF16", "", "", ""),
          ("+", "add", "BF16", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "input of norm 2: E4M3 1x16", "1.1 C", "norm 2's output, for wgrad"),
@@ -183,8 +183,8 @@ def flow():
 # --- Granularity
 
 def granularity(x):
-    """x (tokens, features): an activation in which one feature is an outlier; the relative error of each value with
-    one scale, a scale for each token, and 1x16 groups."""
+    """x (tokens, features): gate and up of a layer, of which one feature is made an outlier; the relative error of
+    each value with one scale, a scale for each token, and 1x16 groups."""
     figure, axes = plt.subplots(1, 4, figsize=(10, 3.7), sharey=True)
     x = x[:48, 32:96].copy()
     x[:, 39] *= 10000
@@ -260,7 +260,7 @@ def main(train, run, folder):
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
     draw(folder, "k", factors, m, v)
     draw(folder, "flow", flow)
-    draw(folder, "granularity", granularity, coat.swiglu(values.gate_up[-2]))
+    draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
     if any("CUDA context" in line for line in plans["coat"]):
         draw(folder, "memory", memory, plans)

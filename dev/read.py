@@ -291,7 +291,7 @@ def block(lines):
     """HTML of one block: lines between two empty ones."""
     text = "\n".join(lines)
     if lines[0].startswith("    "):
-        return f"<pre class=eq>{html.escape(text, quote=False)}</pre>"
+        return f"<pre class=eq>{html.escape(re.sub('^    ', '', text, flags=re.M), quote=False)}</pre>"
     if lines[0].startswith("|"):
         return table(lines)
     if lines[0].startswith("<"):  # <picture>, <details>, </details>
