@@ -82,7 +82,7 @@ void remove_older(const std::string& out, int64_t keep) {
 // Writes all files of a checkpoint into a folder. Every rank calls it and sends what it keeps; rank 0 alone
 // writes. What fails on rank 0 does so after all ranks have sent all tensors, so that none waits for another.
 void write_files(const std::string& folder, Model& model, const LoopState& state,
-                 const Companions& companions) {
+                 const FileContents& other_files) {
     const Setup& setup = model.setup();
     const bool writes = setup.rank == 0;
     const std::vector<StateTensor> table = optimizer_tensors(setup);
@@ -96,7 +96,7 @@ void write_files(const std::string& folder, Model& model, const LoopState& state
         const Bytes bytes = whole_tensor(model, t);
         file.write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
     }
-    save_model_folder(folder, model, companions);
+    save_model_folder(folder, model, other_files);
     if (!writes) return;
     finish(file, path);
     write_trainer(folder, state);
@@ -117,7 +117,7 @@ void create_folders(const std::string& folder) {
 }
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions, int64_t keep) {
+                            const FileContents& other_files, int64_t keep) {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
@@ -130,7 +130,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     }
     std::string error;
     try {
-        write_files(temporary, model, state, companions);
+        write_files(temporary, model, state, other_files);
         if (writes) {
             const bool saved_before = fs::exists(folder);  // and then `out` could not be synced
             if (!saved_before) fs::rename(temporary, folder);

@@ -25,7 +25,7 @@ void create_folders(const std::string& folder);
 // disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one is left. Every
 // rank calls it and sends what it keeps; rank 0 alone writes. The files do not depend on the number of ranks.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions = {}, int64_t keep = 2);
+                            const FileContents& other_files = {}, int64_t keep = 2);
 
 // The folder itself if it is a checkpoint; else the checkpoint in it of the largest step; empty if there is
 // none. Only names are looked at.

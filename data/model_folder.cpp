@@ -352,8 +352,8 @@ std::string tokenizer_in(const std::string& folder) {
 
 // The files of a folder, and of its folder of chat templates, that have such a name.
 template <class Wanted>
-static Companions files_of_folder(const std::string& folder, const Wanted& is_wanted) {
-    Companions files;
+static FileContents files_of_folder(const std::string& folder, const Wanted& is_wanted) {
+    FileContents files;
     std::error_code none;  // a folder that is not there has no files; a link that leads nowhere is none
     for (const fs::path below : {"", "additional_chat_templates"})
         for (const auto& entry : fs::directory_iterator(folder / below, none)) {
@@ -368,19 +368,19 @@ static bool is_of_tokenizer(const std::string& name) {
     return is_tokenizer_file(name) || name.ends_with(".jinja") || name == "chat_template.json";
 }
 
-Companions read_companions(const std::string& folder) {
+FileContents read_other_files(const std::string& folder) {
     return files_of_folder(folder, [](const std::string& name) {
         return is_of_tokenizer(name) || is_one_of("config.json generation_config.json tokenizer.bin", name);
     });
 }
 
-void add_tokenizer(const std::string& folder, Companions* files) {
+void add_tokenizer(const std::string& folder, FileContents* files) {
     for (const auto& [name, bytes] : *files)
         if (is_tokenizer_file(name)) return;
     files->merge(files_of_folder(folder, is_of_tokenizer));
 }
 
-void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {
+void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files) {
     const ModelConfig& c = model.setup().config;
     const bool writes = model.setup().rank == 0;
     std::vector<HfTensor> tensors;
@@ -401,15 +401,16 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     }
     if (!writes) return;
     finish(file, path);
-    for (const auto& [name, bytes] : companions) {
-        const fs::path companion = path_in(folder, name);
-        fs::create_directories(companion.parent_path());
-        save_file(companion.string(), bytes);
-        sync(companion.parent_path().string());
+    for (const auto& [name, bytes] : other_files) {
+        const fs::path file = path_in(folder, name);
+        fs::create_directories(file.parent_path());
+        save_file(file.string(), bytes);
+        sync(file.parent_path().string());
     }
     // The config.json that the model came with stays as it is, but for the dtype, which has two names.
-    ordered_json config =
-        companions.count("config.json") ? ordered_json::parse(companions.at("config.json")) : config_json(c);
+    ordered_json config = other_files.count("config.json")
+                              ? ordered_json::parse(other_files.at("config.json"))
+                              : config_json(c);
     config["torch_dtype"] = "bfloat16";
     config.erase("dtype");
     save_file(path_in(folder, "config.json"), config.dump(2) + "\n");

@@ -7,21 +7,23 @@
 
 namespace coat {
 
-// The shape of the model in a folder of an architecture of coat.h.
+// The shape of the model in a folder; Error if its architecture is none of coat.h.
 ModelConfig read_model_config(const std::string& folder);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::master also the
-// remainders. Every rank reads the files and writes what it keeps. Without a model it only checks the files:
-// call that before a model is made, because config.json may ask for any amount of memory.
+// remainders of the FP32 values. Every rank reads the files and writes what it keeps. If `model` is null, the
+// files are only checked: that comes before a model is made, because config.json may ask for any amount of
+// memory.
 void load_weights(const std::string& folder, const ModelConfig& config, Model* model);
 
-// config.json and the files of the tokenizer, chat templates and text generation, by their paths in the
-// folder. A run reads them once, at its start: the folder may have changed when a checkpoint is saved.
-using Companions = std::map<std::string, std::string>;  // path -> bytes
-Companions read_companions(const std::string& folder);
+// The files of a model folder besides its weights: config.json, the tokenizer, chat templates, and
+// generation_config.json. A run reads them once, at its start: the folder may have changed when a checkpoint
+// is saved.
+using FileContents = std::map<std::string, std::string>;  // path in the folder -> bytes
+FileContents read_other_files(const std::string& folder);
 
 // Adds the tokenizer of another folder, such as that of the token files, unless there is a tokenizer.
-void add_tokenizer(const std::string& folder, Companions* files);
+void add_tokenizer(const std::string& folder, FileContents* files);
 
 // Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
 // tokenizer.model, vocab.json and merges.txt, tekken.json, ...
@@ -30,11 +32,11 @@ bool is_tokenizer_file(const std::string& name);
 // The name of a file of the tokenizer that is in this folder; empty if there is none.
 std::string tokenizer_in(const std::string& folder);
 
-// All bytes of a tensor on rank 0, elsewhere none. Every rank calls it at the same time.
+// All bytes of a tensor on rank 0; none on other ranks. Every rank calls it at the same time.
 std::vector<uint8_t> whole_tensor(Model& model, const StateTensor& t);
 
-// Writes config.json, model.safetensors (BF16) and the companions into an existing folder. Every rank calls
-// it and sends what it keeps; rank 0 alone writes, and gets an Error after all have sent.
-void save_model_folder(const std::string& folder, Model& model, const Companions& companions);
+// Writes config.json, model.safetensors (BF16) and other files into an existing folder. Every rank calls it
+// and sends what it keeps; rank 0 alone writes, and gets an Error after all have sent.
+void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files);
 
 }  // namespace coat

@@ -26,9 +26,9 @@ struct Run {
     Flags flags;
     Setup setup{};
     ProcessGroup* processes = nullptr;  // all ranks, also if there is only this one
-    std::string weights;    // the folder that the run starts from, or continues; empty: random weights
-    LoopState state;        // its settings are those of the run that is continued, until require_same()
-    Companions companions;  // of `weights`, for the checkpoints
+    std::string weights;       // the folder that the run starts from, or continues; empty: random weights
+    LoopState state;           // its settings are those of the run that is continued, until require_same()
+    FileContents other_files;  // of `weights`, for the checkpoints
     std::vector<std::string> outputs;  // the files of standard output and error, if they are files
     Corpus corpus;
     std::unique_ptr<Model> model;
@@ -65,7 +65,7 @@ bool save(Run& run, const std::string& folder) {
     if (folder.empty()) return true;
     try {
         run.processes->checkpoint =
-            save_checkpoint(folder, *run.model, run.state, run.companions, run.flags.keep);
+            save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep);
     } catch (const Error& error) {
         if (run.setup.rank == 0)
             print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
@@ -578,6 +578,19 @@ CorpusOptions corpus_options(Run& run) {
     return options;
 }
 
+// The bytes of a text are the tokens of a model only if the model has no tokenizer of any kind.
+void require_no_tokenizer(const std::string& model, const std::string& data) {
+    const std::string sentence = concat("--data contains bytes of text, which are no tokens of ", model);
+    const std::string tokenizer = tokenizer_in(model);
+    if (!tokenizer.empty())
+        throw Error(sentence, ": it has a tokenizer (", tokenizer, "); python3 data/tokenize.py --tokenizer ",
+                    model, " --out tokens ", data, " makes token files, which --data tokens reads.");
+    if (fs::exists(path_in(model, "tokenizer.bin")))
+        throw Error(sentence,
+                    ": it was trained on token files, whose tokenizer.bin it has; make token files of ",
+                    "the text with the same tokenizer (data/tokenize.py).");
+}
+
 // A model without a vocabulary size takes that of the data, or of bytes. Without --seq it is that of packed
 // conversations, or the default if the model can have it. Returns what the data are: sizes and hashes.
 Json load_data(Run& run) {
@@ -587,11 +600,7 @@ Json load_data(Run& run) {
     const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1, packed = run.corpus.seq;
     if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
-    const std::string tokenizer = run.weights.empty() ? "" : tokenizer_in(run.weights);
-    if (run.corpus.bytes && !tokenizer.empty())
-        throw Error("--data contains bytes of text, which are no tokens of ", config.name, ": it has a ",
-                    "tokenizer (", tokenizer, "); python3 data/tokenize.py --tokenizer ", run.weights,
-                    " --out tokens ", flags.data, " makes token files, which --data tokens reads.");
+    if (run.corpus.bytes && !run.weights.empty()) require_no_tokenizer(run.weights, flags.data);
     if (in_use > config.V)
         throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
@@ -677,12 +686,12 @@ void require_same(Run& run, const Json& data) {
 
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
 // own gets the tokenizer.bin of the token files, so that --prompt can use it.
-void take_companions(Run& run) {
-    if (!run.weights.empty()) run.companions = read_companions(run.weights);
+void take_other_files(Run& run) {
+    if (!run.weights.empty()) run.other_files = read_other_files(run.weights);
     const std::string& pieces = run.corpus.vocabulary_file;
     const bool has_tokenizer = !run.weights.empty() && !tokenizer_in(run.weights).empty();
-    if (!pieces.empty() && !has_tokenizer) run.companions["tokenizer.bin"] = MappedFile(pieces).text();
-    add_tokenizer(run.corpus.tokenizer_folder, &run.companions);
+    if (!pieces.empty() && !has_tokenizer) run.other_files["tokenizer.bin"] = MappedFile(pieces).text();
+    add_tokenizer(run.corpus.tokenizer_folder, &run.other_files);
 }
 
 // The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
@@ -717,6 +726,8 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
               grouped(text.validation.size()), " held out");
+    if (run.corpus.bytes && !run.weights.empty() && c.V > 256)
+        print("text: its bytes are the tokens, since ", run.weights, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     const Json changes = run.state.settings.value("changes", Json::array());
@@ -750,7 +761,7 @@ void answer_prompt(const Run& run) {
 // Files and flags are checked before the model is made, which can take minutes.
 void make_model(Run& run) {
     if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
-    if (run.setup.rank == 0) take_companions(run);
+    if (run.setup.rank == 0) take_other_files(run);
     if (!run.flags.log.empty() && run.setup.rank == 0) run.log.open(run.flags.log);
     run.model = run.flags.device == "gpu" ? make_gpu(run.setup) : make_reference(run.setup);
     if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);

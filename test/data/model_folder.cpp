@@ -483,7 +483,7 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
     }
     for (const char* name :
          {"README.md", "more.safetensors", "runs/step-000001/tokenizer.json", ".git/tokenizer.json"})
-        folder.write(concat("model/", name), "not a companion");
+        folder.write(concat("model/", name), "no file of the model");
     folder.write("tokens.bin", token_file(std::vector<uint16_t>(1000, 7)));
     require_success(tiny(folder, "--data tokens.bin --steps 2 --warmup 0 --model model"));
     fs::rename(folder / "model", folder / "moved");  // a resumed run takes them from the checkpoint
@@ -498,7 +498,7 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
     }
     const std::string path = folder / "moved/tokenizer.json";
     fs::remove(path), fs::create_symlink("merges.txt", path);  // as in the cache of Hugging Face
-    CHECK((read_companions(folder / "moved").at("tokenizer.json") == expected["merges.txt"]));
+    CHECK((read_other_files(folder / "moved").at("tokenizer.json") == expected["merges.txt"]));
 }
 
 TEST_CASE("train: bytes of text are no tokens of a model that has a tokenizer of any kind") {
@@ -516,4 +516,14 @@ TEST_CASE("train: bytes of text are no tokens of a model that has a tokenizer of
         fs::remove(folder.path / "chat" / name);
     }
     require_success(tiny(folder, "--model chat --steps 0"));  // without a tokenizer bytes are its tokens
+    folder.write("chat/tokenizer.bin", tokenizer_file({"a", "b"}));
+    check_rejected(folder, TINY + "--model chat --steps 2", "it was trained on token files");
+    fs::remove(folder.path / "chat/tokenizer.bin");
+    HuggingFace large = hugging_face_llama();  // 256 tokens may be bytes, more are hardly
+    for (const char* name : {"embed_tokens.weight", "lm_head.weight"}) large.at(name).rows = 300;
+    large.config["vocab_size"] = 300;
+    large.write(folder / "large");
+    const Ended ended = tiny(folder, "--model large --steps 0");
+    require_success(ended);
+    CHECK(contains(ended.out, "text: its bytes are the tokens, since large has no tokenizer\n"));
 }
