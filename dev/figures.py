@@ -262,7 +262,7 @@ def main(train, run, folder):
     draw(folder, "flow", flow)
     draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
-    if any("CUDA context" in line for line in plans["coat"]):
+    if any("operands, one layer" in line for line in plans["coat"]):
         draw(folder, "memory", memory, plans)
     else:
         print("memory.svg was not drawn: only a build with nvcc knows it.")

@@ -174,21 +174,23 @@ Setup bf16_baseline(Setup s) {
 
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
-    const int64_t allocated = arena_bytes(s, caches_weights(s));
-    if (!allocated) return plan;
-    // over: gradients that lie on saved activations, and so were counted twice; rest: what has no row yet.
-    const int64_t saved = s.config.L * saved_layer_bytes(s), all = total_bytes(plan, Category::Gradients),
-                  over =
-                      s.keep_gradients ? std::max<int64_t>(0, std::min(saved - gradients_offset(s), all)) : 0,
-                  rest = allocated - total_bytes(plan) + over;
-    for (const auto& [name, bytes] :
-         {std::pair{"gradients stored over activations", -over},
-          {"operands, one layer's gradients, logits", rest},
-          {"CUDA context and loaded kernels (about)", GPU_CONTEXT},
-          {"page tables of the other GPUs' memory", page_tables(s.ranks, allocated)}})
+    const int64_t known = total_bytes(plan), gradients = total_bytes(plan, Category::Gradients);
+    int64_t overlap = 0;  // gradients that lie where saved activations were, and so were counted twice
+    if (s.keep_gradients)
+        overlap = std::clamp<int64_t>(s.config.L * saved_layer_bytes(s) - gradients_offset(s), 0, gradients);
+    const int64_t arena = arena_bytes(s, caches_weights(s));
+    const int64_t allocated = arena ? arena : known - overlap;  // without CUDA, no working memory is known
+    const auto add = [&](const char* name, int64_t bytes) {
         plan.push_back({Category::Workspace, name, bytes, "GPU", 1});
+    };
+    plan.push_back({Category::Gradients, "gradients stored over activations", -overlap, "GPU", 1});
+    add("operands, one layer's gradients, logits", allocated - (known - overlap));
+    add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
+    add("page tables of the other GPUs' memory", page_tables(s.ranks, allocated));
     return plan;
 }
+
+bool knows_working_memory(const Setup& s) { return arena_bytes(s, false) > 0; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Text
@@ -218,9 +220,10 @@ std::string recipe_text(const Setup& s) {
 
 static void print_precision(const Setup& s) {
     std::printf(
-        "Precision plan: formats and scales of what operators read, write and save for backward\n"
+        "Formats: what each operator reads and writes, and what it saves for the backward pass\n"
         "  recipe %s\n"
-        "  A scale for each tensor, row, or block: 1x16 are 16 values of a token.\n\n",
+        "  FP8 values share a scale: \"tensor\" is one scale for all, \"1x16\" one for 16 values of a "
+        "token.\n\n",
         recipe_text(s).c_str());
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
@@ -232,36 +235,70 @@ static void print_precision(const Setup& s) {
     }
 }
 
-// The memory is printed beside that of the BF16 baseline, with the rows of a GPU if there is CUDA.
-void print_plan(const Setup& s) {
+std::string gpu_fit_text(int64_t bytes, bool complete) {
+    struct Gpu {
+        const char* name;
+        int64_t mib;  // as nvidia-smi reports it
+    };
+    constexpr Gpu GPUS[] = {{"24 GB (RTX 4090)", 24564},
+                            {"40 GB (A100)", 40960},
+                            {"48 GB (L40S)", 46068},
+                            {"80 GB (H100)", 81559},
+                            {"141 GB (H200)", 143771}};
+    std::string fits, too_small;
+    for (const Gpu& gpu : GPUS) {
+        std::string& list = bytes <= gpu.mib << 20 ? fits : too_small;
+        list += (list.empty() ? "" : ", ") + std::string(gpu.name);
+    }
+    std::string text = concat("On a GPU: ", complete ? "" : "more than ", gigabytes(bytes), " GB.");
+    if (!complete) text += " (Only a program that was built with nvcc knows the working memory.)";
+    if (complete && !fits.empty()) text += " Fits: " + fits + ".";
+    if (!too_small.empty()) text += " Too small: " + too_small + ".";
+    return text;
+}
+
+// A table of rows: their memory in GB, and per item, of the run and of the BF16 run beside it.
+static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vector<MemoryRow>& beside,
+                              bool complete) {
+    for (size_t i = 0; i < plan.size(); i++) {
+        if (plan[i].bytes == 0 && beside[i].bytes == 0) continue;
+        std::printf("  %-40s %12.3f %19.3f  %12.3f %19.3f  %s\n", plan[i].name.c_str(),
+                    double(plan[i].bytes) / 1e9, plan[i].of_one(), double(beside[i].bytes) / 1e9,
+                    beside[i].of_one(), plan[i].per);
+    }
+    std::printf("\n");
+    const char* const total = complete ? "total" : "total without working memory";
+    const char* const names[] = {"weights", "gradients", "optimizer", "activations", "workspace", total};
+    for (int i = 0; i <= int(Category::All); i++)
+        if (const int64_t bytes = total_bytes(plan, Category(i)))
+            std::printf("  %-40s %12.3f %19s  %12.3f\n", names[i], double(bytes) / 1e9, "",
+                        double(total_bytes(beside, Category(i))) / 1e9);
+}
+
+void print_plan(const Setup& s, bool gpu) {
     print_precision(s);
     const Setup other = bf16_baseline(s);
-    const std::vector<MemoryRow> plan = gpu_memory_plan(s), beside = gpu_memory_plan(other);
-    auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
-    auto mib = [](int64_t bytes) { return double(bytes) / (1 << 20); };
+    const std::vector<MemoryRow> on_gpu = gpu_memory_plan(s);
+    const std::vector<MemoryRow> plan = gpu ? on_gpu : memory_plan(s);
+    const std::vector<MemoryRow> beside = gpu ? gpu_memory_plan(other) : memory_plan(other);
     const int64_t C = s.config.C, count = parameter_count(s.config);
-    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch%s\n\n", count,
-                s.config.L, s.B * s.T, s.ranks > 1 ? "; of each rank, at most" : "");
+    const auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
+    std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
+                grouped(count).c_str(), counted(s.config.L, "layer").c_str(),
+                counted(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
     std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
-    std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
-    for (size_t i = 0; i < plan.size(); i++)
-        if (plan[i].bytes || beside[i].bytes)
-            std::printf("  %-40s %12.1f %19.3f  %12.1f %19.3f  %s\n", plan[i].name.c_str(),
-                        mib(plan[i].bytes), plan[i].of_one(), mib(beside[i].bytes), beside[i].of_one(),
-                        plan[i].per);
-    std::printf("\n");
-    const char* const categories[] = {"weights",     "gradients", "optimizer",
-                                      "activations", "workspace", "total"};
-    for (int i = 0; i <= int(Category::All); i++)
-        if (total_bytes(plan, Category(i)))
-            std::printf("  %-40s %12.1f %19s  %12.1f\n", categories[i], mib(total_bytes(plan, Category(i))),
-                        "", mib(total_bytes(beside, Category(i))));
-    auto moments = [&](const auto& rows) { return double(total_bytes(rows, Category::Optimizer)) / count; };
+    std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
+    const bool knows_all = knows_working_memory(s);
+    print_memory_rows(plan, beside, gpu && knows_all);
+    const auto moments = [&](const auto& rows) {
+        return double(total_bytes(rows, Category::Optimizer)) / double(count);
+    };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
-        saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
+        saved_bytes_per_token_and_layer(s) / double(C), saved_bytes_per_token_and_layer(other) / double(C), C,
         s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
+    std::printf("\n%s\n", gpu_fit_text(total_bytes(on_gpu), knows_all).c_str());
 }
 
 }  // namespace coat

@@ -52,7 +52,9 @@ Setup bf16_baseline(Setup s);
 // CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 // memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
+// In a program without CUDA the working memory is not in it: knows_working_memory() is false.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
+bool knows_working_memory(const Setup& s);
 
 // -----------------------------------------------------------------------------------------------------------
 // Text
@@ -64,6 +66,11 @@ std::string counted(int64_t n, const std::string& what);  // "1 rank", "2 ranks"
 // recipe_on_gpu() returns it.
 std::string recipe_text(const Setup& s);
 
-void print_plan(const Setup& s);
+// "On a GPU: 78.8 GB. Fits: 80 GB (H100), ... Too small: 24 GB (RTX 4090), ...". complete: the bytes are all
+// that the run needs.
+std::string gpu_fit_text(int64_t bytes, bool complete);
+
+// gpu: the run is to be on a GPU, so that the table has the rows of one.
+void print_plan(const Setup& s, bool gpu);
 
 }  // namespace coat

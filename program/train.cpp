@@ -718,10 +718,11 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
         print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
               " is longer than --steps ", run.flags.steps);
-    print("memory: ", gigabytes(total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s))), " GB",
-          s.ranks > 1 ? " on each rank" : "", gpu ? "" : ", without working memory", "; --plan lists it");
-    if (saves_checkpoints(run.flags)) print("checkpoints: in ", run.flags.out);
-    else print("checkpoints: none are saved");
+    if (!run.flags.plan) {
+        print("memory: ", gigabytes(total_bytes(gpu ? gpu_memory_plan(s) : memory_plan(s))), " GB",
+              s.ranks > 1 ? " on each rank" : "", gpu ? "" : ", without working memory", "; --plan lists it");
+        print("checkpoints: ", saves_checkpoints(run.flags) ? "in " + run.flags.out : "none are saved");
+    }
     if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights);
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
@@ -826,9 +827,10 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     if (!flags.plan) require_same(run, data);
     Setup last = run.setup;  // the last rank keeps most
     last.rank = last.ranks - 1;
-    print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
+    const std::string here = flags.device == "gpu" ? "gpu, of which this machine has none: " : "cpu: ";
+    print_start(run, last, why_cpu.empty() ? flags.device : here + why_cpu);
     if (flags.plan) {
-        print_plan(last);
+        print_plan(last, flags.device == "gpu");
         return 0;
     }
     make_model(run);

@@ -233,6 +233,35 @@ TEST_CASE("recipe_text: says why linear layers do not run in FP8") {
     }
 }
 
+TEST_CASE("gpu_fit_text: on which GPUs a run fits; of an incomplete figure only where it does not") {
+    CHECK(gpu_fit_text(78'800'000'000, true) ==
+          "On a GPU: 78.8 GB. Fits: 80 GB (H100), 141 GB (H200). Too small: 24 GB (RTX 4090), 40 GB (A100), "
+          "48 GB "
+          "(L40S).");
+    CHECK(gpu_fit_text(300'000'000'000, true)
+              .ends_with("300.0 GB. Too small: 24 GB (RTX 4090), 40 GB (A100), 48 GB "
+                         "(L40S), 80 GB (H100), 141 GB (H200)."));
+    // nvidia-smi reports 24564 MiB of an RTX 4090.
+    CHECK(contains(gpu_fit_text(24564LL << 20, true), "Fits: 24 GB (RTX 4090), 40"));
+    CHECK(contains(gpu_fit_text((24564LL << 20) + 1, true), "Too small: 24 GB (RTX 4090)."));
+    const std::string incomplete = gpu_fit_text(30'000'000'000, false);
+    CHECK(incomplete.starts_with("On a GPU: more than 30.0 GB."));
+    CHECK((contains(incomplete, "nvcc") && contains(incomplete, "Too small: 24 GB (RTX 4090).")));
+    CHECK(!contains(incomplete, "Fits"));
+}
+
+TEST_CASE("gpu_memory_plan: with or without CUDA gradients that lie on activations count once") {
+    const Setup s = setup_of("coat", LLAMA_7B, 8, 2048);
+    int64_t overlap = 0, working = 0;
+    for (const MemoryRow& row : gpu_memory_plan(s)) {
+        if (row.name == "gradients stored over activations") overlap = row.bytes;
+        if (row.name == "operands, one layer's gradients, logits") working = row.bytes;
+    }
+    CHECK(overlap < -10'000'000'000);
+    CHECK((working > 0) == knows_working_memory(s));
+    CHECK(total_bytes(gpu_memory_plan(s)) == total_bytes(memory_plan(s)) + overlap + working + GPU_CONTEXT);
+}
+
 TEST_CASE("text: numbers in groups of three digits; GB of a billion bytes; one rank and two ranks") {
     CHECK(grouped(0) + " " + grouped(999) + " " + grouped(1000) + " " + grouped(6738415616) ==
           "0 999 1,000 6,738,415,616");

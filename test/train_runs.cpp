@@ -73,6 +73,18 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     const Ended plan = train(folder, "--plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
     require_success(plan);
     CHECK(number_after(plan.out, "saved activations: ") == doctest::Approx(16.33).epsilon(0.0006));
+    // On a CPU nothing of a GPU is in the table. On a GPU it is, or the figure is said to be incomplete.
+    const std::string cpu = train(folder, "--plan --device cpu --model llama-2-7b --batch 8 --seq 2048").out;
+    const std::string gpu = train(folder, "--plan --device gpu --model llama-2-7b --batch 8 --seq 2048").out;
+    CHECK((!contains(cpu, "CUDA") && contains(gpu, "CUDA context")));
+    const bool complete = knows_working_memory(setup_of("coat"));
+    CHECK(contains(cpu, "total without working memory"));
+    CHECK(contains(gpu, "total without working memory") == !complete);
+    for (const std::string& out : {cpu, gpu}) {
+        CHECK(contains(out, "\nOn a GPU: "));
+        CHECK(contains(out, complete ? "Fits: " : "more than "));
+        CHECK((contains(out, " a GB is 10^9 bytes") && !contains(out, "MiB")));
+    }
     const Ended help = train(folder, "--help");
     require_success(help);
     int flags = 0;
