@@ -77,7 +77,8 @@ static __device__ float contract(float inverse_k, float log_y) { return fast_exp
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for groups so wide or so small that a step of the equations above would leave the normal
-// numbers of FP32. All lanes of a group take it, or none.
+// numbers of FP32. All lanes of a group take it, or none. It is inlined although it is almost never taken: as a
+// function that is called, or in a loop that is not unrolled, it makes the fast path up to 24% slower.
 
 // A group is wide if its magnitudes may differ by more than about 2^120.
 static __device__ bool wide(const MomentFormat& f, const MomentScale& s) {
@@ -95,18 +96,6 @@ static __device__ float contract_carefully(const MomentScale& s, float inverse_k
     return root * s.max * root;
 }
 
-// to[j] = compute(from[j]), in a loop that is not unrolled: else this path, which is almost never taken,
-// would be nearly a third of the kernel's instructions. A loop can index memory but not registers: so the
-// values go through memory. (A function that is called would slow down the fast path, too:
-// dev/ladders/adamw.cu.)
-template <class Compute> static __device__ void one_by_one(const Values& from, Values& to, Compute compute) {
-    Values in_memory;
-    for (int j = 0; j < CHUNK; j++) in_memory[j] = from[j];
-#pragma unroll 1
-    for (int j = 0; j < CHUNK; j++) in_memory[j] = compute(in_memory[j]);
-    for (int j = 0; j < CHUNK; j++) to[j] = in_memory[j];
-}
-
 // ===========================================================================================================
 // 2. The eight moments of a thread
 
@@ -121,7 +110,7 @@ static __device__ uint2 quantize(const MomentFormat& f, const MomentScale& s, co
         const float inverse_max = inverse_of(s.max);
         for (int j = 0; j < CHUNK; j++) y[j] = expand(f, s.k, inverse_max, x[j]);
     } else if (f.expand) {
-        one_by_one(x, y, [&](float moment) { return expand_carefully(f, s, moment); });
+        for (int j = 0; j < CHUNK; j++) y[j] = expand_carefully(f, s, x[j]);
     } else {
         const float inverse = __frcp_rn(scale_of(f.max, s.max));
         for (int j = 0; j < CHUNK; j++) y[j] = fabsf(x[j]) * inverse;
@@ -155,7 +144,7 @@ static __device__ float dequantize(const MomentFormat& f, const MomentScale& s, 
     if (!f.expand) {
         factor = scale_of(f.max, s.max);
     } else if (wide(f, s)) {
-        one_by_one(x, x, [&](float log_y) { return contract_carefully(s, inverse_k, log_y); });
+        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(s, inverse_k, x[j]);
     } else {
         factor = s.max;
         for (int j = 0; j < CHUNK; j++) x[j] = contract(inverse_k, x[j]);
