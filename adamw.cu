@@ -77,8 +77,8 @@ static __device__ float contract(float inverse_k, float log_y) { return fast_exp
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for groups so wide or so small that a step of the equations above would leave the normal
-// numbers of FP32. All lanes of a group take it, or none. It is inlined although it is almost never taken: as a
-// function that is called, or in a loop that is not unrolled, it makes the fast path up to 24% slower.
+// numbers of FP32. All lanes of a group take it, or none. It is inlined although it is almost never taken: as
+// a function that is called, or in a loop that is not unrolled, it makes the fast path up to 24% slower.
 
 // A group is wide if its magnitudes may differ by more than about 2^120.
 static __device__ bool wide(const MomentFormat& f, const MomentScale& s) {
