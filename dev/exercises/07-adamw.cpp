@@ -1,14 +1,13 @@
-// 7 - A step of AdamW with FP8 moments (section 4)
+// 7 - A step of AdamW with FP8 moments (lesson 8; about 30 minutes)
 //
-// n <= 128 parameters share max and k of each moment. For each of them:
-//   load both moments:  contract(decode(code), max, k)
-//   m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
-//   w -= lr ((m / bias1) / (sqrt(v / bias2) + eps) + decay w)
-// Then store each moment: max, the largest |x| of the group; k, from max and the smallest |x| that is not
-// zero; and the codes encode(expand(x, max, k)).
+// n <= 128 parameters share max and k of each moment. Load both moments of each parameter, update them and the
+// weight as lesson 8 says (s has the constants; s.bias1 and s.bias2 are 1 - beta^t), and store both moments again:
+// max, the largest magnitude of the group; k of exercise 6; and the codes.
+//
+// Find out: does the weight move by the moments before or after they are quantized again?
 //
 // Watch for:
-//   The weight is updated before m and v are quantized. Their codes belong to the new max and k.
+//   The codes belong to the new max and k.
 //   Zeros do not count in the smallest magnitude. A group of zeros has max = 0, k = 1 and codes 0.
 //
 // m.codes[i], *m.max and *m.k are read, then overwritten. given:: has encode, decode and those of exercise 6.

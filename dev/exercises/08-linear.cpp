@@ -1,18 +1,16 @@
-// 8 - The three GEMMs of a linear layer with 1x128 scales (section 5, and DeepSeek-V3)
+// 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 20 minutes)
 //
-// x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output:
-//   fprop  y = x w^T      dgrad  dx = g w      wgrad  dw = g^T x
-// Every operand is quantized. In x and g, 128 values share a scale, along the dimension that the GEMM sums
-// over: there it is a factor of 128 terms of the sum. fprop sums over `in`, dgrad over `out`, and wgrad over
-// tokens. w has 128x128 blocks, the same for its transpose.
+// x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output. Set
+//   y   (tokens, out)   the output                         fprop
+//   dx  (tokens, in)    the gradient of x                  dgrad
+//   dw  (out, in)       the gradient of w                  wgrad
+// Every operand is quantized once, with one scale for the tensor: x and w in E4M3, g in E5M2.
 //
-// Watch for:
-//   given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. wgrad needs them
-//   along the rows, so its operands have other codes than in fprop and dgrad: transpose x and g themselves
-//   (not their quantized values), quantize, and transpose back where the product needs that.
+// Find out: over which dimension does each GEMM sum, and which operands must be transposed for it? With one scale
+// per tensor, does it matter whether a matrix is transposed before or after it is quantized?
 //
-// Set y, dx and dw. given:: has transposed(x), product(a, b), which sums over a's columns and b's rows, and
-// quantized(x, rows, cols), which encodes in E4M3 and decodes: scales are in its values.
+// given:: has quantized(x) in E4M3 and quantized_e5m2(x), which encode and decode again (the scale is in the
+// values), transposed(x), and product(a, b), which sums over a's columns and b's rows.
 #include "judge.h"
 
 void linear(const Matrix& x, const Matrix& w, const Matrix& g, Matrix& y, Matrix& dx, Matrix& dw) {

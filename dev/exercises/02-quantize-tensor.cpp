@@ -1,7 +1,7 @@
-// 3 - Quantize a tensor with one scale (section 5, per-tensor scaling)
+// 2 - Quantize a tensor with one scale (lesson 2; about 10 minutes)
 //
-//   amax = the largest |x|        s = amax / 448        code = encode(x (1 / s))
-// so that amax becomes 448, E4M3's largest value. A GEMM multiplies its sums by s. Return s, write the codes.
+// Find the scale s that maps the largest magnitude of the tensor onto 448, E4M3's largest value; write the code
+// of each value, and return s. Codes are undefined before you write them.
 //
 // Watch for:
 //   The largest magnitude may be that of a negative value.

@@ -1,4 +1,4 @@
-// 12 - On a GPU: AdamW with FP8 moments, a block for each group (section 4)
+// 14 - On a GPU: AdamW with FP8 moments, a block for each group (lesson 9; about 90 minutes)
 //
 // Exercise 7, with a block of 128 threads for a group: thread t of block b has parameter i = 128 b + t and
 // shares max[b] and k[b]. These need magnitudes of all threads: reduce them in shared memory.
@@ -22,4 +22,4 @@ __global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment 
     // your code
 }
 
-int main() { return judge::adamw(on_gpu(adamw), 12); }
+int main() { return judge::adamw(on_gpu(adamw), 14); }

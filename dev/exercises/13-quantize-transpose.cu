@@ -1,4 +1,4 @@
-// 11 - On a GPU: quantize a matrix, and its transpose (section 5)
+// 13 - On a GPU: quantize a matrix, and its transpose (lesson 5; about 60 minutes)
 //
 // Backward needs codes in both orders: Hopper's FP8 GEMMs read both operands along the reduction. Write
 //   codes[r * cols + c] = transposed[c * rows + r] = encode(x[r * cols + c] * inverse_scale)
