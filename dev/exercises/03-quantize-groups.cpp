@@ -1,8 +1,8 @@
 // 3 - Quantize in 1x16 groups with BF16 scales (lesson 3; about 15 minutes)
 //
 // Inputs of norms and activation functions have a scale for each 16 neighbouring values of a row. Write codes
-// (rows, cols) and scales (rows, groups in a row); both are undefined before. A group's scale is that of exercise
-// 2 for its 16 values, rounded to BF16.
+// (rows, cols) and scales (rows, groups in a row); both are undefined before. A group's scale is that of
+// exercise 2 for its 16 values, rounded to BF16.
 //
 // Find out: is the code made with the scale before or after rounding? Which of the two does decoding have?
 //

@@ -1,8 +1,8 @@
 // 4 - The amax of a tensor by group scaling (lesson 10; about 10 minutes)
 //
 // Per-tensor scaling needs the largest |x| before the first code. Group scaling finds it in two stages: the
-// largest magnitude of each 16 elements, then the largest of these. Write the first into maxima (it is undefined
-// before), and return the second.
+// largest magnitude of each 16 elements, then the largest of these. Write the first into maxima (it is
+// undefined before), and return the second.
 //
 // Watch for:
 //   The last group is shorter if n is no multiple of 16.

@@ -1,8 +1,8 @@
 // 7 - A step of AdamW with FP8 moments (lesson 8; about 30 minutes)
 //
-// n <= 128 parameters share max and k of each moment. Load both moments of each parameter, update them and the
-// weight as lesson 8 says (s has the constants; s.bias1 and s.bias2 are 1 - beta^t), and store both moments again:
-// max, the largest magnitude of the group; k of exercise 6; and the codes.
+// n <= 128 parameters share max and k of each moment. Load both moments of each parameter, update them and
+// the weight as lesson 8 says (s has the constants; s.bias1 and s.bias2 are 1 - beta^t), and store both
+// moments again: max, the largest magnitude of the group; k of exercise 6; and the codes.
 //
 // Find out: does the weight move by the moments before or after they are quantized again?
 //

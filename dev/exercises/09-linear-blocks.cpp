@@ -1,7 +1,7 @@
 // 9 - DeepSeek's linear layer: the same GEMMs with 1x128 scales (lesson 5; about 20 minutes)
 //
-// As exercise 8, but 128 values of x and of g share a scale, along the dimension that the GEMM sums over: there it
-// is a factor of 128 terms of the sum. w has 128x128 blocks. All are in E4M3.
+// As exercise 8, but 128 values of x and of g share a scale, along the dimension that the GEMM sums over:
+// there it is a factor of 128 terms of the sum. w has 128x128 blocks. All are in E4M3.
 //
 // Find out: which operands can be shared by two GEMMs now, and which have to be quantized twice?
 //

@@ -39,7 +39,12 @@ inline float to_bf16(float x) { return reference::round_to(Format::BF16, x); }  
 inline float expansion_factor(float max, float min) { return reference::expansion_factor(F8, max, min); }
 inline float expand(float x, float max, float k) { return reference::expand(F8, x, max, k); }
 inline float contract(float y, float max, float k) { return reference::contract(F8, y, max, k); }
-Matrix quantized(const Matrix& x, int block_rows, int block_cols);  // x encoded and decoded again
+
+// x encoded and decoded again: in E4M3 with one scale, in E5M2 with one scale, in E4M3 with a scale for each
+// block
+Matrix quantized(const Matrix& x);
+Matrix quantized_e5m2(const Matrix& x);
+Matrix quantized(const Matrix& x, int block_rows, int block_cols);
 Matrix transposed(const Matrix& x);
 Matrix product(const Matrix& a, const Matrix& b);  // a b
 
@@ -58,14 +63,15 @@ using SwiGLU = void(int, int, const uint8_t*, const float*, const float*, float*
 using Transpose = void(int, int, float, const float*, uint8_t*, uint8_t*);
 
 int decode(const Function<float(const Fp8&, uint8_t)>&);
-int encode(const Function<uint8_t(const Fp8&, float)>&);
 int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
 int quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>&);
 int amax(const Function<float(int, const float*, float*)>&);
+int encode(const Function<uint8_t(const Fp8&, float)>&);
 int expansion(const Function<float(float, float)>& factor, const Function<Expand>& expand,
               const Function<Expand>& contract);
-int adamw(const Function<AdamW>&, int number = 7);  // 7 on the CPU, with one group a call, or 12 on a GPU
+int adamw(const Function<AdamW>&, int number = 7);  // 7 on the CPU, with one group a call, or 14 on a GPU
 int linear(const Function<Linear>&);
+int linear_in_blocks(const Function<Linear>&);
 int norm_backward(const Function<Norm>&);
 int swiglu_backward(const Function<SwiGLU>&);
 int quantize_transpose(const Function<Transpose>&);

@@ -1,5 +1,5 @@
-// exercises.cpp - dev/exercises: what the judge says of an empty body, of typical mistakes in each exercise,
-// and of a solution. Most mistakes are solutions with wrong inputs.
+// exercises.cpp - dev/exercises: what the judge says of an empty body, of a solution, and of typical
+// mistakes. MISTAKES is the list of these. A solution below is given one of them in words, or "" for none.
 #include "../help/exercises.h"
 
 #define main JOINED(main_, __COUNTER__)  // the exercises as they are in the repository, each with a main()
@@ -7,222 +7,567 @@
 #define JOINED_(name, number) name##number
 namespace empty {
 #include "../../dev/exercises/01-decode.cpp"
-#include "../../dev/exercises/02-encode.cpp"
-#include "../../dev/exercises/03-quantize-tensor.cpp"
-#include "../../dev/exercises/04-quantize-groups.cpp"
-#include "../../dev/exercises/05-amax.cpp"
+#include "../../dev/exercises/02-quantize-tensor.cpp"
+#include "../../dev/exercises/03-quantize-groups.cpp"
+#include "../../dev/exercises/04-amax.cpp"
+#include "../../dev/exercises/05-encode.cpp"
 #include "../../dev/exercises/06-expansion.cpp"
 #include "../../dev/exercises/07-adamw.cpp"
 #include "../../dev/exercises/08-linear.cpp"
-#include "../../dev/exercises/09-norm-backward.cpp"
-#include "../../dev/exercises/10-swiglu-backward.cpp"
+namespace blocks {
+#include "../../dev/exercises/09-linear-blocks.cpp"
+}
+#include "../../dev/exercises/10-norm-backward.cpp"
+#include "../../dev/exercises/11-swiglu-backward.cpp"
 }  // namespace empty
 #undef main
 
+// A namespace of its own, because the solutions have the names of functions of the reference.
+namespace exercises {
+namespace {
+
 using namespace coat;
 using namespace coat::test;
-using given::contract, given::expand, given::product, given::transposed;
 using Floats = std::vector<float>;
+using Words = std::string;  // a mistake in words
+using Bytes = const uint8_t*;
+using Vector = const float*;
 
-TEST_CASE("exercises 1 and 2: an empty body and typical mistakes and a solution") {
-    auto format = [](const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; };
-    auto right = [=](const Fp8& f, uint8_t code) { return reference::decode(format(f), code); };
-    exercise(
-        judge::decode, empty::decode, right,
-        {{"Every wrong value is off by the factor 0.5:", [=](auto& f, uint8_t c) { return right(f, c) / 2; }},
-         {"about codes with exponent 0:",  // subnormal values as if they were normal
-          [=](auto& f, uint8_t c) {
-              const int one = 1 << f.mantissa;
-              return (c & 0x7F) < one ? right(f, uint8_t(c | one)) / 2 : right(f, c);
-          }}});
+struct Mistake {
+    int exercise;
+    Words mistake;
+    const char* hint;  // the judge's must contain this
+};
 
-    auto even = [=](const Fp8& f, float x) { return int(reference::encode(format(f), x)); };
-    auto is_up = [=](const Fp8& f, float x) { return std::abs(right(f, uint8_t(even(f, x)))) > std::abs(x); };
-    exercise(judge::encode, empty::encode, even,
-             {{"about ties:",
-               [=](auto& f, float x) { return even(f, std::nextafter(x, std::copysign(INFINITY, x))); }},
-              {"Every wrong code is one off", [=](auto& f, float x) { return even(f, x) - is_up(f, x); }},
-              {"about NaN:",
-               [=](auto& f, float x) { return even(f, std::isnan(x) ? std::copysign(INFINITY, x) : x); }},
-              {"Not all wrong values are alike. Of this one: This is about zero:",  // several mistakes
-               [=](auto& f, float x) { return x == 0 || std::isnan(x) ? 0 : even(f, x); }}});
+const std::vector<Mistake> MISTAKES = {
+    {1, "bias + 1", "off by the factor 0.5"},
+    {1, "subnormal values have a 1 in front", "the mantissa has no 1 in front"},
+    {1, "no value has a 1 in front", "The mantissa has a 1 in front"},
+    {1, "subnormal exponent 0 - bias", "the exponent is that of field 1"},
+    {1, "the mantissa is not divided", "The mantissa m is a fraction"},
+    {1, "no sign", "Bit 7 is the sign"},
+    {1, "E4M3 has infinity", "E4M3 has no infinity"},
+    {1, "E4M3 has no NaN", "In E4M3 the largest mantissa of the largest exponent is NaN"},
+    {1, "E5M2 has neither infinity nor NaN", "In E5M2 the largest exponent is for infinity"},
+
+    {2, "FMAX of E5M2", "57344 is that of E5M2"},
+    {2, "divides by s", "do not divide by s"},
+    {2, "signed amax", "take |x|"},
+    {2, "zero scale", "A scale of 0"},
+    {2, "no smallest scale", "at least 2^-126"},
+    {2, "returns 1 / s", "Return s, not 1 / s"},
+    {2, "returns amax", "This is amax itself"},
+    {2, "codes without the scale", "the code of x, without the scale"},
+    {2, "multiplies by s", "Multiply by 1 / s, not by s"},
+    {2, "reads x[n]", "read x[0] to x[n - 1]"},
+    {2, "writes past the end", "You write past the end of code"},
+
+    {3, "scale not rounded", "Scales are stored in BF16"},
+    {3, "scale cut off", "BF16 is rounded to the nearest, not cut off"},
+    {3, "code with the unrounded scale", "divide by the scale after it is rounded"},
+    {3, "groups cross rows", "A group does not cross to the next row"},
+    {3, "the last group reads 16 values", "The last group of a row may be shorter"},
+    {3, "signed amax", "take |x|"},
+    {3, "zero scale", "A scale of 0"},
+    {3, "FMAX of E5M2", "57344 is that of E5M2"},
+    {3, "one scale for all", "Each group has a scale of its own"},
+
+    {4, "reads past n", "You read past the end of x"},
+    {4, "leaves out the last group", "The last, shorter group is missing"},
+    {4, "signed maximum", "take |x|"},
+    {4, "NaN lost", "NaN gets lost: a comparison with it is false"},
+    {4, "NaN lost at the next value", "NaN gets lost at the next value"},
+    {4, "NaN stays NaN", "is infinity here, not NaN"},
+    {4, "begins with what maxima contains", "maxima is undefined before"},
+    {4, "returns the last maximum", "This is the maximum of the last group"},
+
+    {5, "no saturation", "Values above f.max, infinity too, saturate"},
+    {5, "no clamp of subnormal values", "Below the smallest normal value"},
+    {5, "masked carry", "the mantissa's carry belongs to the exponent"},
+    {5, "masked carry of subnormal values too", "the mantissa's carry belongs to the exponent"},
+    {5, "ties away", "A tie goes to the even code"},
+    {5, "truncation", "The count is cut off"},
+    {5, "rounds up", "The count is rounded up"},
+    {5, "no sign", "Bit 7 is the sign"},
+    {5, "sign by x < 0", "Zero and NaN have signs, too"},
+    {5, "NaN saturates", "NaN does not saturate"},
+    {5, "the 1 in front is counted twice", "it adds 1 to the exponent field"},
+
+    {6, "2^-6 as minimum", "The smallest code that is not zero is subnormal"},
+    {6, "1 as minimum", "The range ends at the smallest value"},
+    {6, "k inverted", "This is upside down"},
+    {6, "ln of the ratio", "One logarithm is natural"},
+    {6, "ln of the range", "One logarithm is natural"},
+    {6, "k at least 1", "k may be below 1"},
+    {6, "k not limited at 64", "k is at most 64"},
+    {6, "floor to 1/16", "Round to multiples of 1/256, not of 1/16"},
+    {6, "nearest 1/16", "Round to multiples of 1/256, not of 1/16"},
+    {6, "floor to 1/256", "k is near: round to the nearest multiple of 1/256"},
+    {6, "range of another format", "Compare k and its operands"},  // no hint is better than a wrong one
+    {6, "expand loses the sign", "The result has the sign of the input"},
+    {6, "expand to 1", "max becomes 448"},
+    {6, "expand not relative to max", "Divide |x| by max"},
+    {6, "expand to the power 1 / k", "expand raises to the power k"},
+    {6, "expand of zero is NaN", "about zero"},
+    {6, "contract loses the sign", "The result has the sign of the input"},
+    {6, "contract to 1", "448 becomes max"},
+    {6, "contract to the power k", "contract raises to the power 1 / k"},
+    {6, "contract underflows", "about extreme magnitudes"},
+    {6, "contract is empty", "This is not computed yet: contract."},
+
+    {7, "bias2 outside the root", "bias2 belongs inside the square root"},
+    {7, "eps inside the root", "eps is added to the square root"},
+    {7, "g not squared", "g is not squared"},
+    {7, "no expansion", "Loading a moment includes the expansion's inverse"},
+    {7, "stores without expansion", "k is 1 everywhere"},
+    {7, "moments quantized first", "Update the weight before the moments are quantized"},
+    {7, "no bias correction", "The bias correction is missing"},
+    {7, "decay coupled into g", "Weight decay is decoupled"},
+    {7, "no decay", "The weight decay is missing"},
+    {7, "decay without learning rate", "The learning rate multiplies the weight decay"},
+    {7, "no root", "divided by the square root"},
+    {7, "adds the update", "The update is subtracted"},
+    {7, "all of g", "g is multiplied by 1 - beta1"},
+    {7, "zeros count in min", "Zeros do not count in the smallest magnitude"},
+    {7, "codes with the old max and k", "The codes belong to the new max and k"},
+    {7, "signed max", "take |x|"},
+
+    {8, "x quantized in fprop only", "x is quantized in fprop, but not in wgrad"},
+    {8, "g quantized in dgrad only", "g is quantized in dgrad, but not in wgrad"},
+    {8, "g in E4M3", "Gradients are quantized in E5M2"},
+    {8, "w unquantized", "w is not quantized in fprop"},
+    {8, "w unquantized in dgrad", "w is not quantized in dgrad"},
+    {8, "all in E5M2", "x and w are in E4M3"},
+    {8, "nothing quantized", "quantize both"},
+    {8, "blocks", "COAT has one scale for a tensor"},
+    {8, "no transposes", "Is one of them to be transposed?"},
+    {8, "dw transposed", "This is the transpose"},
+
+    {9, "w in 1x128", "w has blocks of 128x128, not of 1x128"},
+    {9, "wgrad's blocks along features", "first transpose both"},
+    {9, "wgrad's x along features", "the blocks of x lie along features"},
+    {9, "wgrad's g along features", "the blocks of g lie along features"},
+    {9, "wgrad unquantized", "quantize both"},
+    {9, "one scale for a tensor", "as in exercise 8"},
+
+    {10, "sum for mean", "a mean over the token's C values, not their sum"},
+    {10, "adds to dweight", "This is undefined before the call: set dweight to zero"},
+    {10, "no mean term", "The term with the mean is missing"},
+    {10, "mean term added", "The term with the mean is subtracted"},
+    {10, "no scale", "times its group's scale"},
+    {10, "scales of the first token", "Each token has C / 16 scales of its own"},
+    {10, "the last token only", "not of the last"},
+    {10, "no eps", "eps is missing"},
+    {10, "sum in the root", "r has the mean of x^2, not the sum"},
+    {10, "no weight", "weight is missing"},
+    {10, "r squared", "r^3, not r^2"},
+    {10, "weight in dweight", "without the weight"},
+
+    {11, "rows of F values", "A row has 2 F values"},
+    {11, "no scale", "times its group's scale"},
+    {11, "scales of gate for up", "up has scales of its own"},
+    {11, "rows of F / 16 scales", "A row of scales has 2 F / 16"},
+    {11, "derivative of sigmoid", "This is the derivative of sigmoid"},
+    {11, "silu for its derivative", "silu itself in place of its derivative"},
+    {11, "swapped", "a row has dgate, then dup"},
+    {11, "gate and up alternate", "they do not alternate"},
+    {11, "no up", "dgate is multiplied by up"},
+    {11, "no silu", "dup has silu(gate)"},
+    {11, "adds to dgate_up", "This is undefined before the call"},
+};
+
+auto decode(const Words& mistake) {
+    const bool one_always = mistake == "subnormal values have a 1 in front";
+    const bool no_one = mistake == "no value has a 1 in front";
+    const bool field_0 = mistake == "subnormal exponent 0 - bias";
+    const bool whole = mistake == "the mantissa is not divided";
+    const bool no_sign = mistake == "no sign";
+    const bool infinity = mistake == "E4M3 has infinity";
+    const bool no_nan = mistake == "E4M3 has no NaN";
+    const bool finite = mistake == "E5M2 has neither infinity nor NaN";
+    const int more = mistake == "bias + 1";
+    return [=](const Fp8& f, uint8_t code) -> float {
+        const int one = 1 << f.mantissa, e = (code >> f.mantissa) & (f.mantissa == 3 ? 15 : 31);
+        const int m = code & (one - 1);
+        const float sign = code >= 128 && !no_sign ? -1 : 1;
+        if (f.mantissa == 3 && (code & 127) == 127 && !no_nan) return NAN;
+        if (f.mantissa == 3 && e == 15 && infinity) return m == 0 ? sign * INFINITY : NAN;
+        if (f.mantissa == 2 && e == 31 && !finite) return m == 0 ? sign * INFINITY : NAN;
+        const float fraction = whole ? float(m) : float(m) / float(one);
+        const bool subnormal = e == 0;
+        const float significand = (subnormal && !one_always) || no_one ? fraction : 1 + fraction;
+        const int exponent = subnormal && !field_0 ? 1 : e;
+        return sign * significand * std::exp2(float(exponent - f.bias - more));
+    };
 }
 
-TEST_CASE("exercises 3 to 5: an empty body and typical mistakes and a solution") {
-    using Largest = float(const float*, int64_t);
-    Largest* const of_signed = [](const float* x, int64_t n) {
-        return std::max(0.0f, *std::max_element(x, x + n));
-    };
-    auto encode = [](int n, const float* x, uint8_t* codes, float s, bool divide = false) {
-        for (int i = 0; i < n; i++) codes[i] = given::encode(divide ? x[i] / s : x[i] * (1 / s));
-        return s;
-    };
-    auto scale = [](float amax, float fmax) { return amax == 0 ? 1 : std::max(amax / fmax, 0x1p-126f); };
-    auto tensor = [=](float fmax = 448, bool divide = false, Largest* largest = reference::amax) {
-        return [=](int n, const float* x, uint8_t* codes) {
-            return encode(n, x, codes, scale(largest(x, n), fmax), divide);
-        };
-    };
-    exercise(judge::quantize_tensor, empty::quantize_tensor, tensor(),
-             {{"A few codes are one off", tensor(448, true)},
-              {"off by the factor 0.00781: look at the scale", tensor(57344)},
-              {"about negative values:", tensor(448, false, of_signed)}});
-
-    // The codes are made with the rounded scale, or with that before rounding.
-    auto groups = [=](float (*rounded)(float), bool rounded_first = true) {
-        return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
-            for (int r = 0; r < rows; r++)
-                for (int c = 0; c < cols; c += 16, scales++) {
-                    const int n = std::min(16, cols - c), first = r * cols + c;
-                    const float s = scale(reference::amax(x + first, n), 448);
-                    *scales = rounded(s);
-                    encode(n, x + first, codes + first, rounded_first ? *scales : s);
-                }
-        };
-    };
-    exercise(judge::quantize_groups, empty::quantize_groups, groups(given::to_bf16),
-             {{"divide by the scale after it is rounded", groups(given::to_bf16, false)},
-              {"Scales are stored in BF16, not in FP32", groups([](float s) { return s; })},
-              {"about zeros:", groups([](float s) { return s == 1 ? 0 : given::to_bf16(s); })}});
-
-    auto maxima = [](float (*size)(float)) {
-        return [=](int n, const float* x, float* maxima) {
-            for (int i = 0; i < n; i++) maxima[i / 16] = std::max(i % 16 ? maxima[i / 16] : 0, size(x[i]));
-            return *std::max_element(maxima, maxima + (n + 15) / 16);
-        };
-    };
-    auto magnitude = [](float x) { return std::isnan(x) ? INFINITY : std::abs(x); };
-    exercise(judge::amax, empty::amax, maxima(magnitude), {{"about NaN:", maxima(std::abs)}});
+float amax_of(const float* x, int n, bool is_signed) {
+    float largest = 0;
+    for (int i = 0; i < n; i++) largest = std::max(largest, is_signed ? x[i] : std::abs(x[i]));
+    return largest;
 }
 
-TEST_CASE("exercise 6: an empty body and typical mistakes and a solution") {
-    auto six = [](const char* sentence, auto factor, auto expand, auto contract) {
-        says(sentence, [=] { return judge::expansion(factor, expand, contract); });
-    };
-    const auto k = given::expansion_factor;
-    auto sixteenths = [=](float max, float min) {
-        return std::max(std::floor(k(max, min) * 16) / 16, 1.0f / 16);
-    };
-    auto of_release = [](float max, float min) {  // range 448^2 / 2
-        const float k = std::log2(100352.0f) / (std::log2(max) - std::log2(min));
-        return std::min(std::rint(k * 256) / 256, 64.0f);
-    };
-    auto no_limits = [](float max, float min) {
-        return std::rint(256 * std::log2(448 * 512.0f) / std::log2(max / min)) / 256;
-    };
-    auto forgets_sign = [](float y, float max, float k) { return contract(std::abs(y), max, k); };
-    if (!exercises_are_solved())
-        six("nothing is computed yet", empty::expansion_factor, empty::expand, empty::contract);
-    six("k is near: round to the nearest multiple of 1/256", sixteenths, expand, contract);
-    six("Compare k and its operands", of_release, expand, contract);  // no hint is better than a wrong one
-    six("about equal magnitudes:", no_limits, expand, contract);
-    six("about negative values:", k, expand, forgets_sign);
-    six("This is not computed yet: contract.", k, expand, [](float, float, float) { return 0.0f; });
-    six("passed, ", k, expand, contract);
-}
-
-TEST_CASE("exercise 7: an empty body and typical mistakes and a solution") {
-    auto load = [](Moment from, int i) { return contract(given::decode(from.codes[i]), *from.max, *from.k); };
-    auto store = [](Moment to, const Floats& x, bool zeros_count) {
-        float max = 0, min = INFINITY;
-        for (float value : x) {
-            max = std::max(max, std::abs(value));
-            if (value != 0 || zeros_count) min = std::min(min, value == 0 ? 1e-30f : std::abs(value));
+auto quantize_tensor(const Words& mistake) {
+    return [=](int n, const float* x, uint8_t* codes) -> float {
+        const float fmax = mistake == "FMAX of E5M2" ? 57344 : 448;
+        const float amax = amax_of(x, n + (mistake == "reads x[n]"), mistake == "signed amax");
+        float s = amax / fmax;
+        if (mistake != "no smallest scale") s = std::max(s, 0x1p-126f);
+        if (amax == 0) s = mistake == "zero scale" ? 0 : 1;
+        for (int i = 0; i < n + (mistake == "writes past the end"); i++) {
+            float y = x[i] * (1 / s);
+            if (mistake == "divides by s") y = x[i] / s;
+            if (mistake == "codes without the scale") y = x[i];
+            if (mistake == "multiplies by s") y = x[i] * s;
+            codes[i] = given::encode(y);
         }
-        *to.max = max, *to.k = max == 0 ? 1 : given::expansion_factor(max, min);
-        for (size_t i = 0; i < x.size(); i++) to.codes[i] = given::encode(expand(x[i], max, *to.k));
+        if (mistake == "returns 1 / s") return 1 / s;
+        return mistake == "returns amax" ? amax : s;
     };
-    enum Mistake { NONE, QUANTIZES_FIRST, ZEROS_COUNT, UNCORRECTED };
-    auto adamw = [=](Mistake mistake) {
-        return [=](Step s, int n, const float* g, float* w, Moment m, Moment v) {
-            Floats new_m(n), new_v(n);
-            for (int i = 0; i < n; i++) {
-                new_m[i] = s.beta1 * load(m, i) + (1 - s.beta1) * g[i];
-                new_v[i] = s.beta2 * load(v, i) + (1 - s.beta2) * g[i] * g[i];
-            }
-            store(m, new_m, mistake == ZEROS_COUNT), store(v, new_v, mistake == ZEROS_COUNT);
-            if (mistake == UNCORRECTED) s.bias1 = s.bias2 = 1;
-            for (int i = 0; i < n; i++) {
-                if (mistake == QUANTIZES_FIRST) new_m[i] = load(m, i), new_v[i] = load(v, i);
-                w[i] -=
-                    s.lr * (new_m[i] / s.bias1 / (std::sqrt(new_v[i] / s.bias2) + s.eps) + s.decay * w[i]);
-            }
-        };
-    };
-    exercise([](auto& body) { return judge::adamw(body); }, empty::adamw, adamw(NONE),
-             {{"Update the weight before the moments are quantized", adamw(QUANTIZES_FIRST)},
-              {"about groups with zeros:", adamw(ZEROS_COUNT)},
-              {"The bias correction is missing", adamw(UNCORRECTED)}});
 }
 
-TEST_CASE("exercises 8 to 10: an empty body and typical mistakes and a solution") {
-    using Quantizer = Matrix (*)(const Matrix&);
-    Quantizer by_row = [](const Matrix& x) { return given::quantized(x, 1, 128); };
-    Quantizer by_col = [](const Matrix& x) { return transposed(given::quantized(transposed(x), 1, 128)); };
-    Quantizer itself = [](const Matrix& x) { return x; };
-    auto linear = [=](Quantizer in_wgrad) {
-        return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
-            const Matrix w8 = given::quantized(w, 128, 128);
-            y = product(by_row(x), transposed(w8));
-            dx = product(by_row(g), w8);
-            dw = product(transposed(in_wgrad(g)), in_wgrad(x));
-        };
-    };
-    exercise(judge::linear, empty::linear, linear(by_col),
-             {{"first transpose both", linear(by_row)},
-              {"quantize both.", linear(itself)},
-              {"the inner dimensions 160 and 144 differ",
-               [](auto& x, auto& w, auto&, auto& y, auto&, auto&) { y = product(x, w); }}});
-
-    using Bytes = const uint8_t*;
-    using Vector = const float*;
-    using Norm = std::function<judge::Norm>;
-    auto norm = [](bool has_mean = true) -> Norm {
-        return [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
-            std::fill_n(dw, C, 0.0f);
-            for (int first = 0; first < N * C; first += C) {
-                Floats x(C);
-                float square = 0, term = 0;
-                for (int c = 0; c < C; c++) {
-                    x[c] = given::decode(codes[first + c]) * scales[(first + c) / 16];
-                    square += x[c] * x[c], term += dy[first + c] * w[c] * x[c];
-                }
-                const float rstd = 1 / std::sqrt(square / float(C) + 1e-5f);
-                const float mean = has_mean ? term / float(C) : 0;
-                for (int c = 0; c < C; c++) {
-                    dx[first + c] = rstd * dy[first + c] * w[c] - x[c] * rstd * rstd * rstd * mean;
-                    dw[c] += dy[first + c] * x[c] * rstd;
-                }
+auto quantize_groups(const Words& mistake) {
+    return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
+        if (mistake == "groups cross rows") {
+            cols *= rows;
+            rows = 1;
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < cols; c += 16) {
+                const int first = r * cols + c;
+                const int n = mistake == "the last group reads 16 values" ? 16 : std::min(16, cols - c);
+                float amax = amax_of(x + first, n, mistake == "signed amax");
+                if (mistake == "one scale for all") amax = amax_of(x, rows * cols, false);
+                float s = std::max(amax / (mistake == "FMAX of E5M2" ? 57344 : 448), 0x1p-126f);
+                if (amax == 0) s = 1;
+                float rounded = given::to_bf16(s);
+                if (mistake == "scale not rounded") rounded = s;
+                if (mistake == "scale cut off")
+                    rounded = std::bit_cast<float>(std::bit_cast<uint32_t>(s) & 0xFFFF0000);
+                if (amax == 0 && mistake == "zero scale") rounded = 0;
+                *scales++ = rounded;
+                const float divisor = mistake == "code with the unrounded scale" ? s : rounded;
+                for (int i = first; i < first + n; i++) codes[i] = given::encode(x[i] * (1 / divisor));
             }
-        };
     };
-    auto no_scales = [=](int N, int C, Bytes codes, Vector, Vector w, Vector dy, float* dx, float* dw) {
-        norm()(N, C, codes, Floats(N * C / 16, 1.0f).data(), w, dy, dx, dw);
-    };
-    auto last = [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
-        for (int i = 0; i < N * C; i += C) norm()(1, C, codes + i, scales + i / 16, w, dy + i, dx + i, dw);
-    };
-    exercise(judge::norm_backward, empty::norm_backward, norm(),
-             {{"The term with the mean is missing", norm(false)},
-              {"times its group", no_scales},
-              {"not of the last", last}});
-
-    enum Mistake { NONE, SIGMOID, SWAPPED, SCALES_OF_GATE };
-    auto swiglu = [](Mistake mistake) {
-        return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
-            for (int i = 0; i < N * F; i++) {
-                const int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
-                const float gate = given::decode(codes[g]) * scales[g / 16];
-                const float up = given::decode(codes[u]) * scales[(mistake == SCALES_OF_GATE ? g : u) / 16];
-                const float s = 1 / (1 + std::exp(-gate)), derivative = s * (1 - s);
-                dx[g] = dact[i] * up * (mistake == SIGMOID ? derivative : s + gate * derivative);
-                dx[u] = dact[i] * gate * s;
-                if (mistake == SWAPPED) std::swap(dx[g], dx[u]);
-            }
-        };
-    };
-    exercise(judge::swiglu_backward, empty::swiglu_backward, swiglu(NONE),
-             {{"This is the derivative of sigmoid", swiglu(SIGMOID)},
-              {"a row has dgate, then dup", swiglu(SWAPPED)},
-              {"up has scales of its own", swiglu(SCALES_OF_GATE)}});
 }
+
+auto amax(const Words& mistake) {
+    return [=](int n, const float* x, float* maxima) {
+        const int groups = mistake == "leaves out the last group" ? n / 16 : (n + 15) / 16;
+        float all = 0;
+        for (int g = 0; g < groups; g++) {
+            float largest = mistake == "begins with what maxima contains" ? maxima[g] : 0;
+            const int end = mistake == "reads past n" ? 16 * g + 16 : std::min(n, 16 * g + 16);
+            for (int i = 16 * g; i < end; i++) {
+                float v = std::abs(x[i]);
+                if (mistake == "signed maximum") v = x[i];
+                if (std::isnan(v) && mistake == "NaN stays NaN") largest = NAN;
+                else if (std::isnan(v) && mistake == "NaN lost at the next value") largest = NAN;
+                else if (std::isnan(v) && mistake != "NaN lost") largest = INFINITY;
+                if (mistake == "NaN lost at the next value")
+                    largest = v > largest || largest != largest ? v : largest;
+                else largest = v > largest ? v : largest;
+            }
+            maxima[g] = largest;
+            all = mistake == "returns the last maximum" ? largest : std::max(all, largest);
+        }
+        return all;
+    };
+}
+
+auto encode(const Words& mistake) {
+    return [=](const Fp8& f, float x) {
+        const int one = 1 << f.mantissa, largest = f.mantissa == 3 ? 0x7E : 0x7B;
+        int sign = std::signbit(x) ? 0x80 : 0;
+        if (mistake == "no sign") sign = 0;
+        if (mistake == "sign by x < 0") sign = x < 0 ? 0x80 : 0;
+        const float size = std::abs(x);
+        if (std::isnan(x)) return sign | (mistake == "NaN saturates" ? largest : 0x7F);
+        if (std::isinf(x)) return sign | (mistake == "no saturation" ? 0x7F : largest);
+        if (size > f.max && mistake != "no saturation") return sign | largest;
+        int e = size == 0 ? -100 : std::ilogb(size);
+        const bool subnormal = e < 1 - f.bias;
+        if (mistake != "no clamp of subnormal values") e = std::max(e, 1 - f.bias);
+        const float exact = std::ldexp(size, f.mantissa - e);
+        float count = std::nearbyint(exact);
+        if (mistake == "ties away") count = std::round(exact);
+        if (mistake == "truncation") count = std::trunc(exact);
+        if (mistake == "rounds up") count = std::ceil(exact);
+        const int steps = int(count), field = e + f.bias;
+        const bool masks_subnormal = mistake == "masked carry of subnormal values too";
+        if (mistake == "masked carry" && !subnormal)
+            return sign | (field << f.mantissa) | (steps & (one - 1));
+        if (masks_subnormal) return sign | (subnormal ? 0 : field << f.mantissa) | (steps & (one - 1));
+        if (mistake == "the 1 in front is counted twice")
+            return (sign | ((field << f.mantissa) + steps)) & 0xFF;
+        return (sign | ((field - 1) * one + steps)) & 0xFF;
+    };
+}
+
+auto factor(const Words& mistake) {
+    return [=](float max, float min) -> float {
+        float smallest = 0x1p-9f;
+        if (mistake == "2^-6 as minimum") smallest = 0x1p-6f;
+        if (mistake == "1 as minimum") smallest = 1;
+        if (mistake == "range of another format") smallest = 0x1p-9f / 30;
+        float range = std::log2(448 / smallest), ratio = std::log2(max) - std::log2(min);
+        if (mistake == "ln of the ratio") ratio = std::log(max) - std::log(min);
+        if (mistake == "ln of the range") range = std::log(448 / smallest);
+        float k = range / ratio;
+        if (mistake == "k inverted") k = ratio / range;
+        k = mistake == "floor to 1/256" ? std::floor(k * 256) / 256 : std::rint(k * 256) / 256;
+        if (mistake == "nearest 1/16") k = std::rint(range / ratio * 16) / 16;
+        if (mistake == "floor to 1/16") k = std::floor(range / ratio * 16) / 16;
+        if (mistake == "k at least 1") k = std::max(k, 1.0f);
+        k = std::max(k, 1.0f / 16);
+        return mistake == "k not limited at 64" ? k : std::min(k, 64.0f);
+    };
+}
+
+auto expand(const Words& mistake) {
+    return [=](float x, float max, float k) {
+        if (x == 0) return mistake == "expand of zero is NaN" ? NAN : 0.0f;
+        float from = std::log2(std::abs(x)) - std::log2(max);
+        if (mistake == "expand not relative to max") from = std::log2(std::abs(x));
+        const float power = std::exp2(from * (mistake == "expand to the power 1 / k" ? 1 / k : k));
+        const float y = mistake == "expand to 1" ? power : 448 * power;
+        return mistake == "expand loses the sign" ? y : std::copysign(y, x);
+    };
+}
+
+auto contract(const Words& mistake) {
+    return [=](float y, float max, float k) {
+        if (y == 0 || mistake == "contract is empty") return 0.0f;
+        float exponent = 1 / k;
+        if (mistake == "contract to the power k") exponent = k;
+        const float root = std::exp2(std::log2(std::abs(y) / 448) * exponent / 2);
+        float x = max * root * root;
+        if (mistake == "contract underflows") x = max * std::exp2(std::log2(std::abs(y) / 448) * exponent);
+        if (mistake == "contract to 1") x = root * root;
+        return mistake == "contract loses the sign" ? x : std::copysign(x, y);
+    };
+}
+
+// Loads moment i.
+float load(const Words& mistake, const Moment& from, int i) {
+    const float y = given::decode(from.codes[i]);
+    return mistake == "no expansion" ? y / 448 * *from.max : given::contract(y, *from.max, *from.k);
+}
+
+// Stores the moments x of a group.
+void store(const Words& mistake, const Moment& to, const Floats& x) {
+    const float old_max = *to.max, old_k = *to.k;
+    float max = 0, min = INFINITY;
+    for (float value : x) {
+        max = std::max(max, mistake == "signed max" ? value : std::abs(value));
+        if (value != 0) min = std::min(min, std::abs(value));
+        else if (mistake == "zeros count in min") min = 0;
+    }
+    *to.max = max;
+    *to.k = 1;
+    const bool linear = mistake == "no expansion" || mistake == "stores without expansion";
+    if (max != 0 && !linear) *to.k = given::expansion_factor(max, min);
+    const bool outdated = mistake == "codes with the old max and k";
+    for (size_t i = 0; i < x.size(); i++)
+        to.codes[i] =
+            given::encode(given::expand(x[i], outdated ? old_max : *to.max, outdated ? old_k : *to.k));
+}
+
+auto adamw(const Words& mistake) {
+    return [=](Step s, int n, const float* g, float* w, Moment m, Moment v) {
+        Floats new_m(n), new_v(n);
+        for (int i = 0; i < n; i++) {
+            float gradient = g[i];
+            if (mistake == "decay coupled into g") gradient += s.decay * w[i];
+            const float square = mistake == "g not squared" ? gradient : gradient * gradient;
+            new_m[i] = s.beta1 * load(mistake, m, i) + (mistake == "all of g" ? 1 : 1 - s.beta1) * gradient;
+            new_v[i] = s.beta2 * load(mistake, v, i) + (1 - s.beta2) * square;
+        }
+        store(mistake, m, new_m);
+        store(mistake, v, new_v);
+        if (mistake == "no bias correction") s.bias1 = s.bias2 = 1;
+        for (int i = 0; i < n; i++) {
+            if (mistake == "moments quantized first") {
+                new_m[i] = load(mistake, m, i);
+                new_v[i] = load(mistake, v, i);
+            }
+            float divisor = std::sqrt(new_v[i] / s.bias2) + s.eps;
+            if (mistake == "bias2 outside the root") divisor = std::sqrt(new_v[i]) / s.bias2 + s.eps;
+            if (mistake == "eps inside the root") divisor = std::sqrt(new_v[i] / s.bias2 + s.eps);
+            if (mistake == "no root") divisor = new_v[i] / s.bias2 + s.eps;
+            float change = s.lr * (new_m[i] / s.bias1 / divisor);
+            if (mistake == "decay without learning rate") change += s.decay * w[i];
+            else if (mistake != "no decay" && mistake != "decay coupled into g")
+                change += s.lr * s.decay * w[i];
+            w[i] -= mistake == "adds the update" ? -change : change;
+        }
+    };
+}
+
+using given::product, given::quantized, given::quantized_e5m2, given::transposed;
+
+auto linear(const Words& mistake) {
+    return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
+        Matrix x8 = quantized(x), w8 = quantized(w), g8 = quantized_e5m2(g), x_wgrad = x8, g_wgrad = g8,
+               w_dgrad;
+        if (mistake == "x quantized in fprop only") x_wgrad = x;
+        if (mistake == "g quantized in dgrad only") g_wgrad = g;
+        if (mistake == "g in E4M3") g8 = g_wgrad = quantized(g);
+        if (mistake == "w unquantized") w8 = w;
+        if (mistake == "all in E5M2") {
+            x8 = x_wgrad = quantized_e5m2(x);
+            w8 = quantized_e5m2(w);
+        }
+        if (mistake == "nothing quantized") {
+            x8 = x_wgrad = x;
+            w8 = w;
+            g8 = g_wgrad = g;
+        }
+        if (mistake == "blocks") {
+            x8 = quantized(x, 1, 128);
+            w8 = quantized(w, 128, 128);
+        }
+        w_dgrad = mistake == "w unquantized in dgrad" ? w : w8;
+        y = mistake == "no transposes" ? product(x8, w8) : product(x8, transposed(w8));
+        dx = product(g8, w_dgrad);
+        dw = product(transposed(g_wgrad), x_wgrad);
+        if (mistake == "dw transposed") dw = product(transposed(x_wgrad), g_wgrad);
+    };
+}
+
+auto linear_in_blocks(const Words& mistake) {
+    return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
+        auto along_columns = [](const Matrix& m) { return transposed(quantized(transposed(m), 1, 128)); };
+        Matrix x8 = quantized(x, 1, 128), w8 = quantized(w, 128, 128), g8 = quantized(g, 1, 128);
+        Matrix x_wgrad = along_columns(x), g_wgrad = along_columns(g);
+        if (mistake == "w in 1x128") w8 = quantized(w, 1, 128);
+        const bool both = mistake == "wgrad's blocks along features";
+        if (both || mistake == "wgrad's x along features") x_wgrad = x8;
+        if (both || mistake == "wgrad's g along features") g_wgrad = g8;
+        if (mistake == "wgrad unquantized") {
+            x_wgrad = x;
+            g_wgrad = g;
+        }
+        if (mistake == "one scale for a tensor") {
+            x8 = quantized(x);
+            w8 = quantized(w);
+        }
+        y = product(x8, transposed(w8));
+        dx = product(g8, w8);
+        dw = product(transposed(g_wgrad), x_wgrad);
+    };
+}
+
+auto norm_backward(const Words& mistake) {
+    return [=](int N, int C, Bytes codes, Vector scales, Vector w, Vector dy, float* dx, float* dw) {
+        if (mistake != "adds to dweight") std::fill_n(dw, C, 0.0f);
+        for (int first = 0; first < N * C; first += C) {
+            Floats x(C), d(C);
+            float square = 0, term = 0;
+            for (int c = 0; c < C; c++) {
+                float scale = scales[(first + c) / 16];
+                if (mistake == "no scale") scale = 1;
+                if (mistake == "scales of the first token") scale = scales[c / 16];
+                x[c] = given::decode(codes[first + c]) * scale;
+                d[c] = mistake == "no weight" ? dy[first + c] : dy[first + c] * w[c];
+                square += x[c] * x[c];
+                term += d[c] * x[c];
+            }
+            if (mistake != "sum in the root") square /= float(C);
+            const float r = 1 / std::sqrt(square + (mistake == "no eps" ? 0 : 1e-5f));
+            if (mistake != "sum for mean") term /= float(C);
+            if (mistake == "no mean term") term = 0;
+            if (mistake == "mean term added") term = -term;
+            const float cube = mistake == "r squared" ? r * r : r * r * r;
+            for (int c = 0; c < C; c++) {
+                dx[first + c] = r * d[c] - x[c] * cube * term;
+                const float part = dy[first + c] * x[c] * r;
+                if (mistake == "the last token only") dw[c] = part;
+                else dw[c] += mistake == "weight in dweight" ? part * w[c] : part;
+            }
+        }
+    };
+}
+
+auto swiglu_backward(const Words& mistake) {
+    return [=](int N, int F, Bytes codes, Vector scales, Vector dact, float* dx) {
+        for (int i = 0; i < N * F; i++) {
+            int g = i / F * 2 * F + i % F, u = g + F;  // places of gate and up
+            if (mistake == "rows of F values") {
+                g = i;
+                u = g + F;
+            }
+            if (mistake == "gate and up alternate") {
+                g = 2 * i;
+                u = g + 1;
+            }
+            float s_gate = scales[g / 16], s_up = scales[u / 16];
+            if (mistake == "no scale") s_gate = s_up = 1;
+            if (mistake == "scales of gate for up") s_up = s_gate;
+            if (mistake == "rows of F / 16 scales") {
+                s_gate = scales[i / 16];
+                s_up = scales[(i + F) / 16];
+            }
+            const float gate = given::decode(codes[g]) * s_gate, up = given::decode(codes[u]) * s_up;
+            const float s = 1 / (1 + std::exp(-gate));
+            float derivative = s + gate * s * (1 - s);
+            if (mistake == "derivative of sigmoid") derivative = s * (1 - s);
+            if (mistake == "silu for its derivative") derivative = gate * s;
+            const float dgate = dact[i] * derivative * (mistake == "no up" ? 1 : up);
+            const float dup = dact[i] * gate * (mistake == "no silu" ? 1 : s);
+            const bool adds = mistake == "adds to dgate_up", swaps = mistake == "swapped";
+            dx[g] = (adds ? dx[g] : 0) + (swaps ? dup : dgate);
+            dx[u] = (adds ? dx[u] : 0) + (swaps ? dgate : dup);
+        }
+    };
+}
+
+int judged(int exercise, const Words& mistake) {
+    switch (exercise) {
+        case 1: return judge::decode(decode(mistake));
+        case 2: return judge::quantize_tensor(quantize_tensor(mistake));
+        case 3: return judge::quantize_groups(quantize_groups(mistake));
+        case 4: return judge::amax(amax(mistake));
+        case 5: return judge::encode(encode(mistake));
+        case 6: return judge::expansion(factor(mistake), expand(mistake), contract(mistake));
+        case 7: return judge::adamw(adamw(mistake));
+        case 8: return judge::linear(linear(mistake));
+        case 9: return judge::linear_in_blocks(linear_in_blocks(mistake));
+        case 10: return judge::norm_backward(norm_backward(mistake));
+        default: return judge::swiglu_backward(swiglu_backward(mistake));
+    }
+}
+
+TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercises_are_solved())) {
+    auto is_empty = [](const std::function<int()>& judge) {
+        says("nothing is computed yet: write the body", judge);
+    };
+    is_empty([] { return judge::decode(empty::decode); });
+    is_empty([] { return judge::quantize_tensor(empty::quantize_tensor); });
+    is_empty([] { return judge::quantize_groups(empty::quantize_groups); });
+    is_empty([] { return judge::amax(empty::amax); });
+    is_empty([] { return judge::encode(empty::encode); });
+    is_empty([] { return judge::expansion(empty::expansion_factor, empty::expand, empty::contract); });
+    is_empty([] { return judge::adamw(empty::adamw); });
+    is_empty([] { return judge::linear(empty::linear); });
+    is_empty([] { return judge::linear_in_blocks(empty::blocks::linear); });
+    is_empty([] { return judge::norm_backward(empty::norm_backward); });
+    is_empty([] { return judge::swiglu_backward(empty::swiglu_backward); });
+}
+
+TEST_CASE("exercises: a solution passes") {
+    for (int exercise = 1; exercise <= 11; exercise++)
+        says("exercise " + std::to_string(exercise) + ": passed, ", [=] { return judged(exercise, ""); });
+}
+
+TEST_CASE("exercises: the hint points at the cause of a typical mistake") {
+    for (const auto& [exercise, mistake, hint] : MISTAKES) {
+        CAPTURE(exercise);
+        CAPTURE(mistake);
+        says(hint, [&, &number = exercise, &words = mistake] { return judged(number, words); });
+    }
+}
+
+}  // namespace
+}  // namespace exercises

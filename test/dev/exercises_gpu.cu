@@ -1,15 +1,15 @@
-// exercises_gpu.cu - exercises 11 and 12: what the judge says of an empty kernel, of typical mistakes (12 has
+// exercises_gpu.cu - exercises 13 and 14: what the judge says of an empty kernel, of typical mistakes (14 has
 // the judge of 7, exercises.cpp), and of a solution; and, without a GPU, that it says so in a sentence.
 #include "../../dev/exercises/judge.cuh"
 
 #include "../help/exercises.h"
 #include "../help/gpu.h"
 
-namespace e11 {
-#include "../../dev/exercises/11-quantize-transpose.cu"
+namespace e13 {
+#include "../../dev/exercises/13-quantize-transpose.cu"
 }
-namespace e12 {
-#include "../../dev/exercises/12-adamw.cu"
+namespace e14 {
+#include "../../dev/exercises/14-adamw.cu"
 }
 
 using namespace coat::test;
@@ -25,7 +25,7 @@ __global__ void transpose(int rows, int cols, float inverse, const float* x, uin
     if (HOW == Transpose::LeavesOutCutTiles && (r0 + 32 > rows || c0 + 32 > cols)) return;
     for (int ty = int(threadIdx.y); ty < 32; ty += 8) {
         const int r = r0 + ty, c = c0 + tx;
-        if (r < rows && c < cols) codes[r * cols + c] = tile[ty][tx] = e12::encode(x[r * cols + c] * inverse);
+        if (r < rows && c < cols) codes[r * cols + c] = tile[ty][tx] = e14::encode(x[r * cols + c] * inverse);
     }
     __syncthreads();
     for (int ty = int(threadIdx.y); ty < 32; ty += 8) {
@@ -38,7 +38,7 @@ __global__ void transpose(int rows, int cols, float inverse, const float* x, uin
 }
 
 __device__ float load(const Moment& m, int i) {
-    const float y = e12::decode(m.codes[i]), max = m.max[i / 128], k = m.k[i / 128];
+    const float y = e14::decode(m.codes[i]), max = m.max[i / 128], k = m.k[i / 128];
     if (y == 0 || max == 0) return 0;
     const float root = exp2f((log2f(fabsf(y)) - log2f(448.0f)) / (2 * k));
     return copysignf(max * root * root, y);
@@ -58,7 +58,7 @@ __device__ void store(const Moment& m, int n, const float* x) {
     m.max[blockIdx.x] = max, m.k[blockIdx.x] = k;
     for (int i = 0; i < count; i++) {
         const float y = 448 * exp2f(k * (log2f(fabsf(x[i])) - log2f(max)));
-        m.codes[first + i] = e12::encode(x[i] == 0 ? 0 : copysignf(y, x[i]));
+        m.codes[first + i] = e14::encode(x[i] == 0 ? 0 : copysignf(y, x[i]));
     }
 }
 
@@ -78,24 +78,24 @@ void transposes(const char* sentence, judge::Transpose* kernel) {
     says(sentence, [=] { return judge::quantize_transpose(on_gpu(kernel)); });
 }
 void updates(const char* sentence, void (*kernel)(Step, int, const float*, float*, Moment, Moment)) {
-    says(sentence, [=] { return judge::adamw(on_gpu(kernel), 12); });
+    says(sentence, [=] { return judge::adamw(on_gpu(kernel), 14); });
 }
 
 }  // namespace
 
-TEST_CASE("exercises 11 and 12: without a GPU the judge says so" * doctest::skip(gpu_available())) {
-    transposes("exercise 11: there is no GPU here that CUDA can use.", e11::quantize_transpose);
-    updates("exercise 12: there is no GPU here that CUDA can use.", e12::adamw);
+TEST_CASE("exercises 13 and 14: without a GPU the judge says so" * doctest::skip(gpu_available())) {
+    transposes("exercise 13: there is no GPU here that CUDA can use.", e13::quantize_transpose);
+    updates("exercise 14: there is no GPU here that CUDA can use.", e14::adamw);
 }
 
-GPU_TEST_CASE("exercises 11 and 12: an empty kernel and typical mistakes and a solution") {
+GPU_TEST_CASE("exercises 13 and 14: an empty kernel and typical mistakes and a solution") {
     if (!exercises_are_solved()) {
-        transposes("nothing is computed yet", e11::quantize_transpose);
-        updates("nothing is computed yet", e12::adamw);
+        transposes("nothing is computed yet", e13::quantize_transpose);
+        updates("nothing is computed yet", e14::adamw);
     }
     transposes("about matrices with cut tiles:", transpose<Transpose::LeavesOutCutTiles>);
     transposes("about oblong matrices:", transpose<Transpose::RowsOfCols>);
     transposes("The transpose is wrong", transpose<Transpose::TilesStay>);
-    transposes("exercise 11: passed, ", transpose<Transpose::Right>);
-    updates("exercise 12: passed, ", adamw);
+    transposes("exercise 13: passed, ", transpose<Transpose::Right>);
+    updates("exercise 14: passed, ", adamw);
 }
