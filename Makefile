@@ -128,7 +128,7 @@ $(O)/reference.cpp.o: private OPT = -O3
 # The other files of the host wait for files, people and the GPU: -O1 compiles them faster.
 $(call object,program/train.cpp $(filter-out reference.cpp,$(filter %.cpp,$(SOURCES)))): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
-KERNEL_FREE := model.cu gpu/peers.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
+KERNEL_FREE := model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
 $(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest
 $(O)/dev/ladders/%: NVCCFLAGS += -I.

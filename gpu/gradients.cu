@@ -137,6 +137,13 @@ void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t
            p.role.ones, used, seed, index);
 }
 
+cudaError_t find_kernels() {
+    cudaFuncAttributes unused;
+    const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
+    cudaGetLastError();
+    return error;
+}
+
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
                   cudaStream_t s) {
     launch("checked_loss", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);

@@ -48,6 +48,9 @@ struct Segment {
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 
+// Whether this GPU can run the program's kernels; else the reason.
+cudaError_t find_kernels();
+
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte (other_scaling.cu).
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 

@@ -10,9 +10,14 @@ namespace coat {
 
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
+namespace gpu {
+class Transport;  // gpu/ranks.h: how GPUs send each other bytes
+}
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
-// once per step; else when needed. make_gpu() of model.h first asks what the GPU supports.
-std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights);
+// once per step; else when needed. transport: to the other ranks. make_gpu() of model.h first asks what the
+// GPU supports.
+std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
+                                 std::shared_ptr<gpu::Transport> transport = nullptr);
 // The bytes that it needs, by a dry run of its step, which needs no GPU; 0 in a program without CUDA.
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 // Whether it pays off to make all FP8 weights once per step, if memory allows.

@@ -1,0 +1,475 @@
+// gpu/ranks.cpp - what travels between the GPUs of a run (gpu/ranks.h): through copy engines or NCCL, and
+// when.
+#include "ranks.h"
+
+#include <cuda.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <fstream>
+
+#include "../program/ranks.h"
+
+namespace coat::gpu {
+namespace {
+
+// What a rank tells the others, so that they can map its memory.
+struct Address {
+    char machine[40];
+    int device;
+    void* memory;
+    cudaIpcMemHandle_t handle;
+};
+
+// An allocation at every rank, mapped into this process.
+class MappedMemory {
+public:
+    MappedMemory(const Setup& s, uint8_t* mine)
+        : rank_(s.rank), processes_(*s.processes), mine_(mine), others_(static_cast<size_t>(s.ranks)) {}
+    // Memory must not be freed while another process has it open (the manual of cudaIpcOpenMemHandle): all
+    // ranks have closed it before one goes on. After an error no rank goes on.
+    ~MappedMemory() {
+        for (void* memory : others_)
+            if (memory && !processes_.threads) cudaIpcCloseMemHandle(memory);
+        cudaGetLastError();
+        if (!std::uncaught_exceptions()) processes_.all_gather(0);
+    }
+    MappedMemory(const MappedMemory&) = delete;
+
+    // Whether every rank reaches the memory of every other: all ranks get the same answer.
+    bool map() {
+        Address mine{.machine = {}, .device = 0, .memory = mine_, .handle = {}};
+        std::ifstream("/proc/sys/kernel/random/boot_id").read(mine.machine, sizeof mine.machine - 1);
+        check(cudaGetDevice(&mine.device), "Asking for the GPU failed");
+        bool mapped = mine.machine[0] && cudaIpcGetMemHandle(&mine.handle, mine_) == cudaSuccess;
+        const std::vector<Address> all = processes_.all_gather(mine);
+        for (size_t r = 0; r < all.size() && mapped; r++) {
+            if (static_cast<int64_t>(r) == rank_) continue;
+            mapped = std::strcmp(all[r].machine, mine.machine) == 0 && map(all[r], others_[r]);
+        }
+        cudaGetLastError();
+        for (int theirs : processes_.all_gather(static_cast<int>(mapped))) mapped = mapped && theirs;
+        return mapped;
+    }
+    // The place at a rank that has this address here.
+    template <class T> T* at(int64_t rank, T* here) const {
+        const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - mine_;
+        return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[static_cast<size_t>(rank)]) + offset);
+    }
+
+private:
+    const int64_t rank_;
+    ProcessGroup& processes_;
+    uint8_t* const mine_;
+    std::vector<void*> others_;  // by rank; null if it is not mapped
+
+    // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
+    bool map(const Address& theirs, void*& other) const {
+        if (!processes_.threads)
+            return cudaIpcOpenMemHandle(&other, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+        other = theirs.memory;
+        const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
+        return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
+    }
+};
+
+// GPUs of one machine write into each other's memory with their copy engines. Two flags for each pair order
+// the copies, without the host:
+//   ready    "my places for exchange n are free"       the receiver sets it at the sender
+//   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
+// Streams set flags and wait for them by themselves (the driver's stream memory operations).
+class CopyEngines : public Transport {
+public:
+    explicit CopyEngines(const Setup& s) : setup_(s) {}
+    ~CopyEngines() override {
+        if (!memory_ || std::uncaught_exceptions()) return;
+        // Copies may be in flight, which wait for another rank.
+        setup_.processes->wait_until([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; });
+        cudaDeviceSynchronize();
+    }
+
+    void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) override {
+        stream_ = stream;
+        ready_ = flags;
+        arrived_ = flags + setup_.ranks;
+        check(cudaMemset(flags, 0, static_cast<size_t>(2 * setup_.ranks) * sizeof(uint32_t)),
+              "Clearing memory failed");
+        check(cudaDeviceSynchronize(), "Clearing memory failed");
+        memory_ = std::make_unique<MappedMemory>(setup_, begin);
+        if (!memory_->map())
+            throw Error("The GPUs do not reach each other's memory any more; set COAT_NCCL=libnccl.so.2.");
+    }
+
+    // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
+    // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
+    void send(const std::vector<Transfer>& transfers, cudaStream_t) override {
+        number_++;
+        const int64_t me = setup_.rank, count = setup_.ranks;
+        auto other = [&](int64_t i) { return (me + i) % count; };  // each rank begins with another one
+        for (int64_t i = 1; i < count; i++) flag(write_, memory_->at(other(i), ready_ + me), 0);
+        for (int64_t i = 1; i < count; i++) {
+            const int64_t to = other(i);
+            flag(wait_, ready_ + to, AT_LEAST);
+            for (const Transfer& t : transfers)
+                if (t.with == to && t.send_bytes)
+                    copy(memory_->at(to, t.there), t.send, t.send_bytes, stream_);
+            flag(write_, memory_->at(to, arrived_ + me), 0);
+        }
+        for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i), AT_LEAST | flush_);
+    }
+
+private:
+    const Setup setup_;
+    cudaStream_t stream_ = nullptr;
+    uint32_t *ready_ = nullptr, *arrived_ = nullptr;  // flags, by the rank that sets them
+    std::unique_ptr<MappedMemory> memory_;
+    uint32_t number_ = 0;  // of the exchange; flags only grow
+    // What other GPUs have written before the flag must be visible after it: where a GPU reorders such
+    // writes, it has this option of waiting.
+    static constexpr unsigned AT_LEAST = CU_STREAM_WAIT_VALUE_GEQ;
+    const unsigned flush_ =
+        device_attribute(cudaDevAttrCanFlushRemoteWrites) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
+    // Sets a flag; waits until a flag is at least the value.
+    using StreamFlag = decltype(cuStreamWriteValue32);
+    StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", UPDATE);
+    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", UPDATE);
+
+    void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
+        if (operation(stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
+            throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
+    }
+};
+
+// NCCL. It is loaded at run time, so that a program that does not use it does not need it.
+class Nccl : public Transport {
+public:
+    Nccl(const Setup& s, const std::string& library)
+        : setup_(s), library_(library), send_(function<Move<const void*>>("ncclSend")),
+          receive_(function<Move<void*>>("ncclRecv")) {
+        // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
+        setenv("NCCL_NVLS_ENABLE", "0", 0);
+        UniqueId id{};
+        if (s.rank == 0) succeed(function<int(UniqueId*)>("ncclGetUniqueId")(&id), "ncclGetUniqueId");
+        id = s.processes->all_gather(id)[0];
+        const auto init = function<int(void**, int, UniqueId, int)>("ncclCommInitRank");
+        succeed(init(&communicator_, static_cast<int>(s.ranks), id, static_cast<int>(s.rank)),
+                "ncclCommInitRank");
+    }
+    // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
+    ~Nccl() override { function<int(void*)>("ncclCommAbort")(communicator_); }
+
+    void attach(uint8_t*, uint32_t*, cudaStream_t) override {}
+
+    // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
+    // circle.
+    void send(const std::vector<Transfer>& transfers, cudaStream_t stream) override {
+        succeed(start_(), "ncclGroupStart");
+        for (const Transfer& t : transfers) {
+            const int with = static_cast<int>(t.with);
+            if (t.send_bytes)
+                succeed(send_(t.send, t.send_bytes, BYTE, with, communicator_, stream), "ncclSend");
+            if (t.receive_bytes)
+                succeed(receive_(t.receive, t.receive_bytes, BYTE, with, communicator_, stream), "ncclRecv");
+        }
+        succeed(end_(), "ncclGroupEnd");
+    }
+
+    // NCCL allocates its buffers for another rank when the first bytes travel to it. Sends a byte to each, so
+    // that all are there.
+    void allocate_buffers() {
+        const Stream stream(false);
+        Owned<void*, cudaFree> bytes;
+        check(cudaMalloc(&bytes.handle, static_cast<size_t>(setup_.ranks)), "Allocating memory failed");
+        uint8_t* const mine = static_cast<uint8_t*>(bytes.handle);
+        std::vector<Transfer> transfers;
+        for (int64_t other = 0; other < setup_.ranks; other++)
+            if (other != setup_.rank)
+                transfers.push_back({.with = other,
+                                     .send = mine + setup_.rank,
+                                     .there = nullptr,
+                                     .send_bytes = 1,
+                                     .receive = mine + other,
+                                     .receive_bytes = 1});
+        send(transfers, stream);
+        setup_.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        check(cudaStreamSynchronize(stream), "NCCL cannot send");
+    }
+
+private:
+    // What is used of NCCL's interface, as in its documentation. It has been the same since version 2.7.
+    struct UniqueId {
+        char bytes[128];
+    };
+    template <class Data>
+    using Move = int(Data, size_t, int type, int peer, void* communicator, cudaStream_t);
+    static constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
+    const Setup setup_;
+    const std::string library_;
+    void* communicator_ = nullptr;
+    Move<const void*>* const send_;
+    Move<void*>* const receive_;
+    int (*const start_)() = function<int()>("ncclGroupStart");
+    int (*const end_)() = function<int()>("ncclGroupEnd");
+
+    template <class F> F* function(const char* name) const {
+        return library_function<F>(library_, name,
+                                   "GPUs that do not reach each other's memory need NCCL: install libnccl2, "
+                                   "or name the file in COAT_NCCL");
+    }
+    void succeed(int result, const char* name) const {
+        if (result == SUCCESS || result == IN_PROGRESS) return;
+        throw Error(name, " failed (", function<const char*(int)>("ncclGetErrorString")(result),
+                    "); NCCL_DEBUG=WARN in the environment makes it say more.");
+    }
+};
+
+// The part of the other GPUs in a step. What travels has a stream of its own.
+class RanksExchange : public Exchange {
+public:
+    RanksExchange(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
+                  std::shared_ptr<Transport> transport)
+        : Exchange(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
+          compute_(device.stream), stream_(transport == nullptr), transport_(std::move(transport)),
+          matrices_(static_cast<size_t>(head_stage()) + 1), gathered_(parameters.params.size()) {
+        list_matrices();
+        if (transport_) transport_->attach(device.arena.begin(), memory.flags, stream_);
+    }
+
+    // --- Weights
+    void make_ready(int64_t stage, Pass pass) override {
+        gather(stage);
+        is_gathered_[stage % 2].make_wait(compute_);
+        // Backward does not read the embeddings as such.
+        const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
+        if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
+    }
+    View weight(size_t i) const override {
+        return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.weight(i);
+    }
+    void weights_changed() override {
+        scales_changed();
+        combine_amaxes();
+    }
+    void scales_changed() override {
+        for (int64_t& stage : in_buffer_) stage = NONE;
+    }
+    QuantStats weight_statistics(const QuantStats& mine) const override {
+        if (!sends_codes()) return mine;
+        QuantStats sum;
+        for (const QuantStats& theirs : setup_.processes->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+
+    // --- Gradients
+    View gradient(size_t i) const override {
+        const Param& p = parameters_.params[i];
+        return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_quant};
+    }
+    void wait_for_place(int64_t bucket) override { is_sent_[place_of(bucket)].make_wait(compute_); }
+    bool takes_gradients() const override { return true; }
+    // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
+    void take_gradients(int64_t bucket, bool first) override {
+        const BucketRange& b = parameters_.buckets[bucket];
+        const int64_t me = setup_.rank, each = parameters_.gradient_bytes;
+        std::vector<Transfer> transfers;
+        for (size_t i = b.first; i < b.last; i++)
+            for (int64_t other = 0; other < setup_.ranks; other++)
+                if (other != me)
+                    transfers.push_back({.with = other,
+                                         .send = gradient_from(i, own(i, other).first),
+                                         .there = received(i, me, other),
+                                         .send_bytes = padded(own(i, other)) * each,
+                                         .receive = received(i, other, me),
+                                         .receive_bytes = padded(own(i, me)) * each});
+        wait_for_compute();
+        send(transfers);
+        for (size_t i = b.first; i < b.last; i++)
+            add_gradients(parameters_.gradient_sums(i), first, gradient_from(i, own(i, me).first),
+                          received(i, me == 0 ? 1 : 0, me), parameters_.gradient_quant.format,
+                          padded(own(i, me)), me, setup_.ranks, stream_);
+        is_sent_[place_of(bucket)].record(stream_);
+    }
+    void finish() override {
+        sent_so_far_.record(stream_);
+        sent_so_far_.make_wait(compute_);
+    }
+
+    // --- Small values
+    void all_gather(void* blocks, int64_t bytes) override {
+        std::vector<Transfer> transfers;
+        add_gather(
+            static_cast<uint8_t*>(blocks),
+            [&](int64_t rank) { return Range{.first = rank * bytes, .count = bytes}; }, transfers);
+        wait_for_compute();
+        send(transfers);
+        finish();
+    }
+
+private:
+    static constexpr int64_t NONE = -1;
+    const Setup& setup_;
+    const Device& device_;
+    const Memory& memory_;
+    const Scales& scales_;
+    const cudaStream_t compute_;
+    const Stream stream_;
+    const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
+    std::vector<std::vector<size_t>> matrices_;   // by stage: the parameters that it gathers
+    std::vector<View> gathered_;                  // by parameter: a matrix, as it was gathered last
+    // Every rank knows a per-tensor scale before it has the whole weight.
+    const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
+    Event launched_so_far_, sent_so_far_;
+    Event is_sent_[3];                     // by place of gradients: it may be written again
+    Event is_gathered_[2];                 // by buffer: those of even and of odd stages
+    int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
+
+    // What is put on the stream from now on runs after what the computation has launched so far.
+    void wait_for_compute() {
+        launched_so_far_.record(compute_);
+        launched_so_far_.make_wait(stream_);
+    }
+    // Before CUDA loads a kernel, it waits for all GPUs of the process. One that waits for a transfer, which
+    // the host of another rank is about to launch, would wait for ever, if that host, in the same process,
+    // loads a kernel. So where ranks are threads, their hosts meet before and after they launch transfers.
+    void send(const std::vector<Transfer>& transfers) {
+        if (!transport_) return;
+        if (setup_.processes->threads) setup_.processes->all_gather(0);
+        transport_->send(transfers, stream_);
+        if (setup_.processes->threads) setup_.processes->all_gather(0);
+    }
+    // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
+    template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
+        const Range mine = part(setup_.rank);
+        for (int64_t other = 0; other < setup_.ranks; other++)
+            if (other != setup_.rank)
+                transfers.push_back({.with = other,
+                                     .send = whole + mine.first,
+                                     .there = whole + mine.first,
+                                     .send_bytes = mine.count,
+                                     .receive = whole + part(other).first,
+                                     .receive_bytes = part(other).count});
+    }
+
+    // --- Gradients
+    Range own(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
+    uint8_t* gradient_from(size_t i, int64_t element) const {
+        const Param& p = parameters_.params[i];
+        const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].offset;
+        return memory_.gradients[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
+    }
+    // Where rank `to` gets its part of them from another: by parameter of the bucket, then by sender.
+    uint8_t* received(size_t i, int64_t from, int64_t to) const {
+        int64_t elements = (from - (from > to)) * padded(own(i, to));
+        for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)
+            elements += (setup_.ranks - 1) * padded(own(j, to));
+        return memory_.received_gradients + elements * parameters_.gradient_bytes;
+    }
+    int place_of(int64_t bucket) const {  // as take_memory() takes them
+        return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
+    }
+
+    // --- Weights
+    // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
+    bool sends_codes() const { return codes_travel_ && !scales_.any_empty_history; }
+
+    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
+    // scaling those of a step. The codes of weights get their scale.
+    void combine_amaxes() {
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameters;
+        const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
+        AmaxAndScale* const all = memory_.scales_of_ranks;
+        copy(all + setup_.rank * n, scales_.all(), bytes, compute_);
+        all_gather(all, bytes);
+        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_);
+    }
+
+    void list_matrices() {
+        for (size_t i = 0; i < parameters_.params.size(); i++) {
+            const Param& p = parameters_.params[i];
+            if (p.rows == 1) continue;
+            int64_t stage = EMBEDDING_STAGE;
+            if (p.role.linear) stage = stage_of(parameters_.linear_layer(i));
+            else if (p.name == "head") stage = head_stage();
+            matrices_[static_cast<size_t>(stage)].push_back(i);
+        }
+        if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
+    }
+    void quantize_pieces(const View& from, const View& to) const {
+        const std::vector<View> values = pieces_for_grids(from), codes = pieces_for_grids(to);
+        for (size_t i = 0; i < values.size(); i++)
+            quantize(stored(values[i]), {.view = codes[i], .delayed = scales_.delayed()},
+                     device_.statistics(ReportKind::Weight), stream_);
+    }
+    // Gathers a stage, unless it is there. FP8 codes travel, which each rank makes of its part with the scale
+    // of the whole; or the weights as they are.
+    void gather(int64_t stage) {
+        if (in_buffer_[stage % 2] == stage) return;
+        uint8_t* to = memory_.gathered_weights[stage % 2];
+        std::vector<Transfer> transfers;
+        wait_for_compute();
+        for (size_t i : matrices_[static_cast<size_t>(stage)]) {
+            const Param& p = parameters_.params[i];
+            const bool codes = sends_codes() && p.role.linear;
+            const Quant quant = codes ? setup_.recipe.w : parameters_.weight_quant;
+            AmaxAndScale* const scale = codes ? scales_.of_weight(i, parameters_.linear_layer(i)) : nullptr;
+            const int64_t each = info(quant.format).bytes;
+            auto part = [&](int64_t rank) {
+                return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};
+            };
+            const Range mine = part(setup_.rank);
+            const View kept = parameters_.owned_weight(i);
+            const View sent{to + mine.first, scale, kept.rows, kept.cols, quant};
+            if (codes) quantize_pieces(kept, sent);
+            else copy(sent.data, kept.data, mine.count, stream_);
+            add_gather(to, part, transfers);
+            gathered_[i] = {to, scale, p.rows, p.cols, quant};
+            to += gathered_bytes(setup_, p);
+        }
+        send(transfers);
+        is_gathered_[stage % 2].record(stream_);
+        in_buffer_[stage % 2] = stage;
+    }
+};
+
+}  // namespace
+
+// Whether the copy engines can be used: tried with a small allocation.
+static bool reach_each_other(const Setup& s) {
+    Owned<void*, cudaFree> memory;
+    check(cudaMalloc(&memory.handle, GPU_ALIGNMENT), "Allocating memory failed");
+    MappedMemory mapped(s, static_cast<uint8_t*>(memory.handle));
+    return mapped.map();
+}
+
+static int64_t free_memory() {
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
+    return static_cast<int64_t>(free);
+}
+
+std::shared_ptr<Transport> connect_gpus(const Setup& s) {
+    if (s.ranks == 1) return nullptr;
+    const char* const set = std::getenv("COAT_NCCL");
+    const std::string library = set ? set : "";
+    bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
+    for (const std::string& theirs : s.processes->all_gather(library)) chosen = chosen || !theirs.empty();
+    if (!chosen && reach_each_other(s)) return std::make_shared<CopyEngines>(s);
+    const int64_t before = free_memory();
+    auto nccl = std::make_shared<Nccl>(s, library.empty() ? "libnccl.so.2" : library);
+    nccl->allocate_buffers();
+    if (s.rank == 0)
+        std::printf("The GPUs send through NCCL: %s. It takes %s GB of each, which --plan does not count.\n",
+                    chosen ? "COAT_NCCL is set" : "they do not reach each other's memory",
+                    gigabytes(before - free_memory()).c_str());
+    return nccl;
+}
+
+std::unique_ptr<Exchange> make_exchange(const Device& device, const Memory& memory, Parameters& parameters,
+                                        const Scales& scales, std::shared_ptr<Transport> transport) {
+    if (device.setup.ranks == 1) return std::make_unique<Exchange>(parameters);
+    return std::make_unique<RanksExchange>(device, memory, parameters, scales, std::move(transport));
+}
+
+}  // namespace coat::gpu

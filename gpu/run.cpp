@@ -1,0 +1,480 @@
+// gpu/run.cpp - what one GPU keeps of a training run (gpu/run.h): its memory, its parameters, and whether
+// this machine's GPU can run a setup: make_gpu(), why_no_gpu() and gpu_capability() of model.h.
+#include "run.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "../program/ranks.h"
+#include "gemm.h"
+#include "ranks.h"
+
+namespace coat::gpu {
+
+// -----------------------------------------------------------------------------------------------------------
+// Memory
+
+Arena::Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
+    if (bytes == 0) return;
+    check(cudaMalloc(&allocated_.handle, bytes), "Allocating the GPU's memory failed");
+    memory_ = static_cast<uint8_t*>(allocated_.handle);
+}
+
+uint8_t* Arena::take_bytes(int64_t bytes) {
+    uint8_t* const here = memory_ + used_;
+    used_ += round_up(bytes, GPU_ALIGNMENT);
+    most_ = std::max(most_, used_);
+    if (used_ > limit_) throw Error("A step on the GPU needs more memory than its dry run found.");
+    return here;
+}
+
+void Device::wait(const char* what) const {
+    enqueue(stream, [&] {
+        if (setup.processes)
+            setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        check(cudaStreamSynchronize(stream), what);
+    });
+}
+void Device::send(void* to_gpu, const void* from_host, int64_t bytes) const {
+    wait();
+    copy(to_gpu, from_host, bytes, stream);
+}
+void Device::fetch(void* to_host, const void* from_gpu, int64_t bytes) const {
+    wait();
+    copy(to_host, from_gpu, bytes, stream);
+    wait();
+}
+
+// Moments are of what this rank owns. One scale per tensor has two places: the old one decodes until all is
+// encoded with the new one.
+static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& shards) {
+    const OptimizerFormat& o = s.optimizer;
+    const int64_t places = o.group_size == 0 ? 2 : 1;
+    m.moments_begin = arena.take(0);
+    const std::vector<Param> params = parameters(s.config);
+    for (size_t i = 0; i < params.size(); i++)
+        for (const bool second : {false, true}) {
+            const Format f = params[i].moment(second ? o.v : o.m);
+            const int64_t scales = o.scales(f, shards[i].own.count);
+            MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
+                              .max = nullptr,
+                              .k = nullptr,
+                              .format = f};
+            if (is_scaled(f)) moment.max = arena.take<float>(scales * places);
+            if (o.expands(f)) moment.k = arena.take<float>(scales);
+            m.moments[second].push_back(moment);
+        }
+    m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
+}
+
+// With one rank, kept gradients lie over saved activations, and those that are not kept share one place. With
+// several ranks the former are the sums, and the gradients of one micro-batch alternate by bucket between two
+// places: those of one bucket travel while the next are computed. Those of a tied embedding have their own
+// place, because the head writes them first.
+static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
+                                           const std::vector<ShardPlace>& shards) {
+    const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
+    const int64_t each = info(gradient_format(s)).bytes, activations = s.config.L * saved_layer_bytes(s);
+    if (!s.keep_gradients) {
+        m.saved = arena.take(activations);
+    } else {
+        const int64_t offset = gradients_offset(s);
+        m.saved = arena.take(std::max(activations, offset + shards.back().at * each));
+        for (const BucketRange& b : buckets)
+            m.gradient_sums.push_back(m.saved + offset + shards[b.first].at * each);
+    }
+    m.gradients = m.gradient_sums;
+    if (s.keep_gradients && s.ranks == 1) return;
+    const BucketElements elements = bucket_elements(s);
+    uint8_t* const even = arena.take(elements.largest * each);
+    uint8_t* const odd = s.ranks > 1 ? arena.take(elements.largest * each) : even;
+    m.gradients.clear();
+    for (size_t b = 0; b < buckets.size(); b++) m.gradients.push_back(b % 2 ? odd : even);
+    if (s.config.tied) m.gradients[0] = arena.take(elements.embedding * each);
+    if (!s.keep_gradients) m.gradient_sums = m.gradients;
+}
+
+// The allocation, from its beginning. What lasts for the run, in the order of Memory:
+//
+//   results | cuBLASLt's scratch | [what other ranks write] | weights | remainders of masters |
+//   AdamW's table | scales | histories | moments |
+//
+//   saved activations, and over them gradients of weights:
+//     forward writes the layers from left to right, backward needs them from right to left
+//   +---------+---------+-- ... --+-----------+
+//   | layer 0 | layer 1 |         | layer L-1 |  activations
+//   +---------+---------+-- ... --+-----------+
+//             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
+//             +-----------+---------+---------+-----+-----------+------+
+//             ^ gradients_offset(): so far left that the gradients of layer l begin behind the activations of
+//               the layers 0 to l, the only ones that backward still needs when it writes them
+//
+//   [gradients of one micro-batch, with several ranks or --gradients none] | tokens, targets, token order |
+//   residual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
+//
+// Behind that lies what a step takes where it uses it (Arena::Scope in model.cu): the operands of one linear
+// layer, gradients of activations, logits.
+//
+// Tensors that replace each other in one place, from left to right in the order of a step:
+//
+//   place                forward             head                  backward, layer by layer
+//   residual             final norm's input  gradient of that  ->  gradient of the residual stream, down to
+//   the
+//                                                                  embedding
+//   gate and up of l     gate and up         -                     their gradient, as codes (mlp_backward);
+//                                                                  then dqkv (attention_backward)
+//   activations of       saved by forward    gradients of the      gradients of later layers' weights
+//   later layers                             head, final norm
+//   logits               -                   logits, then their    -
+//                                            gradients
+Memory take_memory(Device& device) {
+    const Setup& s = device.setup;
+    Arena& arena = device.arena;
+    const ModelConfig& c = s.config;
+    const std::vector<Param> params = parameters(c);
+    const std::vector<ShardPlace> shards = shard_places(s);
+    const int64_t owned = shards.back().at, compute_bytes = info(s.recipe.compute).bytes;
+    int64_t linear_layers = 0;
+    for (const Param& p : params) linear_layers += p.role.linear;
+    const int64_t scales = static_cast<int64_t>(params.size()) + OPERANDS * linear_layers;
+    const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
+
+    Memory m{};
+    m.results = arena.take<Results>(1);
+    m.gemm_scratch = arena.take(Gemms::SCRATCH);
+
+    const ReceivedBytes received = received_bytes(s);
+    m.flags = arena.take<uint32_t>(several ? 2 * s.ranks : 0);
+    m.received_gradients = arena.take(received.gradients);
+    for (uint8_t*& stage : m.gathered_weights) stage = arena.take(received.weights);
+    m.squares = arena.take<double>(s.ranks * (1 + shards.back().shard_unit));
+    m.scales_of_ranks = arena.take<AmaxAndScale>(several ? s.ranks * scales : 0);
+
+    m.weights.values = arena.take(owned * compute_bytes);
+    m.weights.format = s.recipe.compute;
+    if (s.master && s.recipe.compute != Format::F32) m.weights.remainder = arena.take<int16_t>(owned);
+    m.segments = arena.take<Segment>(static_cast<int64_t>(params.size()));
+    m.scales = arena.take<AmaxAndScale>(scales);
+    m.histories = arena.take<float>(delayed ? OPERANDS * linear_layers * s.recipe.history : 0);
+    take_moments(m, s, arena, shards);
+    take_activations_and_gradients(m, s, arena, shards);
+
+    const int64_t tokens = s.B * s.T;
+    m.tokens = arena.take<int32_t>(tokens);
+    m.targets = arena.take<int32_t>(tokens);
+    m.token_order = arena.take<int32_t>(tokens);
+    m.token_rows = arena.take<TokenRows>(tokens);
+    m.residual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
+    m.norm_partials = arena.take<float>(static_cast<int64_t>(norm_backward_workspace(c.C) / sizeof(float)));
+    m.norm_statistics = arena.take<float2>(gpu_tokens(s));
+    m.losses = arena.take<float>(tokens);
+    m.rope_table = arena.take<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
+    return m;
+}
+
+std::vector<View> pieces_for_grids(const View& v) {
+    constexpr int64_t MOST_ROWS = 65535 * 128;
+    std::vector<View> pieces;
+    for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
+        pieces.push_back(rows(v, first, std::min(MOST_ROWS, v.rows - first)));
+        pieces.back().scales = v.scales;
+    }
+    return pieces;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Scales
+
+static int64_t count_linear_layers(const ModelConfig& c) {
+    const std::vector<Param> params = parameters(c);
+    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
+}
+
+Scales::Scales(const Device& device, const Memory& memory)
+    : parameters(static_cast<int64_t>(coat::parameters(device.setup.config).size())),
+      linear_layers(count_linear_layers(device.setup.config)), setup_(device.setup), stream_(device.stream),
+      scales_(memory.scales), histories_(memory.histories) {}
+
+void Scales::clear_operands() const {
+    enqueue(stream_, [&] {
+        check(cudaMemset2DAsync(&scales_[parameters].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+                                OPERANDS * linear_layers, stream_),
+              "Clearing amaxes failed");
+    });
+}
+
+void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
+
+void Scales::end_step(Outcome& outcome) const {
+    if (!delayed() || !linear_formats(setup_).x.fp8()) return;
+    for (LinearOperand o : LINEAR_OPERANDS)
+        end_delayed_step(of_operand(o, 0), linear_layers, history(o, 0), setup_.recipe.history,
+                         quant_of(setup_.recipe, o).format, &outcome.gradients.skip, &outcome.empty_histories,
+                         stream_);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Parameters
+
+Parameters::Parameters(const Device& device, const Memory& memory, Scales& scales)
+    : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
+      shards(shard_places(setup)), weight_quant{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
+      weight_bytes(info(weight_quant.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
+      device_(device), memory_(memory), scales_(scales), stream_(device.stream) {
+    int64_t linear_layers = 0;
+    for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
+    note_state();
+    initialize();
+}
+
+// Notes under which names read() and write() pass what.
+void Parameters::note_state() {
+    for (size_t i = 0; i < params.size(); i++) {
+        const std::string& name = params[i].name;
+        const int64_t count = shards[i].own.count;
+        int16_t* const remainder =
+            memory_.weights.remainder ? memory_.weights.remainder + shards[i].at : nullptr;
+        entries_[name] = {i, owned_weights(i), count * 2};
+        if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
+        for (const bool second : {false, true}) {
+            const MomentView& m = memory_.moments[second][i];
+            const int64_t scales = setup.optimizer.scales(m.format, count);
+            const std::string of = name + (second ? ".v" : ".m");
+            entries_[of] = {i, m.data, count * info(m.format).bytes};
+            if (m.max) entries_[of + ".max"] = {i, m.max, scales * 4};
+            if (m.k) entries_[of + ".k"] = {i, m.k, scales * 4};
+        }
+        if (scales_.delayed() && params[i].role.linear) note_delayed_scales(i);
+    }
+}
+void Parameters::note_delayed_scales(size_t i) {
+    for (LinearOperand o : LINEAR_OPERANDS) {
+        const std::string of = params[i].name + OPERAND_NAMES[static_cast<int>(o)];
+        const int64_t layer = linear_layer(i);
+        entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history * 4};
+        entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
+    }
+}
+
+// Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
+void Parameters::initialize() {
+    clear(memory_.scales, scales_.count() * static_cast<int64_t>(sizeof(AmaxAndScale)), stream_);
+    clear(memory_.moments_begin, memory_.moments_bytes, stream_);
+    if (scales_.delayed())
+        clear(memory_.histories, OPERANDS * scales_.linear_layers * setup.recipe.history * 4, stream_);
+    scales_.expect_empty_histories();
+    int64_t most_groups = 0;
+    for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
+    const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
+    std::vector<Segment> table;
+    for (size_t i = 0; i < params.size(); i++) {
+        const Param& p = params[i];
+        const auto& [own, at, unit] = shards[i];
+        gpu::initialize(memory_.weights, p, shards[i], i, used_elements(setup.config, p), setup.seed,
+                        stream_);
+        refresh_amax(i);
+        const MomentView &m = memory_.moments[0][i], &v = memory_.moments[1][i];
+        for (float* const k : {m.k, v.k})
+            if (k) copy(k, ones.data(), groups(i) * 4, stream_);
+        table.push_back({.offset = at,
+                         .size = own.count,
+                         .m = m,
+                         .v = v,
+                         .decays = p.role.decay,
+                         .amax = p.role.linear ? scales_.of_parameter(i) : nullptr,
+                         .to_flat = p.offset + own.first - at,
+                         .shard_unit = unit + own.first / SHARD_UNIT});
+    }
+    copy(memory_.segments, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), stream_);
+    device_.wait("Initializing the weights failed");
+}
+
+uint8_t* Parameters::gradient_sums(size_t i) const {
+    const int64_t bucket = params[i].bucket;
+    const int64_t in_bucket = shards[i].at - shards[buckets[bucket].first].at;
+    return memory_.gradient_sums[bucket] + in_bucket * gradient_bytes;
+}
+
+void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange) {
+    const size_t begin = buckets[first].first, end = buckets[last - 1].last;
+    const int n = static_cast<int>(end - begin);
+    const Range range{.first = shards[begin].at, .count = shards[end].at - shards[begin].at};
+    const int64_t units = shards[end].shard_unit - shards[begin].shard_unit;
+    GradientState* const state = &memory_.results->outcome.gradients;
+    const void* const gradients = gradient_sums(begin);
+    double* const own_squares = memory_.squares + setup.rank * (1 + units);
+    gradient_squares(memory_.segments + begin, n, gradients, gradient_quant.format, range.first,
+                     shards[begin].shard_unit, units, &memory_.results->outcome.checked_loss, own_squares,
+                     stream_);
+    exchange.all_gather(memory_.squares, (1 + units) * static_cast<int64_t>(sizeof(double)));
+    gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
+    adamw(a, setup.optimizer, memory_.segments + begin, n, range, memory_.weights,
+          rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state, stream_);
+}
+
+// measure_moments() copies the moments to the host: it must not have to wait for another rank.
+void Parameters::measure_moments_of(int64_t bucket, const Exchange& exchange, QuantReport& report) const {
+    device_.wait();
+    for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
+        const Range& own = shards[i].own;
+        const uint8_t* const gradient = static_cast<const uint8_t*>(exchange.gradient(i).data);
+        measure_moments(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
+                        gradient + own.first * gradient_bytes, gradient_quant.format, own.count, report,
+                        stream_);
+    }
+}
+
+std::vector<float> Parameters::expansion_factors(bool second) const {
+    std::vector<float> all;
+    for (size_t i = 0; i < params.size(); i++) {
+        const float* const k = memory_.moments[second][i].k;
+        if (!k) continue;
+        const size_t before = all.size();
+        all.resize(before + static_cast<size_t>(groups(i)));
+        device_.fetch(all.data() + before, k, groups(i) * 4);
+    }
+    return all;
+}
+
+// The amax of weights that were written, as the optimizer leaves that of those which it updates.
+void Parameters::refresh_amax(size_t i) {
+    if (!params[i].role.linear) return;
+    AmaxAndScale* const scale = scales_.of_parameter(i);
+    clear(scale, sizeof(AmaxAndScale), stream_);
+    if (weight_quant.format == Format::F32) return;
+    for (const View& piece : pieces_for_grids(owned_weight(i))) amax(stored(piece), scale, stream_);
+}
+
+const Parameters::StateEntry& Parameters::find(const std::string& name) const {
+    const auto found = entries_.find(name);
+    if (found == entries_.end()) throw Error("The model has no tensor ", name, ".");
+    return found->second;
+}
+
+void Parameters::read(const std::string& name, void* out) const {
+    const std::string param = name.substr(0, name.rfind('.'));
+    if (setup.keep_gradients && name == param + ".gradient")
+        read_gradient(index(param), static_cast<float*>(out));
+    else transfer(name, out, nullptr);
+}
+
+void Parameters::write(const std::string& name, const void* in) {
+    transfer(name, nullptr, in);
+    scales_.expect_empty_histories();
+    refresh_amax(find(name).param);
+    device_.wait("Writing a tensor failed");
+}
+
+// Copies a tensor to `out`, or replaces it by `in`.
+void Parameters::transfer(const std::string& name, void* out, const void* in) const {
+    const auto& [i, data, bytes] = find(name);
+    const bool remainder = name == params[i].name + ".remainder";
+    if (weight_quant.format == Format::F32 && (remainder || name == params[i].name))
+        transfer_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
+    else if (out) device_.fetch(out, data, bytes);
+    else device_.send(data, in, bytes);
+}
+
+// The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
+void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
+    const int64_t count = shards[i].own.count;
+    uint8_t* const masters = owned_weights(i);
+    std::vector<uint32_t> bits(static_cast<size_t>(count));
+    device_.fetch(bits.data(), masters, count * 4);
+    for (size_t e = 0; e < bits.size(); e++) {
+        const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
+        if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
+        else if (remainder) bits[e] = (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(in[e]));
+        else bits[e] = (uint32_t{in[e]} << 16) + static_cast<uint32_t>(static_cast<int16_t>(rest));
+    }
+    if (out) return;
+    device_.send(masters, bits.data(), count * 4);
+    device_.wait("Writing a tensor failed");
+}
+
+// As FP32, of which BF16 is the upper half.
+void Parameters::read_gradient(size_t i, float* out) const {
+    const int64_t count = shards[i].own.count, bytes = gradient_bytes;
+    std::vector<uint8_t> raw(static_cast<size_t>(count * bytes));
+    device_.fetch(raw.data(), gradient_sums(i), count * bytes);
+    std::fill_n(out, count, 0.0f);
+    for (int64_t e = 0; e < count; e++)
+        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[static_cast<size_t>(e * bytes)],
+                    static_cast<size_t>(bytes));
+}
+
+}  // namespace coat::gpu
+
+// -----------------------------------------------------------------------------------------------------------
+// Whether this machine's GPU can run a setup, and in how much of its memory
+
+namespace coat {
+
+using namespace gpu;
+
+int gpu_capability() {
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
+}
+
+// Kernels are compiled for one kind of GPU.
+static std::string why_no_kernels() {
+    const cudaError_t error = find_kernels();
+    if (error == cudaSuccess) return "";
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
+        return concat("the GPU does not start: ", cudaGetErrorString(error));
+    const int capability = gpu_capability();
+    return concat("this program was built for other GPUs than this one, of compute capability ",
+                  capability / 10, ".", capability % 10, ": rebuild with make GPU_ARCH=", capability,
+                  capability >= 90 ? "a" : "");
+}
+
+std::string why_no_gpu(int gpu) {
+    int gpus = 0;
+    const cudaError_t error = cudaGetDeviceCount(&gpus);
+    cudaGetLastError();  // clear it: nothing has failed
+    if (error != cudaSuccess)
+        return concat("CUDA does not start: ", cudaGetErrorString(error),
+                      "; nvidia-smi must show a GPU and CUDA ", CUDART_VERSION / 1000,
+                      " or newer, else install a newer driver");
+    cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
+    if (gpu_capability() < 80)
+        return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
+    return why_no_kernels();
+}
+
+// FP8 weights are cached only if they fit. NCCL has taken its memory before.
+static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Transport> transport) {
+    constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
+    int64_t needed = 0;
+    for (const bool cached : {caches_weights(s), false}) {
+        const int64_t bytes = arena_bytes(s, cached);
+        needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
+        if (needed <= static_cast<int64_t>(free)) return gpu_model(s, bytes, cached, std::move(transport));
+    }
+    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ",
+                gigabytes(static_cast<int64_t>(free)), " GB are free; ",
+                "choose a smaller --batch, --seq or --model, or save memory with --master none",
+                s.ranks > 1 ? " and --attention groups."
+                            : ", --attention groups, and --gradients none with --clip 0.");
+}
+
+std::unique_ptr<Model> make_gpu(const Setup& setup) {
+    int local = setup.processes ? setup.processes->local() : 0;  // number of the GPU
+    const std::string missing = why_no_gpu(local);
+    if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
+    if (std::getenv("COAT_SHARE_GPU")) local = 0;  // slow: for tests of several ranks on one GPU
+    check(cudaSetDevice(local),
+          concat("Choosing GPU number ", local, " failed; each rank needs a GPU of its own").c_str());
+    const int capability = gpu_capability();
+    for (int theirs : setup.processes ? setup.processes->all_gather(capability) : std::vector<int>())
+        if (theirs != capability)
+            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
+    Setup s = setup;
+    s.recipe = recipe_on_gpu(setup.recipe, capability);
+    return model_that_fits(s, connect_gpus(s));
+}
+
+}  // namespace coat
