@@ -102,7 +102,7 @@ static std::vector<int32_t> tokens_of(const Vocabulary& vocabulary, const std::s
 static size_t incomplete_end(const std::string& text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); n++) {
         const auto byte = uint8_t(text[text.size() - n]);
-        const size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : 2;
+        const size_t length = 2 + (byte >= 0xE0) + (byte >= 0xF0);
         if (byte >= 0xC0) return n < length ? n : 0;
         if (byte < 0x80) return 0;
     }
