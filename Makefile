@@ -26,7 +26,8 @@ endif
 # and infinity are part of the method. On the CPU, only the reference has long loops: it is compiled with -O3.
 CXXFLAGS  = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp) gpu/plan.cpp)
+REFERENCE := reference.cpp reference_model.cpp
+SOURCES := $(REFERENCE) $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp) gpu/plan.cpp)
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 JUDGE   := dev/exercises/judge.cpp
 LINK    := $(CXX) -fopenmp $(OPT)
@@ -94,7 +95,7 @@ $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/la
 EXERCISE := $(firstword $(wildcard dev/exercises/$(N)-* dev/exercises/0$(N)-*))
 exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(WITH_GPU),,need-nvcc)) $(O)/exercise_$(N),need-number)
 	@$(O)/exercise_$(N)
-$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp program/ranks.cpp)
+$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 figures: $(PROGRAM)
 	@python3 -c 'import matplotlib' 2>/dev/null || \
@@ -124,9 +125,9 @@ $(O)/%.cu.o: %.cu $(O)/flags
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
-$(O)/reference.cpp.o: private OPT = -O3
+$(call object,$(REFERENCE)): private OPT = -O3
 # The other files of the host wait for files, people and the GPU: -O1 compiles them faster.
-$(call object,program/train.cpp $(filter-out reference.cpp,$(filter %.cpp,$(SOURCES)))): private OPT = -O1
+$(call object,program/train.cpp $(filter-out $(REFERENCE),$(filter %.cpp,$(SOURCES)))): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
 KERNEL_FREE := model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))
 $(call object,$(KERNEL_FREE)): private NVCCFLAGS += -x c++

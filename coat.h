@@ -393,7 +393,7 @@ inline void validate(const ModelConfig& c) {
 
 // -----------------------------------------------------------------------------------------------------------
 // A transformer block. Its forward and backward passes are block_forward() and block_backward() of
-// reference.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
+// reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
 
 // The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
 // multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the

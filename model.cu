@@ -1,5 +1,5 @@
 // model.cu - one training step on the GPU, from the first token to the last update: Llama and GPT-2 in any
-// recipe, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the CPU reference (reference.cpp).
+// recipe, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in reference_model.cpp.
 //
 // Read Network::step() first, and then on in the order in which a step runs: micro_batch(), forward(),
 // head_and_loss(), layer_backward(), update. A layer's functions follow the table that --plan prints.

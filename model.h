@@ -1,5 +1,5 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
-// contains, and the interface Model, which train.cpp drives. reference.cpp implements Model on the CPU and
+// contains, and the interface Model, which train.cpp drives. reference_model.cpp implements it on the CPU and
 // model.cu on the GPU, independently, so that a test that compares the two can fail. They share the first
 // weights and the random bits of stochastic rounding, which are defined here.
 #pragma once
@@ -288,7 +288,7 @@ public:
     virtual const Setup& setup() const = 0;
 };
 
-std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference.cpp)
+std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
 // On a GPU (gpu/this_gpu.cu). It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
 // Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/this_gpu.cu)

@@ -1,50 +1,56 @@
-// reference.h - the COAT training step on the CPU: every operator that reference.cpp implements.
+// reference.h - the COAT training step on the CPU: every operator that reference.cpp implements,
+// and the whole step in double (reference_model.cpp).
 //
-// Here are shapes, units and special cases; the equations and their reasons are in reference.cpp. The
+// Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
+// step stand in reference.cpp. All pointers are to row-major arrays; a shape (a, b) stands with each. The
 // template parameter Real is float; it is double only where tests compare gradients with finite differences.
 #pragma once
 #include "model.h"
 
 namespace coat::reference {
 
-// --- Formats: NaN stays NaN; rounding is to nearest, ties to even ---
-uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, never infinity
-float decode(Format f, uint16_t code);
-uint16_t to_bf16(float x);  // overflows to infinity
+// --- Formats: rounding is to nearest, ties to even; NaN stays NaN ---
+uint16_t encode(Format f, float x);     // FP32 to FP8 or FP16; saturates, never infinity
+float decode(Format f, uint16_t code);  // FP8 or FP16 to FP32
+uint16_t to_bf16(float x);              // the bits; overflows to infinity
 float from_bf16(uint16_t bits);
-float round_to(Format f, float x);  // x rounded to F32 or BF16
+float round_to(Format f, float x);  // x as the nearest value of f, which is F32 or BF16
 
 // An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder,
 // modulo 2^32. The weight is the master rounded to nearest, ties away from zero, so that the remainder fits.
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
-// A weight without a master: element i of the flat order, rounded stochastically (model.h, rounding_bits).
+// The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
+// random bits of model.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---
-// A tensor (rows, cols): value(r, c) = codes(r, c) * the scale of its block. In F32 and BF16 the codes are
-// the values, and there are no scales.
+// A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its block. In FP32
+// and BF16 the codes are the values, and there are no scales.
 struct Quantized {
-    std::vector<uint8_t> codes, scales;
+    std::vector<uint8_t> codes;   // rows * cols elements of quant.format
+    std::vector<uint8_t> scales;  // one for each block, of quant.scale_format
     int64_t rows = 0, cols = 0;
-    Quant quant{Format::F32};
-    // The elements of a block share a scale. A granularity of 0 means all rows or columns.
+    Quant quant{.format = Format::F32};
+
+    // The size of a scale block. A granularity of 0 means all rows or columns.
     int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
     int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }
-    float scale(int64_t r, int64_t c) const;  // of the block that contains (r, c)
-    float value(int64_t r, int64_t c) const;
+    float scale(int64_t row, int64_t col) const;
+    float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Quant& q, float amax);  // of a block, from its largest magnitude
-float amax(const float* x, int64_t n);       // largest |x|; infinity if one is NaN
+float scale_of(const Quant& q, float amax);  // the scale of a block with this amax
+float amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
-// Quantizes x (rows, cols) with just-in-time scales. If q is FP8 and stats is not null, adds the errors to
-// *stats. A given scale is that of the whole tensor; values beyond FMAX times it saturate.
+// x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
+// beyond FMAX times it saturate. If q is FP8 and `stats` is given, the errors are added to it.
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr,
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 
-// x (rows, cols) quantized and dequantized, for a GEMM that reduces over its columns or over its rows.
+// x (rows, cols) quantized and dequantized, for a GEMM that reduces over its columns or over its rows. The
+// result is (rows, cols) in both cases.
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
                            ReduceOver which, QuantStats* stats = nullptr, const float* scale = nullptr);
@@ -53,42 +59,51 @@ std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t co
 // before there is one, from the largest amax of the step so far.
 struct DelayedScale {
     std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step; empty: not delayed
-    float scale = 0;             // 0: none yet
-    float amax = 0;              // of the current step, over its micro-batches
-    // Moves amax to the history; then s = max(history) / FMAX, unless that is 0 or not finite.
+    float scale = 0;             // of the current step; 0: none yet
+    float amax = 0;              // of the current step so far, over its micro-batches
     void end_step(Format fp8);
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
-// Equation 4's k for a group of magnitudes from min_nonzero to max: a multiple of 1/256 in [1/16, 64].
+// k of a group whose magnitudes that are not zero are from min_nonzero to max.
 float expansion_factor(Format fp8, float max, float min_nonzero);
-float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
-float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
+float expand(Format fp8, float x, float max, float k);
+float contract(Format fp8, float y, float max, float k);
 
-// One moment of one parameter, in any format. `group_size` consecutive elements share (max, k); the last
-// group may be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
-//   expanded:  code = encode(expand(x)),  x = contract(decode(code))
-//   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
+// One moment (n) of one parameter, in any format. The elements of a moment group share (max, k); the last
+// group may be short. A group of zeros has max = 0 and k = 1.
+//   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
+//   else:            code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::F32;
     bool expands = false;
-    int64_t n = 0, group_size = MOMENT_GROUP;  // group_size 0: all n elements
-    std::vector<uint8_t> codes;           // n elements of format
-    std::vector<float> max, k;            // one for each group; empty if the format has no scales
-    void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
-    void load(float* x) const;
-    // A positive second moment in groups gets at least the smallest code: a zero makes the update explode.
+    int64_t n = 0;
+    int64_t group_size = MOMENT_GROUP;  // 0: one group of all n elements
+    std::vector<uint8_t> codes;         // n elements of format
+    std::vector<float> max, k;          // one for each group; empty if the format has no scales
+
+    void init(Format f, bool expansion, int64_t count, int64_t elements_of_group = MOMENT_GROUP);  // all zero
+    void load(float* x) const;                                                                     // x: (n)
+    // x: (n). A positive second moment in groups of 128 gets at least the smallest code: if it became zero,
+    // the next update would explode. If `stats` is given, the errors are added to it.
     void store(const float* x, bool second, QuantStats* stats = nullptr);
 
 private:
     float value(int64_t i) const;
+    void store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second);
 };
 
 struct AdamWFactors {
-    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
+    float lr, beta1, beta2;
+    float one_minus_beta1, one_minus_beta2;
+    float eps;
+    float decay;              // weight decay, 0 where it does not apply
+    float bias1, bias2_root;  // 1 - beta1^t and sqrt(1 - beta2^t)
+    float gradient_scale;     // below 1 if the gradients are clipped
 };
-// grad_norm: of all gradients, unclipped.
+// grad_norm: of all gradients, before clipping.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
+// gradient, master, m, v: (n)
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
@@ -141,6 +156,9 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real scale);
+
+// y += scale x, both (n).
+template <class Real> void add_scaled(int64_t n, Real scale, const Real* x, Real* y);
 
 // --- The whole step in double ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.

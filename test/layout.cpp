@@ -7,7 +7,7 @@
 
 using namespace coat::test;
 
-constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 110, MOST_ENTRIES = 18;
+constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 110, MOST_ENTRIES = 19;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
@@ -55,7 +55,7 @@ TEST_CASE("layout: includes run one way") {
     const std::vector<std::vector<std::string>> levels = {{"coat.h", "error.h"},
                                                           {"model.h", "program/ranks", "data/"},
                                                           {"gpu/plan"},
-                                                          {"reference.", "gpu/", "coat.cu", "adamw.cu"},
+                                                          {"reference", "gpu/", "coat.cu", "adamw.cu"},
                                                           {"model.cu"},
                                                           {"program/"}};
     auto level = [&](const std::string& f) {
@@ -73,7 +73,7 @@ TEST_CASE("layout: includes run one way") {
             std::string path = line.substr(10, line.rfind('"') - 10);
             path = in(path, "../") ? path.substr(3) : folder + path;
             CHECK_MESSAGE(level(path) <= level(f), f << " includes " << path);
-            if (in(f, "reference.")) CHECK_MESSAGE(!in(path, "gpu/"), f << " includes " << path);
+            if (in(f, "reference")) CHECK_MESSAGE(!in(path, "gpu/"), f << " includes " << path);
         }
     }
 }

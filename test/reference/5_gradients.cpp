@@ -1,5 +1,5 @@
-// 5_gradients.cpp - gradients of the whole model in reference.cpp: in double beside finite differences, those
-// of fp32 beside double, those of the other recipes beside fp32.
+// 5_gradients.cpp - gradients of the whole model in reference_model.cpp: in double beside finite differences,
+// those of fp32 beside double, those of the other recipes beside fp32.
 #include "../help/model.h"
 #include "../help/oracle.h"
 

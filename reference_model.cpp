@@ -1,0 +1,597 @@
+// reference_model.cpp - one training step of COAT on the CPU, made of the operators of reference.cpp:
+//   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
+//   6. Model              one step: forward, backward, clipping, update
+#include "reference.h"
+
+#include "program/ranks.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+
+namespace coat::reference {
+
+using Floats = std::vector<float>;
+
+// ===========================================================================================================
+// 5. The precision flow (paper section 5): which tensor has which format
+//
+// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
+// log-sum-exp and sums of many gradients (gradient_format), which are FP32. Four results are quantized from
+// FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the activation's output, and
+// the gradient of its input. In the recipe coat:
+//   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
+//   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
+//     of the activation
+//   all other tensors             BF16: attention, residual stream, final norm, embedding, head
+// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
+// the same quantized values, so that the gradient is that of the computed loss. (Not in coat-saved: see
+// as_forward_reads().)
+
+namespace {
+
+template <class Real> class Network {
+    // In double nothing is rounded or quantized: then what is saved for backward is the tensor itself.
+    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
+    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
+
+public:
+    using Tensor = std::vector<Real>;
+    const Setup setup_;
+    const ModelConfig& config = setup_.config;
+    const Recipe& recipe = setup_.recipe;
+    const std::vector<Param> params = parameters(config);
+    std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
+    // By parameter; without a history unless the recipe delays.
+    std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
+    QuantStats* stats = nullptr;  // one for each ReportKind; null: not measured
+    bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
+
+    explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
+        for (const Param& p : params) {
+            index_[p.name] = weights.size();
+            weights.emplace_back(p.size());
+            gradients.emplace_back(p.size());
+            if (p.role.linear && recipe.scaling == Scaling::Delayed)
+                for (DelayedScale& d : delayed_scales[index_[p.name]]) d.history.resize(recipe.history);
+        }
+    }
+
+    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
+
+    // Before a step, or a forward pass on its own.
+    void begin() {
+        finite = true;
+        for (auto& operands : delayed_scales)
+            for (DelayedScale& d : operands) d.amax = 0;
+    }
+
+    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
+    // residual[n] = embedding[token n] (+ positions[n mod T]).
+    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
+        B_ = B, T_ = T, N_ = B * T;
+        saved_.clear();
+        const int64_t C = config.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
+            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+        }
+        for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
+        return rounded(residual);
+    }
+
+    // Returns the sum of the losses. If loss_scale is not 0, adds the gradients of that sum times loss_scale.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
+        const int64_t V = config.padded_V(), C = config.C;
+        const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));
+        Tensor logits = head_forward(y);
+        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(loss_scale));
+        finite = finite && std::isfinite(loss);
+        if (loss_scale == 0) return loss;
+
+        // Head -> final norm -> blocks, last to first
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weight(head()).data(), C, 1}, dy.data());
+        add_gradient(head(), dhead);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
+        for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
+
+        // Embedding: a row has the sum over all places of its token, or of its position
+        Tensor dembedding(V * C), dpositions(config.arch.rope ? 0 : config.max_T * C);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
+        }
+        add_gradient("embedding", dembedding);
+        if (!config.arch.rope) add_gradient("positions", dpositions);
+        return loss;
+    }
+
+    // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
+    Tensor head_forward(const Tensor& y) const {
+        const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
+        Tensor logits(rows * V);
+        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
+        return rounded(logits);
+    }
+
+    Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
+        const int64_t C = config.C, rows = int64_t(x.size()) / C;
+        const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
+        Tensor y(x.size());
+        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
+                           weight(name + ".weight").data(), bias, y.data());
+        return y;
+    }
+
+    Tensor rounded(Tensor x) const {  // to the compute dtype
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
+        return x;
+    }
+
+private:
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer()).
+    struct SavedLayer {
+        SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
+        Tensor lse;
+    };
+
+    const LinearFormats formats_ = linear_formats(setup_);
+    std::map<std::string, size_t> index_;
+    std::vector<SavedLayer> saved_;
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+
+    bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
+    std::string head() const { return config.tied ? "embedding" : "head"; }
+
+    static Tensor sum(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
+    }
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients[index_.at(name)];
+        gradient = sum(gradient, contribution);
+        if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
+    }
+
+    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
+    float checked_amax(const Floats& x) {
+        const float largest = amax(x.data(), int64_t(x.size()));
+        finite = finite && std::isfinite(largest);
+        return largest;
+    }
+
+    // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
+    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            if (q.fp8()) checked_amax(x);
+            return quantize(x.data(), N_, cols, q, stats_of(kind));
+        }
+    }
+    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
+    Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
+        return recipe.forward_reads_groups ? load(saved) : rounded(x);
+    }
+    static Tensor load(const SavedActivation& saved) {
+        if constexpr (!QUANTIZES) return saved;
+        else return dequantize(saved);
+    }
+
+    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+
+    // x (rows, cols), an operand of the GEMMs of parameter i, as these read it. The scale of a whole tensor
+    // is made here: just in time from the amax of x, or delayed. quantize() makes those of smaller blocks.
+    Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            constexpr ReportKind KINDS[] = {ReportKind::LinearInput, ReportKind::Weight,
+                                            ReportKind::Gradient};
+            const Quant quants[] = {formats_.x, formats_.w, formats_.g}, &q = quants[int(which)];
+            const float largest = q.fp8() ? checked_amax(x) : 0;
+            float scale = scale_of(q, largest);
+            if (recipe.scaling == Scaling::Delayed && q.fp8()) {
+                DelayedScale& d = delayed_scales[i][int(which)];
+                d.amax = std::max(d.amax, largest);
+                scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
+            }
+            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[int(which)]),
+                           q.granularity == PER_TENSOR ? &scale : nullptr);
+        }
+    }
+
+    // x (N, in) -> y (N, out). x8, w8 and g8 are quantized and decoded again: FP32 values that FP8 can hold.
+    Tensor linear_forward(const std::string& name, const Tensor& x) {
+        const size_t i = index_.at(name);
+        const int64_t in = params[i].cols, out = params[i].rows;
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
+        Tensor y(N_ * out);
+        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
+        if (has_bias(name))
+            for (int64_t n = 0; n < N_; n++)
+                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
+        return rounded(y);
+    }
+
+    // dy (N, out) -> dx (N, in); adds to the gradients of the weight and the bias
+    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+        const size_t i = index_.at(name);
+        const int64_t in = params[i].cols, out = params[i].rows;
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
+        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        Tensor dx(N_ * in), dw(out * in);
+        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
+        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction: over tokens now
+            g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
+        matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
+        add_gradient(name, dw);
+        if (has_bias(name)) {  // sums g; with FP8 GEMMs dy itself, which is more precise than its codes
+            Tensor dbias(out);
+            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+            add_gradient(name + ".bias", dbias);
+        }
+        return rounded(dx);
+    }
+
+    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
+        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
+        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
+        add_gradient(name + ".weight", dweight);
+        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
+        return dx;
+    }
+
+    Tensor activation(const Tensor& gate_up) const {
+        Tensor act(N_ * config.F);
+        activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
+        return act;
+    }
+
+    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads and RoPE.
+    Tensor attention_input(const std::string& layer, Tensor qkv) const {
+        if (!config.arch.qk_norm) return qkv;
+        head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
+        qkv = rounded(qkv);
+        rope(config, B_, T_, qkv.data(), false);
+        return rounded(qkv);
+    }
+
+    // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
+
+    // residual (N, C) -> the same after the block: the residual stream plus the output of the last branch, in
+    // FP32. The norm's input is quantized from this sum; the stream goes on as the sum rounded to BF16.
+    Tensor block_forward(int64_t l, const Tensor& residual) {
+        const std::string layer = "layers." + std::to_string(l) + ".";
+        SavedLayer& s = saved_.emplace_back();
+
+        // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum
+        s.norm1_input = save(residual, config.C, recipe.nonlinear, ReportKind::NormInput);
+
+        // Norm 1 -> qkv -> RoPE
+        const Tensor norm1 = norm(layer + "norm1", as_forward_reads(residual, s.norm1_input));
+        Tensor qkv = linear_forward(layer + "qkv", norm1);
+        if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
+        s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
+
+        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. What
+        // groups hold is FP32; attention computes in BF16
+        qkv = attention_input(layer, rounded(load(s.qkv)));
+        Tensor attention(N_ * config.q_cols());
+        s.lse.resize(N_ * config.NH);
+        attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
+        s.attention = save(rounded(attention), config.q_cols(), recipe.attention, ReportKind::Attention);
+
+        // Attention out -> residual sum -> norm 2 input
+        const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
+        const Tensor residual2 = sum(rounded(residual), attention_out);
+        s.norm2_input = save(residual2, config.C, recipe.nonlinear, ReportKind::NormInput);
+
+        // Norm 2 -> gate and up
+        const Tensor norm2 = norm(layer + "norm2", as_forward_reads(residual2, s.norm2_input));
+        const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
+        s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
+
+        // SiLU(gate) x up -> down -> residual sum
+        const Tensor act = activation(as_forward_reads(gate_up, s.gate_up));
+        return sum(rounded(residual2), linear_forward(layer + "down", act));
+    }
+
+    // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the
+    // input of a branch twice: along the stream, and through the branch. dX is the gradient of X.
+    Tensor block_backward(int64_t l, Tensor dresidual) {
+        const std::string layer = "layers." + std::to_string(l) + ".";
+        const SavedLayer& s = saved_[l];
+
+        // Down; act = SiLU(gate) x up is computed again
+        const Tensor gate_up = load(s.gate_up);
+        const Tensor dact = linear_backward(layer + "down", activation(gate_up), dresidual);
+
+        // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
+        Tensor dgate_up(gate_up.size());
+        const bool gated = config.arch.gated;
+        activation_backward<Real>(gated, N_, config.F, gate_up.data(), dact.data(), dgate_up.data());
+        const Tensor norm2_input = load(s.norm2_input);
+        const Tensor norm2 = norm(layer + "norm2", norm2_input);
+        const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
+        dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
+
+        // Attention out
+        const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
+
+        // Attention -> RoPE, in the compute dtype
+        const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
+        Tensor dqkv(qkv.size());
+        attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
+                           dattention.data(), dqkv.data());
+        dqkv = rounded(dqkv);
+        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
+        if (config.arch.qk_norm) {
+            const std::string name = layer + "qk_norm.weight";
+            Tensor dweight(2 * config.HS());
+            head_norm_backward(config, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            add_gradient(name, dweight);
+            dqkv = rounded(dqkv);
+        }
+
+        // qkv -> norm 1 -> residual gradient
+        const Tensor norm1_input = load(s.norm1_input);
+        const Tensor norm1 = norm(layer + "norm1", norm1_input);
+        const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
+        return rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
+    }
+};
+
+// ===========================================================================================================
+// 6. The Model that train.cpp drives: weights, moments, and one training step
+//
+// Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
+
+class Reference : public Model, Network<float> {
+public:
+    explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
+        for (size_t i = 0; i < states_.size(); i++) {
+            const Param& p = params[i];
+            const OptimizerFormat& o = setup.optimizer;
+            const int64_t used = used_elements(setup.config, p), kept = owned(setup, p).count;
+            ParamState& s = states_[i];
+            s.m.init(p.moment(o.m), o.expand, kept, o.group_size);
+            s.v.init(p.moment(o.v), o.expand, kept, o.group_size);
+            s.weight.resize(p.size()), s.remainder.resize(p.size());
+            for (int64_t e = 0; e < p.size(); e++) {
+                const float first = initial(p.init_std, p.role.ones, used, setup.seed, i, e);
+                split_master(first, &s.weight[e], &s.remainder[e]);
+                if (!setup.master) s.remainder[e] = 0;
+                weights[i][e] = weight_of(s, e);
+            }
+        }
+    }
+
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
+        begin();
+        int64_t counted = 0;
+        for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
+        if (counted == 0) return {0, 0, true};
+        std::vector<double> losses;  // by micro-batch
+        for (int64_t a = 0; a < accumulate; a++) {
+            if (a == 0 || setup_.processes) clear_gradients();  // several ranks have their sums in sums_
+            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
+            if (setup_.processes) sum_over_ranks(a == 0);
+        }
+        if (setup_.processes) gradients.swap(sums_);
+        double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
+        const auto of_ranks = all_gather(losses);
+        for (int64_t a = 0; a < accumulate; a++)
+            for (const auto& of_rank : of_ranks) loss += of_rank[a];
+
+        const double norm = gradient_norm(), scale = adamw_factors(adamw, false, norm).gradient_scale;
+        for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
+        // Below 2^62, the square of a clipped gradient fits every format of v. NaN fails, too.
+        const bool skipped = !finite || !(norm * scale < 0x1p62);
+        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
+        for (size_t i = 0; i < params.size() && !skipped; i++) {
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
+            refresh(i);
+        }
+        if (!skipped) end_delayed_step();
+        return {loss / double(counted), norm, skipped, counted};
+    }
+
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        const int64_t N = setup_.B * setup_.T;
+        begin();
+        const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
+        return finite ? loss : NAN;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        begin();
+        const auto x = forward(tokens, 1, n);
+        const Floats last(x.end() - config.C, x.end());
+        const auto row = head_forward(rounded(norm("final_norm", last)));
+        std::copy(row.begin(), row.begin() + config.V, logits);
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        const int64_t N = setup_.B * setup_.T;
+        begin();
+        clear_gradients();
+        QuantReport report;
+        stats = report.kinds;
+        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
+        // The expansion factors are those of the moments stored now. The errors are those of the moments that
+        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
+        for (size_t i = 0; i < params.size(); i++) {
+            ParamState s = states_[i];
+            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+            update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
+        }
+        stats = nullptr;
+        return report;
+    }
+
+    void read(const std::string& name, void* out) override {
+        const auto [data, bytes] = find(name);
+        if (bytes) std::memcpy(out, data, bytes);
+    }
+    void write(const std::string& name, const void* in) override {
+        const auto [data, bytes] = find(name, true);
+        if (bytes) std::memcpy(data, in, bytes);
+        refresh(param_of(params, name));
+    }
+
+    const Setup& setup() const override { return setup_; }
+
+private:
+    // One parameter: moments of the elements that this rank owns. Only their weights are kept up to date.
+    struct ParamState {
+        std::vector<uint16_t> weight;
+        std::vector<int16_t> remainder;  // 0 without a master
+        Moment m, v;
+    };
+
+    std::vector<ParamState> states_;
+    std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
+
+    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
+    float weight_of(const ParamState& s, int64_t e) const {
+        const bool bf16 = recipe.compute == Format::BF16;
+        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
+    }
+
+    void clear_gradients() {
+        for (size_t i = 0; i < params.size(); i++) gradients[i].assign(params[i].size(), 0.0f);
+    }
+
+    // A value, or a vector of values, of all ranks in their order.
+    template <class T> std::vector<T> all_gather(const T& mine) const {
+        return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<T>{mine};
+    }
+
+    // After every micro-batch, in FP32 and in the order of the ranks: sum = round(sum + g_0 + g_1 + ...).
+    void sum_over_ranks(bool first) {
+        for (size_t i = 0; i < params.size(); i++) {
+            Floats& sum = sums_[i];
+            if (first) sum.assign(params[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
+            for (size_t e = 0; e < sum.size(); e++) {
+                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                sum[e] = round_to(gradient_format(setup_), sum[e]);
+            }
+        }
+    }
+
+    // The squares are summed within shard units, then over these: the same bits for any number of ranks.
+    double gradient_norm() const {
+        double sum = 0;
+        for (const Floats& gradient : gradients)
+            for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
+                double unit = 0;
+                for (size_t e = first; e < std::min<size_t>(gradient.size(), first + SHARD_UNIT); e++)
+                    unit += double(gradient[e]) * gradient[e];
+                sum += unit;
+            }
+        return std::sqrt(sum);
+    }
+
+    // After an update or write(), each rank has changed its part of the weights: they exchange these.
+    void refresh(size_t i) {
+        const ParamState& s = states_[i];
+        const Range kept = owned(setup_, params[i]);
+        Floats mine(kept.count);
+        for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
+        auto to = weights[i].begin();
+        for (const Floats& part : params[i].rows > 1 ? all_gather(mine) : std::vector<Floats>{mine})
+            to = std::copy(part.begin(), part.end(), to);
+    }
+
+    // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
+    // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
+    void end_delayed_step() {
+        if (!linear_formats(setup_).x.fp8()) return;
+        for (auto& operands : delayed_scales)
+            for (int o = 0; o < OPERANDS; o++) {
+                DelayedScale& d = operands[o];
+                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
+                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
+                d.end_step(quant_of(recipe, LinearOperand(o)).format);
+            }
+    }
+
+    // Dequantizes the moments, runs AdamW in FP32, and quantizes them again. s: of parameter i, or a copy.
+    void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
+        const auto [first, n] = owned(setup_, params[i]);
+        Floats master(n), m(n), v(n);
+        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
+        s.m.load(m.data());
+        s.v.load(v.data());
+        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
+        for (int64_t e = 0, at = first; e < n; e++, at++)
+            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
+    }
+
+    // Where this rank's part of a tensor begins, and its bytes. Gradients are not written.
+    std::pair<void*, size_t> find(const std::string& name, bool to_write = false) {
+        using Place = std::pair<void*, size_t>;
+        auto part = [](auto& v, Range s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
+        auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
+        const size_t i = param_of(params, name);
+        const Range own = owned(setup_, params[i]);
+        ParamState& s = states_[i];
+        std::map<std::string, Place> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
+                                               {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
+                                               {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
+                                               {".v.k", whole(s.v.k)}};
+        if (setup_.master) places[".remainder"] = part(s.remainder, own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
+        for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {
+            DelayedScale& d = delayed_scales[i][o];
+            places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
+            places[OPERAND_NAMES[o] + std::string(".scale")] = {&d.scale, sizeof d.scale};
+        }
+        const auto place = places.find(name.substr(params[i].name.size()));
+        if (place == places.end()) throw Error("The model has no tensor " + name + ".");
+        return place->second;
+    }
+};
+
+}  // namespace
+
+double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
+                      const std::vector<std::vector<double>>& weights, const int32_t* tokens,
+                      const int32_t* targets, std::vector<std::vector<double>>* gradients) {
+    const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
+    Network<double> network({c, recipe, find_row(optimizers(), "fp32", "--optimizer"), B, T});
+    network.weights = weights;
+    const double scale = 1.0 / divisor_of_mean(targets, B * T);
+    const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;
+    if (gradients) *gradients = network.gradients;
+    return loss;
+}
+
+}  // namespace coat::reference
+
+std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
+    // Every step allocates the same temporary tensors. The allocator must not return their memory to the
+    // system, or a third of the time goes into fresh pages.
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 2147483647);
+    return std::make_unique<reference::Reference>(setup);
+}
