@@ -29,7 +29,7 @@ CXXFLAGS  = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wext
 REFERENCE := reference.cpp reference_model.cpp
 SOURCES := $(REFERENCE) $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp) gpu/plan.cpp)
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
-JUDGE   := dev/exercises/judge.cpp
+JUDGE   := dev/exercises/judge.cpp dev/exercises/capstone.cpp
 LINK    := $(CXX) -fopenmp $(OPT)
 
 ifneq ($(NVCC),)

@@ -1,5 +1,6 @@
 // exercises.cpp - dev/exercises: what the judge says of an empty body, of a solution, and of typical
 // mistakes. MISTAKES is the list of these. A solution below is given one of them in words, or "" for none.
+#include "../../dev/exercises/capstone.h"
 #include "../help/exercises.h"
 
 #define main JOINED(main_, __COUNTER__)  // the exercises as they are in the repository, each with a main()
@@ -559,6 +560,44 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
 TEST_CASE("exercises: a solution passes") {
     for (int exercise = 1; exercise <= 11; exercise++)
         says("exercise " + std::to_string(exercise) + ": passed, ", [=] { return judged(exercise, ""); });
+}
+
+// A step of exercise 12 with a mistake in the order or in what is used.
+double train_step(const Words& mistake, SmallModel& m, int t) {
+    const Groups x = given::groups(m.x, quantize_groups(""));
+    const Matrix normed = given::norm_forward(x, m.norm);
+    Matrix h, y, dact, dnormed, ddown, dgate_up, unused_dx, unused_dw, g;
+    const Matrix zeros_64{64, 64, Floats(64 * 64)}, zeros_32{64, 32, Floats(64 * 32)};
+    linear("")(normed, m.gate_up.value, zeros_64, h, unused_dx, unused_dw);
+    const Groups gate_up = given::groups(h, quantize_groups(""));
+    const Matrix act = given::swiglu_forward(gate_up);
+    linear("")(act, m.down.value, zeros_32, y, unused_dx, unused_dw);
+    const double loss = given::loss(y, m.target, g);
+    linear("")(act, m.down.value, g, y, dact, ddown);
+    Matrix dh{64, 64, Floats(64 * 64)};
+    swiglu_backward("")(64, 32, gate_up.codes.data(), gate_up.scales.data(), dact.values.data(),
+                        dh.values.data());
+    linear("")(normed, m.gate_up.value, dh, y, dnormed, dgate_up);
+    Floats dx(64 * 32), dnorm(32);
+    norm_backward("")(64, 32, x.codes.data(), x.scales.data(), m.norm.value.values.data(),
+                      dnormed.values.data(), dx.data(), dnorm.data());
+    if (mistake != "norm is not updated") given::update(m.norm, dnorm, t, adamw(""));
+    given::update(m.gate_up, dgate_up.values, mistake == "t is always 1" ? 1 : t, adamw(""));
+    if (mistake != "down is not updated") given::update(m.down, ddown.values, t, adamw(""));
+    return loss;
+}
+
+TEST_CASE("exercises: the capstone passes with a right step and not with a wrong one") {
+    auto trains = [](const char* sentence, const Words& mistake) {
+        says(sentence, [=] {
+            return judge::training([=](SmallModel& m, int t) { return train_step(mistake, m, t); });
+        });
+    };
+    trains("exercise 12: passed, ", "");
+    trains("the losses of the first 30 steps differ", "norm is not updated");
+    trains("the losses of the first 30 steps differ", "down is not updated");
+    trains("the losses of the first 30 steps differ", "t is always 1");
+    says("nothing is computed yet", [] { return judge::training([](SmallModel&, int) { return 0.0; }); });
 }
 
 TEST_CASE("exercises: the hint points at the cause of a typical mistake") {
