@@ -289,9 +289,9 @@ public:
 };
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
-// On a GPU (gpu/this_gpu.cu). It is an Error if this machine has no GPU that can run it.
+// On a GPU (gpu/run.cpp). It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
-// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/this_gpu.cu)
+// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/run.cpp)
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
 int gpu_capability();

@@ -15,7 +15,7 @@ const char* const START = "<!-- gpus: make build/evidence_gpus && build/evidence
 const char* const END = "<!-- end -->\n";
 
 // How linear layers run; recipes that run alike share a row. An older GPU than 8.0 is refused
-// (gpu/this_gpu.cu).
+// (gpu/run.cpp).
 std::string recipes_by_capability() {
     std::vector<std::pair<std::string, std::string>> rows;  // names, cells
     for (const Recipe& r : recipes()) {
