@@ -408,50 +408,61 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 }
 
 // ===========================================================================================================
-// 4. Operators
+// 4. Operators, forward and backward. dX is the gradient of the loss with respect to X.
 
-// Copies a matrix (rows, depth) to panels of `width` rows, panel[k][row], with zeros beyond the last row.
+// Copies a matrix (rows, depth) to panels of `width` rows, panel[depth][row], with zeros beyond the last row.
+// Elements of the matrix are `row_stride` and `col_stride` apart.
 template <class Real>
-static std::vector<Real> pack(int64_t width, const Real* x, int64_t row, int64_t col, int64_t rows,
-                              int64_t depth) {
+static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
+                              int64_t rows, int64_t depth) {
     std::vector<Real> panels(round_up(rows, width) * depth);
 #pragma omp parallel for collapse(2) if (rows * depth > 1 << 14)
-    for (int64_t r0 = 0; r0 < rows; r0 += width)
-        for (int64_t k = 0; k < depth; k++)
-            for (int64_t r = r0; r < std::min(rows, r0 + width); r++)
-                panels[r0 * depth + k * width + r - r0] = x[r * row + k * col];
+    for (int64_t first = 0; first < rows; first += width)
+        for (int64_t d = 0; d < depth; d++)
+            for (int64_t r = first; r < std::min(rows, first + width); r++)
+                panels[first * depth + d * width + r - first] = x[r * row_stride + d * col_stride];
     return panels;
 }
 
-constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K
+constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its blocks of k
 
-// C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
-// the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
-template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C) {
-    for (int64_t k0 = 0; k0 < K; k0 += KC) {
-        const int64_t depth = std::min(KC, K - k0);
-        const auto a = pack(MR, A.data + k0 * A.col, A.row, A.col, M, depth);
-        const auto b = pack(NR, B.data + k0 * B.row, B.col, B.row, N, depth);
-#pragma omp parallel for collapse(2) if (M * N * depth > 1 << 16)
-        for (int64_t j = 0; j < N; j += NR)
-            for (int64_t i = 0; i < M; i += MR) {
-                const Real *pa = a.data() + i * depth, *pb = b.data() + j * depth;
-                Real sum[MR][NR] = {}, tile[MR][NR];
-                for (int64_t k = 0; k < depth; k++, pa += MR, pb += NR)
-                    for (int r = 0; r < MR; r++) {
+// c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
+// sum runs over k. a and b are packed, so that this loop reads memory in order, and in blocks of 512 of k, so
+// that a block stays in the caches.
+template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c) {
+    for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+        const int64_t depth = std::min(DEPTH, k - k0);
+        const auto packed_a =
+            pack(TILE_ROWS, a.data + k0 * a.col_stride, a.row_stride, a.col_stride, m, depth);
+        const auto packed_b =
+            pack(TILE_COLS, b.data + k0 * b.row_stride, b.col_stride, b.row_stride, n, depth);
+#pragma omp parallel for collapse(2) if (m * n * depth > 1 << 16)
+        for (int64_t j = 0; j < n; j += TILE_COLS)
+            for (int64_t i = 0; i < m; i += TILE_ROWS) {
+                const Real* panel_a = packed_a.data() + i * depth;
+                const Real* panel_b = packed_b.data() + j * depth;
+                Real sum[TILE_ROWS][TILE_COLS] = {}, tile[TILE_ROWS][TILE_COLS];
+                for (int64_t d = 0; d < depth; d++) {
+                    for (int row = 0; row < TILE_ROWS; row++) {
 #pragma omp simd
-                        for (int c = 0; c < NR; c++) sum[r][c] += pa[r] * pb[c];
+                        for (int col = 0; col < TILE_COLS; col++)
+                            sum[row][col] += panel_a[row] * panel_b[col];
                     }
+                    panel_a += TILE_ROWS;
+                    panel_b += TILE_COLS;
+                }
                 // A copy in loops with constant bounds: otherwise the compiler would keep sum in memory.
-                for (int r = 0; r < MR; r++)
-                    for (int c = 0; c < NR; c++) tile[r][c] = sum[r][c];
-                for (int64_t r = 0; r < std::min(MR, M - i); r++)
-                    for (int64_t c = 0; c < std::min(NR, N - j); c++) C[(i + r) * N + j + c] += tile[r][c];
+                for (int row = 0; row < TILE_ROWS; row++)
+                    for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
+                for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
+                    for (int64_t col = 0; col < std::min(TILE_COLS, n - j); col++)
+                        c[(i + row) * n + j + col] += tile[row][col];
             }
     }
 }
 
-// Of a row: its mean, and rstd = 1 / sqrt(variance + eps). RMSNorm: mean 0, so that rstd = 1 / rms(x).
+// The mean of a row x (C), and rstd = 1 / sqrt(variance + eps). For RMSNorm the mean is taken as 0, so that
+// rstd = 1 / rms(x).
 template <class Real>
 static std::pair<Real, Real> mean_and_rstd(bool rms, Real eps, int64_t C, const Real* x) {
     Real mean = 0, square = 0;
@@ -465,7 +476,7 @@ static std::pair<Real, Real> mean_and_rstd(bool rms, Real eps, int64_t C, const 
     return {mean, 1 / std::sqrt(square / Real(C) + eps)};
 }
 
-// y = x^ weight + bias with x^ = (x - mean) rstd
+// RMSNorm or LayerNorm of each row of x (N, C):  y = x^ weight + bias  with  x^ = (x - mean) rstd.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y) {
@@ -477,58 +488,66 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
     }
 }
 
-// With d = dy weight:  dx = (d - mean(d) - x^ mean(d x^)) rstd,  dweight = sum(dy x^),  dbias = sum(dy).
-// RMSNorm has no mean(d).
+// The backward pass of norm_forward(). With d = dy weight:
+//   dx = (d - mean(d) - x^ mean(d x^)) rstd        means over a row; RMSNorm has no mean(d)
+//   dweight += sum(dy x^),  dbias += sum(dy)       sums over rows
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
-    std::vector<std::pair<Real, Real>> rows(N);
+    std::vector<std::pair<Real, Real>> statistics(N);  // mean and rstd of each row
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        const auto [mean, rstd] = rows[n] = mean_and_rstd(rms, eps, C, x + n * C);
-        Real mean_d = 0, mean_dx = 0;
-#pragma omp simd reduction(+ : mean_d, mean_dx)
+        statistics[n] = mean_and_rstd(rms, eps, C, x + n * C);
+        const auto [mean, rstd] = statistics[n];
+        Real mean_d = 0, mean_d_xhat = 0;
+#pragma omp simd reduction(+ : mean_d, mean_d_xhat)
         for (int64_t c = 0; c < C; c++) {
             const Real d = dy[n * C + c] * weight[c];
             mean_d += d;
-            mean_dx += d * (x[n * C + c] - mean) * rstd;
+            mean_d_xhat += d * (x[n * C + c] - mean) * rstd;
         }
         mean_d = rms ? Real(0) : mean_d / Real(C);
-        mean_dx /= Real(C);
+        mean_d_xhat /= Real(C);
         for (int64_t c = 0; c < C; c++) {
-            const Real normal = (x[n * C + c] - mean) * rstd;
-            dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - normal * mean_dx) * rstd;
+            const Real xhat = (x[n * C + c] - mean) * rstd;
+            dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - xhat * mean_d_xhat) * rstd;
         }
     }
-    const int64_t block = 64;  // columns of one thread, so that every sum runs over the rows in order
+    const int64_t width = 64;  // columns of one thread, so that every sum runs over the rows in order
 #pragma omp parallel for
-    for (int64_t c0 = 0; c0 < C; c0 += block)
+    for (int64_t first = 0; first < C; first += width)
         for (int64_t n = 0; n < N; n++)
-            for (int64_t c = c0; c < std::min(C, c0 + block); c++) {
-                dweight[c] += dy[n * C + c] * (x[n * C + c] - rows[n].first) * rows[n].second;
+            for (int64_t c = first; c < std::min(C, first + width); c++) {
+                dweight[c] += dy[n * C + c] * (x[n * C + c] - statistics[n].first) * statistics[n].second;
                 if (dbias) dbias[c] += dy[n * C + c];
             }
 }
 
-// Qwen3: a head is a row of norm_forward(), with HS columns.
+// RMSNorm of each head of q and of k (Qwen3). A head is a row of norm_forward(), with HS columns.
 template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        Real *q = qkv + n * c.qkv_cols(), *k = q + c.q_cols();
-        norm_forward<Real>(true, Real(c.norm_eps), c.NH, c.HS(), q, weight, nullptr, q);
-        norm_forward<Real>(true, Real(c.norm_eps), c.NKV, c.HS(), k, weight + c.HS(), nullptr, k);
+        Real* const queries = qkv + n * c.qkv_cols();
+        Real* const keys = queries + c.q_cols();
+        norm_forward<Real>(true, Real(c.norm_eps), c.NH, c.HS(), queries, weight, nullptr, queries);
+        norm_forward<Real>(true, Real(c.norm_eps), c.NKV, c.HS(), keys, weight + c.HS(), nullptr, keys);
     }
 }
+
+// The backward pass of head_norm_forward(): dqkv is overwritten, and dweight is added to.
 template <class Real>
 void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                         Real* dweight) {
-    for (int64_t n = 0; n < N; n++)  // one after the other, so that every sum runs over the rows in order
-        for (const bool k : {false, true}) {
-            const int64_t at = n * c.qkv_cols() + (k ? c.q_cols() : 0), of = k ? c.HS() : 0;
-            const std::vector<Real> dy(dqkv + at, dqkv + at + (k ? c.kv_cols() : c.q_cols()));
-            norm_backward<Real>(true, Real(c.norm_eps), k ? c.NKV : c.NH, c.HS(), qkv + at, weight + of,
-                                dy.data(), dqkv + at, dweight + of, nullptr);
-        }
+    // The heads of one row, which begin at element `first` of qkv; the norm's weight begins at `part`.
+    auto backward = [&](int64_t first, int64_t heads, int64_t part) {
+        const std::vector<Real> dy(dqkv + first, dqkv + first + heads * c.HS());
+        norm_backward<Real>(true, Real(c.norm_eps), heads, c.HS(), qkv + first, weight + part, dy.data(),
+                            dqkv + first, dweight + part, nullptr);
+    };
+    for (int64_t n = 0; n < N; n++) {  // one after the other, so that every sum runs over the rows in order
+        backward(n * c.qkv_cols(), c.NH, 0);
+        backward(n * c.qkv_cols() + c.q_cols(), c.NKV, c.HS());
+    }
 }
 
 template <class Real> static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
@@ -540,40 +559,46 @@ template <class Real> static Real tanh_of_gelu(Real x) {
     return std::tanh(Real(GELU_SCALE) * (x + Real(GELU_CUBE) * x * x * x));
 }
 
-// silu(gate) up with silu(a) = a sigmoid(a); or gelu
+// The activation function: act = silu(gate) up with silu(a) = a sigmoid(a), or act = gelu(gate_up).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const Real *x = gate_up + (gated ? 2 : 1) * n * F + f, a = *x;  // up is x[F]
-            act[n * F + f] = gated ? a * sigmoid(a) * x[F] : Real(0.5) * a * (1 + tanh_of_gelu(a));
+            const Real* x = gate_up + (gated ? 2 : 1) * n * F + f;
+            const Real a = x[0];
+            if (gated) act[n * F + f] = a * sigmoid(a) * x[F];  // up is F elements behind gate
+            else act[n * F + f] = Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
 
-// dup = dact silu(gate),  dgate = dact up silu'(gate)  with  silu'(a) = s (1 + a (1 - s)),  s = sigmoid(a)
+// The backward pass of activation_forward():
+//   dup = dact silu(gate),  dgate = dact up silu'(gate)     with silu'(a) = s (1 + a (1 - s)),  s =
+//   sigmoid(a) or dgate_up = dact gelu'(gate_up)                       with gelu'(a) = (1 + t + a t') / 2
+// where t is the tanh in gelu, and t' = (1 - t^2) sqrt(2 / pi) (1 + 3 * 0.044715 a^2).
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
                          Real* dgate_up) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const int64_t at = (gated ? 2 : 1) * n * F + f;
-            const Real d = dact[n * F + f], a = gate_up[at];
+            const int64_t gate = (gated ? 2 : 1) * n * F + f, up = gate + F;
+            const Real d = dact[n * F + f], a = gate_up[gate];
             if (gated) {
                 const Real s = sigmoid(a);
-                dgate_up[at + F] = d * a * s;
-                dgate_up[at] = d * gate_up[at + F] * s * (1 + a * (1 - s));
+                dgate_up[up] = d * a * s;
+                dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
                 const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));  // 0 * infinity is NaN
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
-                dgate_up[at] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
+                dgate_up[gate] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
         }
 }
 
-// f_i = theta^(-2i / HS), scaled as the model wants (coat.h, RopeScaling). The formula of llama3 is
-// apply_scaling in Meta's llama-models and _compute_llama3_parameters in transformers.
+// The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants (coat.h,
+// RopeScaling). The formula of llama3 is apply_scaling in Meta's llama-models and
+// _compute_llama3_parameters in transformers.
 double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;
     const double f = std::pow(double(c.rope_theta), -2.0 * double(i) / double(c.HS()));
@@ -586,7 +611,8 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
     return (1 - smooth) * f / s.factor + smooth * f;
 }
 
-// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i: the heads of q, then those of k, but not v.
+// RoPE: rotates each pair (x_i, x_(i + HS/2)) of a head at position t by the angle t f_i. The heads of q and
+// of k are rotated, v is not.
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
 #pragma omp parallel for
@@ -604,6 +630,7 @@ template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real
         }
 }
 
+// sum_i a_i b_i of two vectors (n).
 template <class Real> static Real dot(const Real* a, const Real* b, int64_t n) {
     Real sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -617,8 +644,8 @@ template <class Real> void add_scaled(int64_t n, Real scale, const Real* x, Real
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
-// out[j] = scale * x . k_j for j < n, with the vectors k_j as columns (HS, T): out[j] is a sum over d, but
-// the inner loop is over j, which vectorizes.
+// out[j] = scale * (x . column j) for the first n columns of a matrix (HS, T). It is a sum over HS, but the
+// inner loop runs over j, so that it vectorizes.
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
                          Real* out) {
@@ -626,56 +653,66 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
     for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
 }
 
-// Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j. The largest score is
-// subtracted from all, which does not change the softmax, so that exp cannot overflow.
+// Causal attention: query t reads the keys and values j <= t,
+//   p_j = softmax_j(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
+// The largest score is subtracted from all, which does not change the softmax, so that exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
-    const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();
+    const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();  // elements from one token to the next
     const Real scale = 1 / std::sqrt(Real(HS));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
-            const Real* q = qkv + b * T * row + head * HS;  // of query t: q + t * row; k and v likewise
-            const Real* k = qkv + b * T * row + c.q_cols() + head / (NH / c.NKV) * HS;
-            const Real* v = k + c.kv_cols();
-            const auto keys = transposed(k, T, HS, row);  // so that the loop over keys is the innermost
+            const int64_t kv_head = head / (NH / c.NKV);
+            const Real* queries =
+                qkv + b * T * row + head * HS;  // (T, HS), rows `row` apart; so keys, values
+            const Real* keys = qkv + b * T * row + c.q_cols() + kv_head * HS;
+            const Real* values = keys + c.kv_cols();
+            const auto key_columns = transposed(keys, T, HS, row);
             std::vector<Real> p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(q + t * row, keys, T, t + 1, scale, p.data());
+                dot_products(queries + t * row, key_columns, T, t + 1, scale, p.data());
                 const Real largest = *std::max_element(p.begin(), p.begin() + t + 1);
                 Real sum = 0;
-                for (int64_t j = 0; j <= t; j++) sum += p[j] = std::exp(p[j] - largest);
+                for (int64_t j = 0; j <= t; j++) {
+                    p[j] = std::exp(p[j] - largest);
+                    sum += p[j];
+                }
                 lse[(b * NH + head) * T + t] = largest + std::log(sum);
                 Real* y = out + ((b * T + t) * NH + head) * HS;
                 std::fill(y, y + HS, Real(0));
-                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, v + j * row, y);
+                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, values + j * row, y);
             }
         }
 }
 
-// p is computed again from the saved log-sum-exp: p_j = exp(q . k_j / sqrt(HS) - lse). Then
-//   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q.
+// The backward pass of attention_forward(). p is computed again from the saved log-sum-exp:
+//   p_j = exp(q . k_j / sqrt(HS) - lse)
+//   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q
 // One thread has all query heads that share a key/value head, so that sums have a fixed order.
 template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {
-    const int64_t HS = c.HS(), NH = c.NH, group = NH / c.NKV, row = c.qkv_cols();
+    const int64_t HS = c.HS(), NH = c.NH, heads = NH / c.NKV;  // query heads of a key/value head
+    const int64_t row = c.qkv_cols();                          // elements from one token to the next
     const Real scale = 1 / std::sqrt(Real(HS));
     std::fill(dqkv, dqkv + B * T * row, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t kv = 0; kv < c.NKV; kv++) {
-            // Where the key and the value of position 0 begin in a row, and in its gradient.
-            const int64_t key = b * T * row + c.q_cols() + kv * HS, value = key + c.kv_cols();
-            const auto keys = transposed(qkv + key, T, HS, row), values = transposed(qkv + value, T, HS, row);
+        for (int64_t kv_head = 0; kv_head < c.NKV; kv_head++) {
+            // Where the key and the value of position 0 are in qkv and in dqkv.
+            const int64_t key = b * T * row + c.q_cols() + kv_head * HS, value = key + c.kv_cols();
+            const auto key_columns = transposed(qkv + key, T, HS, row);
+            const auto value_columns = transposed(qkv + value, T, HS, row);
             std::vector<Real> p(T), ds(T);
-            for (int64_t head = kv * group; head < (kv + 1) * group; head++)
+            for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t query = (b * T + t) * row + head * HS, y = ((b * T + t) * NH + head) * HS;
-                    const Real *q = qkv + query, *dy = dout + y;
-                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + y, HS);
-                    dot_products(q, keys, T, t + 1, scale, p.data());
-                    dot_products(dy, values, T, t + 1, Real(1), ds.data());
+                    const int64_t query = (b * T + t) * row + head * HS;
+                    const int64_t output = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query, *dy = dout + output;
+                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + output, HS);
+                    dot_products(q, key_columns, T, t + 1, scale, p.data());
+                    dot_products(dy, value_columns, T, t + 1, Real(1), ds.data());
                     for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - log_sum);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
                     for (int64_t j = 0; j <= t; j++) {
@@ -687,8 +724,9 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
         }
 }
 
-// loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target). Both are 0
-// where no target counts.
+// The loss and its gradient, which replaces the logits:
+//   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
+// Both are 0 where no target counts. The gradients are multiplied by `scale`.
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real scale) {
@@ -702,7 +740,10 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
         }
         const Real largest = *std::max_element(row, row + V), target = row[targets[n]];
         Real sum = 0;
-        for (int64_t v = 0; v < V; v++) sum += row[v] = std::exp(row[v] - largest);
+        for (int64_t v = 0; v < V; v++) {
+            row[v] = std::exp(row[v] - largest);
+            sum += row[v];
+        }
         losses[n] = double(std::log(sum) + largest - target);
         for (int64_t v = 0; v < V; v++) row[v] *= scale / sum;
         row[targets[n]] -= scale;
@@ -711,14 +752,25 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
     return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
 
-// The compiler generates a template only where it is used. These uses are for the callers in other files.
-template <class Real> auto instantiate() {
-    return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, rope<Real>,
-                           head_norm_forward<Real>, head_norm_backward<Real>, activation_forward<Real>,
-                           activation_backward<Real>, attention_forward<Real>, attention_backward<Real>,
-                           cross_entropy<Real>, add_scaled<Real>);
-}
-template auto instantiate<float>();
-template auto instantiate<double>();
+// The compiler generates code for a template only where it is told to: here, for the callers in other files.
+// clang-format off
+#define INSTANTIATE(Real)                                                                                   \
+    template void matmul(int64_t, int64_t, int64_t, Matrix<Real>, Matrix<Real>, Real*);                     \
+    template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \
+    template void norm_backward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*, \
+                                Real*, Real*);                                                              \
+    template void head_norm_forward(const ModelConfig&, int64_t, const Real*, Real*);                       \
+    template void head_norm_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);  \
+    template void activation_forward(bool, int64_t, int64_t, const Real*, Real*);                           \
+    template void activation_backward(bool, int64_t, int64_t, const Real*, const Real*, Real*);             \
+    template void rope(const ModelConfig&, int64_t, int64_t, Real*, bool);                                  \
+    template void attention_forward(const ModelConfig&, int64_t, int64_t, const Real*, Real*, Real*);       \
+    template void attention_backward(const ModelConfig&, int64_t, int64_t, const Real*, const Real*,        \
+                                     const Real*, const Real*, Real*);                                      \
+    template double cross_entropy(int64_t, int64_t, int64_t, Real*, const int32_t*, Real);                  \
+    template void add_scaled(int64_t, Real, const Real*, Real*);
+// clang-format on
+INSTANTIATE(float)
+INSTANTIATE(double)
 
 }  // namespace coat::reference

@@ -107,16 +107,18 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
-// x, y: (N, C) row-major unless said otherwise. Backward adds to parameter gradients and overwrites the rest.
+// Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.
 
-// C (M, N) += A (M, K) B (K, N). Element (r, c) is data[r * row + c * col], so a transpose costs nothing.
+// c (m, n) += a (m, k) b (k, n). Element (row, col) of a or b is data[row * row_stride + col * col_stride],
+// so a transpose costs nothing.
 template <class Real> struct Matrix {
     const Real* data;
-    int64_t row, col;
+    int64_t row_stride, col_stride;
 };
-template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
+template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c);
 
-// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias may be.
+// x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
+// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias may be null.
 // LayerNorm: y = (x - mean) / std * weight + bias.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
@@ -125,34 +127,36 @@ template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
-// RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place; weight [of q | of k], (2 HS). Backward:
-// dqkv, in place, from that of the outputs, and dweight; qkv is the input of the norms.
+// RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
+// Backward turns dqkv, the gradient of the norms' outputs, into that of their inputs. qkv are the inputs.
 template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
 void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                         Real* dweight);
 
 // gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
+// dact and dgate_up have the shapes of act and gate_up.
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
                          Real* dgate_up);
 
-// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. Backward
-// rotates by the opposite angle: inverse.
+// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. The backward
+// pass is the inverse: it rotates the gradients by the opposite angle.
 double rope_frequency(const ModelConfig& c, int64_t i);  // of pair i, 0 <= i < HS / 2
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse);
 
-// Causal; qkv (B, T, qkv_cols), out (B, T, NH*HS), lse (B, NH, T): log-sum-exp of the scaled scores.
+// Causal attention. qkv, dqkv: (B, T, qkv_cols). out, dout: (B, T, NH * HS). lse: (B, NH, T), the log-sum-exp
+// of the scaled scores.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse);
 template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv);
 
-// Returns sum(loss) in nats. logits (N, V_stride) become the gradients of sum(loss) * scale; columns from V
-// on are padding.
+// The sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of the sum times
+// scale. Columns from V on are padding. targets: (N).
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real scale);

@@ -62,8 +62,8 @@ TEST_CASE("matmul: adds the product of the triple loop for every layout") {
             for (int64_t i = 0; i < M * N; i++) {
                 double sum = before[size_t(i)], size = std::fabs(sum);
                 for (int64_t k = 0; k < K; k++) {
-                    const double term = double(a[size_t(i / N * A.row + k * A.col)]) *
-                                        double(b[size_t(k * B.row + i % N * B.col)]);
+                    const double term = double(a[size_t(i / N * A.row_stride + k * A.col_stride)]) *
+                                        double(b[size_t(k * B.row_stride + i % N * B.col_stride)]);
                     sum += term, size += std::fabs(term);
                 }
                 INFO(M, "x", N, "x", K, " layout ", layout);
