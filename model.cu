@@ -19,7 +19,6 @@
 #include "gpu/ranks.h"
 #include "gpu/report.cuh"
 #include "gpu/run.h"
-#include "program/ranks.h"
 
 namespace coat {
 namespace {

@@ -4,8 +4,11 @@
 // weights and the random bits of stochastic rounding, which are defined here.
 #pragma once
 #include <algorithm>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
+#include <type_traits>
 
 #include "coat.h"
 
@@ -55,10 +58,44 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
+// The ranks of a run, as a model and a checkpoint see them (program/ranks.h implements it): how they exchange
+// small values, and notice that one has ended.
+using Bytes = std::vector<uint8_t>;
+
+class Ranks {
+public:
+    virtual ~Ranks() = default;
+    virtual int local() const = 0;  // this rank's number among those of its machine
+    bool threads = false;           // ranks are threads of one process, as in tests, and share its addresses
+
+    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
+    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
+    template <class T> std::vector<T> all_gather(const T& mine);
+    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
+
+    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
+    // milliseconds. If another rank has ended, so does this process.
+    virtual void wait_until(const std::function<bool()>& done) = 0;
+    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
+    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
+};
+
+template <class T> std::vector<T> Ranks::all_gather(const T& mine) {
+    std::vector<T> all;
+    if constexpr (std::is_trivially_copyable_v<T>) {
+        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
+    } else {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
+        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
+            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
+            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
+        }
+    }
+    return all;
+}
+
 // The settings of a training run. It has one or more ranks: processes with a GPU each, or with a part of the
 // CPU. Every rank has its own micro-batches.
-
-class ProcessGroup;  // ranks.h: the processes of a run, and how they exchange bytes
 
 struct Setup {
     ModelConfig config;
@@ -73,7 +110,7 @@ struct Setup {
     // each bucket within backward.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
-    ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
+    Ranks* processes = nullptr;  // null with one rank, and for a plan
 };
 
 inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; }  // of a step, on all ranks

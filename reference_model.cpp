@@ -3,8 +3,6 @@
 //   6. Model              one step: forward, backward, clipping, update
 #include "reference.h"
 
-#include "program/ranks.h"
-
 #include <malloc.h>
 
 #include <algorithm>

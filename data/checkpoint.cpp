@@ -2,8 +2,6 @@
 // checkpoint; step-000300.tmp is being written or removed, and never read.
 #include "checkpoint.h"
 
-#include "../program/ranks.h"
-
 namespace coat {
 namespace {
 

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <set>
 
-#include "../program/ranks.h"
-
 namespace coat {
 namespace {
 

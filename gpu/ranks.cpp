@@ -10,8 +10,6 @@
 #include <exception>
 #include <fstream>
 
-#include "../program/ranks.h"
-
 namespace coat::gpu {
 namespace {
 
@@ -61,7 +59,7 @@ public:
 
 private:
     const int64_t rank_;
-    ProcessGroup& processes_;
+    Ranks& processes_;
     uint8_t* const mine_;
     std::vector<void*> others_;  // by rank; null if it is not mapped
 

@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../program/ranks.h"
 #include "gemm.h"
 #include "ranks.h"
 

@@ -5,19 +5,10 @@
 // exchange directly is in gpu/.
 #pragma once
 #include <csignal>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <type_traits>
-#include <vector>
 
-#include "../error.h"
+#include "../model.h"
 
 namespace coat {
-
-using Bytes = std::vector<uint8_t>;
 
 double now();  // the time in seconds, for durations and deadlines; its origin means nothing
 
@@ -35,38 +26,32 @@ struct Launch {
 // Error if a variable is wrong, or contradicts --ranks (0: not given).
 Launch find_launch(int64_t ranks_flag);
 
-class ProcessGroup {
+// The ranks as processes.
+class ProcessGroup : public Ranks {
 public:
     // Starts or finds the other ranks; Error if they have not connected within `seconds`. Without an address
     // it forks, so it must come before CUDA and before the first parallel loop.
     static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
     // sockets: by rank. -1: there is none; ranks other than 0 have one to rank 0 alone.
     explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
-    ~ProcessGroup();  // waits until all ranks have come here
+    ~ProcessGroup() override;  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
 
     int rank() const { return rank_; }
     int count() const { return static_cast<int>(peers_.size()); }
-    int local() const { return local_; }
-    bool threads = false;  // ranks are threads of one process, as in tests, and share its addresses
+    int local() const override { return local_; }
 
-    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
-    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
-    template <class T> std::vector<T> all_gather(const T& mine);
-    std::vector<Bytes> gather(const Bytes& mine, bool on_all);
-
-    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
-    // milliseconds. If another rank has ended, so does this process. One that computes or hangs for long is
-    // named.
-    void wait_until(const std::function<bool()>& done);
+    std::vector<Bytes> gather(const Bytes& mine, bool on_all) override;
+    // A rank that computes or hangs for long is named.
+    void wait_until(const std::function<bool()>& done) override;
     inline static double patience = 60;  // in seconds, until a rank is named
 
     // The last complete checkpoint, or empty. It is named after the sentence of any error.
     std::string checkpoint;
 
-    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once. Where all fail, the
-    // sentence is rank 0's. If the process of a rank ends in any other way, all end too.
-    [[noreturn]] void fail(const std::string& sentence);
+    // Where all ranks fail, the sentence is rank 0's. If the process of a rank ends in any other way, all end
+    // too.
+    [[noreturn]] void fail(const std::string& sentence) override;
 
 private:
     struct Peer {
@@ -84,19 +69,5 @@ private:
     bool has_sent(int rank);
     [[noreturn]] void end(const std::string& sentence, int code = 1);
 };
-
-template <class T> std::vector<T> ProcessGroup::all_gather(const T& mine) {
-    std::vector<T> all;
-    if constexpr (std::is_trivially_copyable_v<T>) {
-        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
-    } else {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
-        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
-            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
-            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
-        }
-    }
-    return all;
-}
 
 }  // namespace coat
