@@ -1,5 +1,5 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
-// dynamic range expansion (interface: gpu/adamw.cuh; the same on the CPU: section 3 of reference.cpp).
+// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: section 3 of reference.cpp).
 //
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
@@ -50,7 +50,7 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper section 4.2)
 //
-// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/tensor.cuh).
+// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
 
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, 448 / 2^-9 for E4M3, and
 // R_X = max / min that of the group, without its zeros. k is rounded to a multiple of 1/256, from 1/16 to 64.
@@ -121,6 +121,10 @@ static __device__ uint2 quantize(const MomentFormat& f, const MomentScale& s, co
     for (int j = 0; j < CHUNK; j++)
         if (!SECOND) y[j] = copysignf(y[j], x[j]);
     return encode(f.e5m2, y, 1.0f);
+}
+
+static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
+    return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
 // For each code log2(|y| / FMAX), or |y| without expansion. The table saves a thread 16 logarithms a step.
@@ -218,7 +222,7 @@ template <class W> struct Loaded {
     uint2 m, v;  // codes
 };
 
-// A warp updates windows of a segment, which is what this rank has of one parameter (gpu/parameters.cuh): the
+// A warp updates windows of a segment, which is what this rank has of one parameter (gpu/operators.h): the
 // window that begins with group `first`, and then every WARPS-th one that begins before group `last`. If the
 // last group of the segment has no partner, half of the warp computes it a second time and stores nothing.
 // Returns the bits of the largest new weight.
@@ -231,13 +235,13 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
 
     // The thread's eight elements of the segment's first group, and how far away those of another group are.
     const int64_t start = segment.offset + threadIdx.x % GROUP_LANES * CHUNK;
-    const Weights weights = a.w.from<typename W::Value>(start);
+    const W weights(a.w, start);
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + start - segment.offset;
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + start - segment.offset;
     auto element = [&](int group) { return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP; };
     auto load = [&](int group) -> Loaded<W> {
         const int64_t i = element(group);
-        return {W::load(weights, i), a.gradients.load(start - a.first + i), get<uint2>(codes_m + i),
+        return {weights.load(i), a.gradients.load(start - a.first + i), get<uint2>(codes_m + i),
                 get<uint2>(codes_v + i)};
     };
 
@@ -261,7 +265,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
             auto old = [&](int which) { return scale_of_step(old_scale, step, which); };
             const MomentScale old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
-            W::values(next.w, w);
+            weights.values(next.w, w);
             a.gradients.values(next.g, g);
             const float factor_m = dequantize<false>(a.m, old_m, next.m, table_m, m);
             const float factor_v = dequantize<true>(a.v, old_v, next.v, table_v, v);
@@ -272,7 +276,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
             const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            W::store(weights, i, w, a.rounding, start + segment.to_flat + i, live, top);
+            weights.store(i, w, a.rounding, start + segment.to_flat_order + i, live, top);
 
             // Encode. The new scales are stored later, with those of the window's other groups.
             const MomentScale new_m = group_scale(a.m, m), new_v = group_scale(a.v, v);
@@ -379,9 +383,8 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                                   .state = state};
     update_without_groups(arguments, fp8_groups, s);
     if (!fp8_groups || range.count == 0) return;
-    with_weights(w, [&](auto kind) {
-        launch("adamw, FP8", adamw_fp8_kernel<decltype(kind)>, blocks_of(arguments.groups), 32 * WARPS, 0, s,
-               arguments);
+    with_weights(w, [&]<class W>() {
+        launch("adamw, FP8", adamw_fp8_kernel<W>, blocks_of(arguments.groups), 32 * WARPS, 0, s, arguments);
     });
 }
 

@@ -1,5 +1,5 @@
-// coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface: gpu/coat.cuh;
-// the same operators on the CPU, with the same names: section 2 of reference.cpp).
+// coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
+// gpu/operators.h; the same operators on the CPU, with the same names: section 2 of reference.cpp).
 //
 // What is stored. Activations that backward reads again are E4M3 codes, with a BF16 scale for each 1x16 group
 // (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor; it is stored by
@@ -11,23 +11,21 @@
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
-// norm's output are never stored: a Producer (gpu/tiles.cuh) computes them from what is. for_each_row() there
-// loads a thread's rows, several at once, and hands over the values of one row after the other. Its `live` is
-// false for a row behind the tensor's last: that one is computed, but not stored. What gated activations read
-// or write, such as [gate | up], has two planes side by side.
+// norm's output are never stored: a Producer (gpu/device.cuh) computes them from what is. for_each_row()
+// there loads a thread's rows, several at once, and hands over the values of one row after the other. Its
+// `live` is false for a row behind the tensor's last: that one is computed, but not stored. What gated
+// activations read or write, such as [gate | up], has two planes side by side.
 //
 // dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
-#include "gpu/coat.cuh"
-
-#include "gpu/report.cuh"
-#include "gpu/tiles.cuh"
+#include "gpu/device.cuh"
+#include "gpu/other_scaling.cuh"
 
 namespace coat::gpu {
 
 // ===========================================================================================================
 // 1. Mixed granularity: groups of 1 x 16, for what non-linear layers save
 //
-// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_and_store (gpu/tensor.cuh). A group
+// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_and_store (gpu/device.cuh). A group
 // never crosses a token, so that an outlier costs precision only in its own 16 elements.
 //
 // The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
@@ -46,11 +44,12 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back, bool reads_saved,
-                           AmaxAndScale* activation) {
+                           AmaxAndScale* of_activation) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    // A thread outside the tensor owns nothing and leaves: it must not read what another one writes back.
-    if (!at.inside(rows, x.width)) return;  // both owners of a group do, or neither
+    // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
+    // Both owners of a group end, or neither. What lanes exchange later leaves out those that have ended.
+    if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
         if (TAKES_AMAX && !reads_saved) top = amax_of_activation(top, v);
@@ -63,23 +62,23 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
         }
         if (TAKES_AMAX && reads_saved) top = amax_of_activation(top, v);
     });
-    if (TAKES_AMAX) update_amax_by_warp(&activation->amax, magnitude(top));
+    if (TAKES_AMAX) update_amax_by_warp(&of_activation->amax, magnitude(top));
 }
 
 void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
                      QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
     measure(stored(x), {groups}, stats, s);
-    auto run = [&](auto producer, auto takes_amax) {
-        const auto kernel = quantize_groups_kernel<decltype(producer), takes_amax()>;
+    auto run = [&]<bool TAKES_AMAX>(auto producer) {
+        const auto kernel = quantize_groups_kernel<decltype(producer), TAKES_AMAX>;
         launch("quantize_groups", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, groups_of(groups), write_back, activation.reads_saved, activation.place);
+               x.rows, groups_of(groups), write_back, activation.reads_saved, activation.amax_and_scale);
     };
-    const Producer<LazyOp::Stored, Dense<bf16>> one{dense<bf16>(x.data), x.cols, stored(x)};
-    const Producer<LazyOp::Stored, Dense<bf16>, true> halves{dense<bf16>(x.data), x.cols / 2, stored(x)};
-    if (!activation.place) run(one, std::false_type());
-    else if (activation.gated) run(halves, std::true_type());
-    else run(one, std::true_type());
+    const Producer<LazyOp::Stored, Dense<bf16>> one_plane{dense<bf16>(x.data), x.cols, stored(x)};
+    const Producer<LazyOp::Stored, Dense<bf16>, true> two_planes{dense<bf16>(x.data), x.cols / 2, stored(x)};
+    if (!activation.amax_and_scale) run.template operator()<false>(one_plane);
+    else if (activation.gated) run.template operator()<true>(two_planes);
+    else run.template operator()<true>(one_plane);
 }
 
 // ===========================================================================================================
@@ -130,7 +129,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
 // with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece, 4
 // words or 16 rows of a column, and stores it with one instruction. 8 lanes read the 8 pieces of a column:
-// every bank once. TransposeTile::rows16() (gpu/tiles.cuh) orders the 4 words.
+// every bank once. TransposeTile::rows16() (gpu/device.cuh) orders the 4 words.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,

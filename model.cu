@@ -15,9 +15,8 @@
 //     own. A comment at each operand says who has taken it.
 #include "gpu/attention.cuh"
 #include "gpu/gemm.h"
-#include "gpu/layers.cuh"
+#include "gpu/operators.h"
 #include "gpu/ranks.h"
-#include "gpu/report.cuh"
 #include "gpu/run.h"
 
 namespace coat {
@@ -546,7 +545,7 @@ private:
         const View logits = take_view(y.rows, config_.padded_V());
         Norm of_part = final_norm();
         of_part.in = rows(of_part.in, first, y.rows);
-        of_part.stats += first;
+        of_part.row_statistics += first;
         quantize(norm(of_part), {y}, device_.statistics(ReportKind::LinearInput), stream_);
         gemms_.run(Gemm::Fprop, {y}, {exchange_->weight(head_weight_)}, logits, false, nullptr, stream_);
         return logits;
@@ -821,7 +820,7 @@ private:
         return {.in = in,
                 .weight = exchange_->weight(weight).data,
                 .bias = rms ? nullptr : exchange_->weight(weight + 1).data,
-                .stats = memory_.norm_statistics,
+                .row_statistics = memory_.norm_statistics,
                 .rms = rms,
                 .eps = config_.norm_eps};
     }

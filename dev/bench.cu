@@ -26,11 +26,9 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../gpu/adamw.cuh"
-#include "../gpu/coat.cuh"
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.h"
-#include "../gpu/layers.cuh"
+#include "../gpu/operators.h"
 #include "../program/plan.h"
 
 namespace {
@@ -303,7 +301,7 @@ private:
     }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
-    // --- amax, quantize and column sums of coat.cuh --------------------------------------------------------
+    // --- amax, quantize and column sums of coat.cu ---------------------------------------------------------
     void amax_pass(const std::string& name, double count, const Lazy& x) {
         if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }

@@ -1,31 +1,129 @@
-// adamw.cuh - the paper's section 4 on the GPU: AdamW with FP8 moments and dynamic range expansion
-// (adamw.cu); moments that are not in FP8 groups are those of other_optimizers.cu.
+// gpu/adamw.cuh - what the kernels of an update share: those of adamw.cu, for moments as COAT stores them,
+// and those of other_optimizers.cu.
 //
-// Parameters, their order and the table of an update are those of gpu/parameters.cuh. No function allocates
-// or waits; all launch on the given CUDA stream.
+//   1. AdamW of one element
+//   2. eight weights in registers, and how they are rounded when they are stored
+//   3. the arguments of the kernels
 #pragma once
-#include "parameters.cuh"
+#include "device.cuh"
 
 namespace coat::gpu {
 
-// AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
-// are those of the range; gradients are FP32 or have the format of the weights. Every segment's m.format is
-// optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
-// The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
-           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
-           const GradientState* state, cudaStream_t s);
+// ===========================================================================================================
+// 1. AdamW of one element
+//
+//   m = b1 m + (1 - b1) g
+//   v = b2 v + (1 - b2) g^2
+//   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
+//
+// m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
+//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps)
+//   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps
 
-// -----------------------------------------------------------------------------------------------------------
-// What the kernels of an update share
-
-#ifdef __CUDACC__
-
-// The constants of a step. The bias corrections are computed in double on the host.
+// The constants of a step. Bias corrections are computed in double on the host.
 struct Factors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
-    float root_factor, scaled_eps;  // see adamw_element
+    float root_factor, scaled_eps;
 };
+
+// On entry m lacks a factor, with which it was not multiplied when it was decoded: a scale, or the max of its
+// group. keep_m is b1 times that factor, so that one operation decays m and completes it. The same holds for
+// v. decay is that of the parameter, which may be 0.
+inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
+                                     float& m, float& v, float& w) {
+    // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
+    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
+    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
+    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
+    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
+}
+
+// ===========================================================================================================
+// 2. Eight weights in registers, and how they are rounded when they are stored
+//
+// A kernel is compiled for each of Bf16Weights<true>, Bf16Weights<false> and FloatWeights. Each counts
+// elements from a `first` one. store() rounds eight weights, writes them if `live`, and updates `top`, the
+// bits of the largest magnitude so far. key and element decide about random bits: rounding_key() of the step,
+// and the first element's number in the flat order.
+
+// BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
+// With a master the number is 0x8000, which rounds to nearest. What the weight lacks is its remainder:
+// bits = (weight << 16) + signed remainder. Without a master, rounding to nearest would lose every update
+// below half a step of BF16: 16 random bits are added instead, so that it is kept on average.
+template <bool MASTER> struct Bf16Weights {
+    struct Raw {
+        Dense<bf16>::Raw weights, remainders;  // 16 bits each
+    };
+    bf16* weights;
+    int16_t* remainders;  // null without a master
+
+    __device__ Bf16Weights(const Weights& w, int64_t first)
+        : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainder + first : nullptr) {}
+
+    // The lower or the upper 16 bits of two words, or of eight.
+    static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
+    static __device__ uint4 sixteen_bits_of(const uint32_t (&words)[CHUNK], uint32_t which) {
+        return {__byte_perm(words[0], words[1], which), __byte_perm(words[2], words[3], which),
+                __byte_perm(words[4], words[5], which), __byte_perm(words[6], words[7], which)};
+    }
+
+    __device__ Raw load(int64_t i) const {
+        Raw raw{};
+        raw.weights = *reinterpret_cast<const Dense<bf16>::Raw*>(weights + i);
+        if (MASTER) raw.remainders = *reinterpret_cast<const Dense<bf16>::Raw*>(remainders + i);
+        return raw;
+    }
+    __device__ void values(const Raw& raw, Values& v) const {
+        if constexpr (!MASTER) return Dense<bf16>::values(raw.weights.words, v);
+        for (int j = 0; j < CHUNK; j++) {  // the inverse of store()
+            const uint32_t remainders = raw.remainders.words[j / 2] ^ 0x80008000u;
+            const uint32_t sum = __byte_perm(remainders, raw.weights.words[j / 2], j % 2 ? UPPER : LOWER);
+            v[j] = __uint_as_float(sum - 0x8000u);
+        }
+    }
+    __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,
+                          uint32_t& top) const {
+        const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
+        uint32_t sums[CHUNK];
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t sixteen = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : sixteen);
+            top = max(top, sums[j] & 0x7FFF0000u);
+        }
+        if (!live) return;
+        put(weights + i, sixteen_bits_of(sums, UPPER));
+        if (!MASTER) return;
+        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
+        const uint4 lower = sixteen_bits_of(sums, LOWER);
+        put(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u, lower.z ^ 0x80008000u,
+                                       lower.w ^ 0x80008000u));
+    }
+};
+
+// FP32 weights, which are their own masters: the fp32 recipe.
+struct FloatWeights {
+    using Raw = Dense<float>::Raw;
+    Dense<float> weights;
+
+    __device__ FloatWeights(const Weights& w, int64_t first)
+        : weights{static_cast<float*>(w.values) + first} {}
+    __device__ Raw load(int64_t i) const { return weights.load(i); }
+    __device__ void values(const Raw& raw, Values& v) const { weights.values(raw, v); }
+    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top) const {
+        weights.round_and_store(i, v, live);
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
+    }
+};
+
+// Calls f<Kind>() with the kind of these weights.
+template <class F> void with_weights(const Weights& w, F f) {
+    if (w.format == Format::F32) f.template operator()<FloatWeights>();
+    else if (w.remainder) f.template operator()<Bf16Weights<true>>();
+    else f.template operator()<Bf16Weights<false>>();
+}
+
+// ===========================================================================================================
+// 3. The arguments of the kernels
 
 // How one of the moments is stored in FP8 or FP16, as the kernels need it. For FP32 and BF16 it says nothing.
 struct MomentFormat {
@@ -39,16 +137,12 @@ inline __device__ bool scaled(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
 }
 
-inline __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
-    return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
-}
-
 struct AdamArguments {
     Factors f;
     MomentFormat m, v;
     const Segment* segments;
     int number_of_segments;
-    int64_t first, groups;  // of the range: its first element, how many groups it has
+    int64_t first, groups;  // of the range: its first element, and how many groups it has
     Weights w;
     uint64_t rounding;
     EitherDense gradients;  // of the range
@@ -57,26 +151,8 @@ struct AdamArguments {
     __device__ bool in_fp8_groups(const Segment& s) const { return scaled(s.m) && !m.per_tensor; }
 };
 
-//   m = b1 m + (1 - b1) g
-//   v = b2 v + (1 - b2) g^2
-//   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
-// m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
-//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
-// On entry m lacks a factor: the max of its group with expansion, else its scale. keep_m is b1 times that
-// factor: so one FMA decays m and completes it. The same holds for v.
-inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
-                                     float& m, float& v, float& w) {
-    // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
-    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
-    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
-    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
-}
-
 // Clears the amaxes of the weights, then updates the segments whose moments are not in FP8 groups
 // (other_optimizers.cu). fp8_groups: other segments are.
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s);
-
-#endif  // __CUDACC__
 
 }  // namespace coat::gpu

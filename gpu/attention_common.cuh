@@ -2,7 +2,7 @@
 // of a tensor core, and what backward prepares.
 #pragma once
 #include "attention.cuh"
-#include "tensor.cuh"
+#include "device.cuh"
 
 namespace coat::flash {
 

@@ -13,7 +13,7 @@
 #include <array>
 #include <map>
 
-#include "tensor.cuh"
+#include "operators.h"
 
 namespace coat::gpu {
 

@@ -1,11 +1,10 @@
-// gpu/layers.cu - RoPE, cross-entropy, sums over rows, and the embedding's backward pass on the GPU
-// (interface: layers.cuh; how tensors are read and written: tensor.cuh and tiles.cuh).
-#include "layers.cuh"
-
+// gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
+// loss, sums over rows (gradients of biases), and the embedding's backward pass. The embedding's forward pass
+// is a residual add (gpu/norm.cu).
 #include <algorithm>
 #include <numeric>
 
-#include "tiles.cuh"
+#include "device.cuh"
 
 namespace coat::gpu {
 
@@ -15,48 +14,54 @@ namespace coat::gpu {
 // f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
 // to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
-    const double f = pow(theta, -double(i) / half);
+    const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
-    const double rotations = double(s.original_positions) * f / (2 * 3.14159265358979323846),
-                 range = double(s.high_freq_factor) - s.low_freq_factor,
-                 kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
+    const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846);
+    const double range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
+    const double kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
     return f * (kept + (1 - kept) / s.factor);
 }
 
 // table[t, i] = {cos, sin} of t f_i; in double, because angles reach thousands of radians.
 static __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
                                          float2* table) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t i = thread_of_grid();
     if (i >= n) return;
-    const double f = rope_frequency(theta, int(i % half), half, scaling);
-    const double angle = double(i / half) * f;
+    const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
+    const double angle = static_cast<double>(i / half) * f;
     double sine, cosine;
     sincos(angle, &sine, &cosine);
-    table[i] = {float(cosine), float(sine)};
+    table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
 }
 
 // A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
 // are rotated by the same angles, times `sign`. Heads from `rotated_heads` on (v) only enter the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
-template <class T>
+template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_kernel(Dense<T, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
+    rope_kernel(Dense<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
                 AmaxAndScale* amax) {
-    const uint32_t half = uint32_t(rope.HS) / 2, quads = half / 4;
-    const uint32_t rotated_heads = uint32_t(rope.rotated_cols / rope.HS);
+    const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
+    const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float top = 0;
     if (row < rows) {
-        const Dense<T, 4> at = qkv.from(row * cols + first * rope.HS + angle);
-        typename Dense<T, 4>::Raw raw[ROPE_HEADS][2] = {};
-        for (int h = 0; h < ROPE_HEADS; h++)
-            if (first + h < heads) raw[h][0] = at.load(h * rope.HS), raw[h][1] = at.load(h * rope.HS + half);
-        const float2* const table = rope.table + row % uint32_t(rope.T) * half + angle;
+        const Dense<Element, 4> at = qkv.from(row * cols + first * rope.HS + angle);
+        typename Dense<Element, 4>::Raw raw[ROPE_HEADS][2] = {};
+        for (int h = 0; h < ROPE_HEADS; h++) {
+            if (first + h >= heads) continue;
+            raw[h][0] = at.load(h * rope.HS);
+            raw[h][1] = at.load(h * rope.HS + half);
+        }
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
         float cosines[4], sines[4];
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 4; j += 2) {
             const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
-            cosines[j] = j % 2 ? two.z : two.x, sines[j] = sign * (j % 2 ? two.w : two.y);
+            cosines[j] = two.x;
+            cosines[j + 1] = two.z;
+            sines[j] = sign * two.y;
+            sines[j + 1] = sign * two.w;
         }
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
@@ -82,16 +87,17 @@ void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cuda
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
-        using T = typename decltype(x)::Compute;
-        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, Dense<T, 4>{x.data}, r, uint32_t(qkv.rows),
-               qkv.cols, uint32_t(heads), inverse ? -1 : 1, amax);
+        using Element = typename decltype(x)::Compute;
+        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, s, Dense<Element, 4>{x.data}, r,
+               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
+               amax);
     });
 }
 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
     launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
-           int(half), c.rope_theta, c.rope_scaling, table);
+           static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
 }
 
 // ===========================================================================================================
@@ -99,45 +105,55 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
 
 // A warp has a head of a row. A lane has the columns lane, lane + 32, ... of the head.
 constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 128;
-template <class T>
+template <class Element>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_forward_kernel(HeadNorm n, T* qkv, int64_t rows, int64_t cols) {
-    const int64_t row = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.HS;
+    head_norm_forward_kernel(HeadNorm n, Element* qkv, int64_t rows, int64_t cols) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32;
+    const int64_t col = blockIdx.y * n.HS;
     if (row >= rows) return;  // the whole warp
-    const T* const w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
-    T* const x = qkv + row * cols + col;
+    const Element* const weight = static_cast<const Element*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
+    Element* const x = qkv + row * cols + col;
     float squares = 0;
-    for (int i = threadIdx.x % 32; i < n.HS; i += 32) squares += float(x[i]) * float(x[i]);
-    const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.HS) + n.eps);
-    for (int i = threadIdx.x % 32; i < n.HS; i += 32) x[i] = T(float(x[i]) * r * float(w[i]));
+    for (int i = threadIdx.x % 32; i < n.HS; i += 32) {
+        const float value = x[i];
+        squares += value * value;
+    }
+    const float r = 1 / sqrtf(sum_of_warp(squares) / static_cast<float>(n.HS) + n.eps);
+    for (int i = threadIdx.x % 32; i < n.HS; i += 32) {
+        const float value = x[i], w = weight[i];
+        x[i] = static_cast<Element>(value * r * w);
+    }
 }
 
-// dx = (dy weight - x r mean(dy weight x r)) r,  dweight = sum(dy x r). A warp has a head of every
+// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). A warp has a head of every
 // COLUMN_PARTIALS-th row, and sums up its part of dweight.
-template <class T>
+template <class Element>
 static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_backward_kernel(HeadNorm n, const T* qkv, T* dqkv, int64_t rows, int64_t cols,
+    head_norm_backward_kernel(HeadNorm n, const Element* qkv, Element* dqkv, int64_t rows, int64_t cols,
                               float* partials) {
     __shared__ float sums[HEAD_WARPS][LONGEST_HEAD];
-    const int64_t part = int64_t(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32, col = blockIdx.y * n.HS;
-    const T* const w = static_cast<const T*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
+    const int64_t part = static_cast<int64_t>(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32;
+    const int64_t col = blockIdx.y * n.HS;
+    const Element* const weight = static_cast<const Element*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
+    const float size = static_cast<float>(n.HS);
     const int lane = threadIdx.x % 32;
     float* const dweight = sums[threadIdx.x / 32];
     for (int i = lane; i < n.HS; i += 32) dweight[i] = 0;
     for (int64_t row = part; row < rows; row += COLUMN_PARTIALS) {
-        const T* const x = qkv + row * cols + col;
-        T* const g = dqkv + row * cols + col;
+        const Element* const x = qkv + row * cols + col;
+        Element* const g = dqkv + row * cols + col;  // dy, which becomes dx
         float squares = 0, products = 0;
         for (int i = lane; i < n.HS; i += 32) {
-            squares += float(x[i]) * float(x[i]);
-            products += float(g[i]) * float(w[i]) * float(x[i]);
+            const float value = x[i], dy = g[i], w = weight[i];
+            squares += value * value;
+            products += dy * w * value;
         }
-        const float r = 1 / sqrtf(sum_of_warp(squares) / float(n.HS) + n.eps),
-                    mean = sum_of_warp(products) * r / float(n.HS);
+        const float r = 1 / sqrtf(sum_of_warp(squares) / size + n.eps);
+        const float mean_d_normal = sum_of_warp(products) * r / size;
         for (int i = lane; i < n.HS; i += 32) {
-            const float dy = float(g[i]), normal = float(x[i]) * r;
+            const float value = x[i], dy = g[i], w = weight[i], normal = value * r;
             dweight[i] += dy * normal;
-            g[i] = T((dy * float(w[i]) - normal * mean) * r);
+            g[i] = static_cast<Element>((dy * w - normal * mean_d_normal) * r);
         }
     }
     for (int i = lane; i < n.HS; i += 32)
@@ -155,9 +171,9 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
                         float* workspace, cudaStream_t s) {
     const dim3 grid(COLUMN_PARTIALS / HEAD_WARPS, blocks(n.q_cols + n.k_cols, n.HS));
     with_dense(qkv, [&](auto x) {
-        using T = typename decltype(x)::Compute;
-        launch("head_norm_backward", head_norm_backward_kernel<T>, grid, 32 * HEAD_WARPS, 0, s, n, x.data,
-               static_cast<T*>(dqkv.data), qkv.rows, qkv.cols, workspace);
+        using Element = typename decltype(x)::Compute;
+        launch("head_norm_backward", head_norm_backward_kernel<Element>, grid, 32 * HEAD_WARPS, 0, s, n,
+               x.data, static_cast<Element*>(dqkv.data), qkv.rows, qkv.cols, workspace);
     });
     const View each{dweight.data, nullptr, 2, n.HS, dweight.quant};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, rows(each, 0, 1), s);
@@ -197,12 +213,13 @@ static __device__ Softmax block_softmax(Softmax mine) {
 
 // One block per token. The second pass reads the row from shared memory, each thread what it has left there;
 // a row that is too long for it (not CACHED) comes from L2.
-template <class T, bool CACHED>
-static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
-    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets,
+template <class Element, bool CACHED>
+static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 : 2)
+    cross_entropy_kernel(Dense<Element> logits, int64_t stride, int64_t V, const int32_t* targets,
                          const double* scale_of_step, float* losses) {
-    extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
-    typename Dense<T>::Raw* const cached = reinterpret_cast<typename Dense<T>::Raw*>(shared);
+    using Raw = typename Dense<Element>::Raw;
+    extern __shared__ __align__(16) unsigned char shared[];  // (stride) Element
+    Raw* const cached = reinterpret_cast<Raw*>(shared);
     const int64_t row = blockIdx.x, first = row * stride;
     const int32_t target = targets[row];
     if (target == NO_TARGET) {  // the whole block
@@ -212,16 +229,16 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
             logits.round_and_store(first + col, zeros, true);
         return;
     }
-    const float correct = float(logits.data[first + target]);
+    const float correct = logits.data[first + target];
     constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
-    const int live = int(V);
+    const int live = static_cast<int>(V);
     auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
         if (col + CHUNK <= live) return;
         for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
     };
     Softmax mine{-INFINITY, 0};
     for (int begin = threadIdx.x * CHUNK; begin < live; begin += IN_FLIGHT * STEP) {
-        typename Dense<T>::Raw raw[IN_FLIGHT];
+        Raw raw[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++)
             if (begin + i * STEP < live) raw[i] = logits.load(first + begin + i * STEP);
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -242,10 +259,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (!scale_of_step) return;
-    const float scale = float(*scale_of_step);
+    const float scale = static_cast<float>(*scale_of_step);
     // (softmax - one_hot(target)) * scale
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < int(stride); col += STEP) {
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
@@ -269,13 +286,14 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
                    cudaStream_t s) {
     with_dense(logits, [&](auto x) {
-        using T = typename decltype(x)::Compute;
-        const int row = int(logits.cols * sizeof(T));
+        using Element = typename decltype(x)::Compute;
+        const int row = static_cast<int>(logits.cols * sizeof(Element));
         const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
         const bool cached = row <= limit - 2048;  // beside the block's sums
-        const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
-        launch("cross_entropy", kernel, unsigned(logits.rows), LOSS_THREADS, cached ? row : 0, s, x,
-               logits.cols, V, targets, scale, losses);
+        const auto kernel =
+            cached ? cross_entropy_kernel<Element, true> : cross_entropy_kernel<Element, false>;
+        launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
+               x, logits.cols, V, targets, scale, losses);
     });
 }
 
@@ -290,7 +308,7 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
-    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* out) {
+    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ float sums[ACROSS][TILE + 1];
     const TilePlace at;
@@ -304,10 +322,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
                     top = larger_magnitude(top, v[p][j]);
                 }
         });
-    if (out) update_amax_by_warp(&out->amax, magnitude(top));
+    if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
     combine_columns(
         x, at, sum, sums, [](float a, float b) { return a + b; },
-        [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
+        [&](int64_t col, float total) {
+            partials[static_cast<int64_t>(blockIdx.y) * PLANES * x.width + col] = total;
+        });
 }
 
 // Stage two. A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added.
@@ -315,7 +335,7 @@ constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
     __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     float sum = 0;
     if (col < cols)
 #pragma unroll 8
@@ -325,7 +345,10 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     if (threadIdx.y != 0 || col >= cols) return;
     float total = 0;
     for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.with([&](auto x) { x.data[col] = typename decltype(x)::Compute(float(x.data[col]) + total); });
+    gradient.with([&](auto x) {
+        const float before = x.data[col];
+        x.data[col] = static_cast<typename decltype(x)::Compute>(before + total);
+    });
 }
 
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
@@ -334,11 +357,11 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
            rows, n, either_dense(gradient));
 }
 
-void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s) {
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s) {
     with_producer(x, [&](auto producer) {
         const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
         launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
-               x.rows, workspace, out);
+               x.rows, workspace, amax);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
@@ -373,7 +396,7 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
                               int period, EitherDense gradient) {
     __shared__ Values sums[RUNS][COLUMN_THREADS];
     const int t = blockIdx.x;
-    const int64_t col = (int64_t(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
     const TokenRows rows = tokens ? tokens[t] : TokenRows{t, 0, (N - t + period - 1) / period};
     const int run = tokens ? RUN_ROWS : rows.count, warps = blockDim.y;
     Values total = {};
@@ -404,7 +427,7 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
                         const View& gradient, cudaStream_t s) {
     const int64_t n = tokens ? count : std::min(count, g.rows);
-    const dim3 grid(unsigned(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
+    const dim3 grid(static_cast<unsigned>(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
     launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
            s, either_dense(g), g.rows, g.cols, order, tokens, count, either_dense(gradient));
 }

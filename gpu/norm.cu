@@ -1,13 +1,14 @@
 // gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
-// the paper needs of them (interface: coat.cuh; how tensors are read and written: tensor.cuh).
+// the paper needs of them.
 //
 // Forward, the kernel that adds has whole rows in registers. So it also quantizes them for the norm, and
 // takes their statistics and the amax of the norm's output. It does not store that output: the quantizer of
 // the next GEMM's operand computes it (coat.cu). Backward, one kernel goes through the rows and sums the
 // gradients of weight and bias in passing.
-#include "layers.cuh"
+#include "device.cuh"
 
 namespace coat::gpu {
+
 // ===========================================================================================================
 // Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
 // a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
@@ -19,25 +20,26 @@ static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
+// The first column of one of the thread's chunks.
 static __device__ int64_t row_column(int chunk) {
-    return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK;
+    return (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * CHUNK;
 }
 
 // Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
 // call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
 // the first when another writes the second.
-template <int PLACE, int K> static __device__ void row_sum(float (&x)[K]) {
-    __shared__ float parts[K][ROW_WARPS];
-    for (int k = 0; k < K; k++) x[k] = sum_of_warp(x[k]);
+template <int PLACE, int COUNT> static __device__ void row_sum(float (&x)[COUNT]) {
+    __shared__ float parts[COUNT][ROW_WARPS];
+    for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
     const int warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (warps == 1) return;
     if (threadIdx.x % 32 == 0)
-        for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
+        for (int i = 0; i < COUNT; i++) parts[i][first + threadIdx.x / 32] = x[i];
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < K; k++) {
-        x[k] = 0;
-        for (int w = 0; w < warps; w++) x[k] += parts[k][first + w];
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = 0;
+        for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
     }
 }
 
@@ -47,7 +49,7 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
 
 // {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
 // the same bits.
-static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+static __device__ float2 row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
         for (int c = 0; c < ROW_CHUNKS; c++)
@@ -58,8 +60,8 @@ static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, boo
     float square[1] = {0};
     for (int c = 0; c < ROW_CHUNKS; c++)
         for (int j = 0; j < CHUNK; j++) {
-            const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
-            square[0] = __fmaf_rn(d, d, square[0]);
+            const float deviation = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            square[0] = __fmaf_rn(deviation, deviation, square[0]);
         }
     row_sum<1>(square);
     return {mean, inverse_root(square[0], C, eps)};
@@ -68,62 +70,67 @@ static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, boo
 // ===========================================================================================================
 // Residual and norm, forward
 
-// x + y by rows (N, C), the residual stream and a branch, which may be no tensor. With tokens (N):
-// x[token] + y[position], where the position of a row is row % period.
-// Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
-// statistics and the amax of its output.
-template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
+// sum = x + branch, by rows (N, C). branch may be no tensor. With tokens (N) the sum is
+// x[token] + branch[position], where the position of a row is row % period.
+// Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the row
+// statistics of the norm, and the amax of its output.
+template <class Storage, bool READS_SAVED, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Dense<T> x, Dense<T> y, const int32_t* tokens, int64_t period, Dense<T> x_out, Storage in,
-                    const Norm next, AmaxAndScale* y_amax) {
-    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, rows = next.in.rows, C = next.in.cols;
-    const int64_t x_row = tokens && row < rows ? tokens[row] : row,
-                  y_row = tokens ? uint32_t(row) % uint32_t(period) : row;
-    typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
-    for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= rows || row_column(c) >= C) continue;
-        raw_x[c] = x.load(x_row * C + row_column(c));
-        if (y.data) raw_y[c] = y.load(y_row * C + row_column(c));
+    residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
+                    Dense<Element> x_out, Storage in, const Norm next, AmaxAndScale* y_amax) {
+    using Raw = typename Dense<Element>::Raw;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t rows = next.in.rows, C = next.in.cols;
+    auto live = [&](int c) { return row < rows && row_column(c) < C; };
+    int64_t x_row = row, branch_row = row;
+    if (tokens) {
+        if (row < rows) x_row = tokens[row];
+        branch_row = static_cast<uint32_t>(row) % static_cast<uint32_t>(period);
     }
-    Values v[ROW_CHUNKS] = {};
+    Raw raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (!live(c)) continue;
+        raw_x[c] = x.load(x_row * C + row_column(c));
+        if (branch.data) raw_branch[c] = branch.load(branch_row * C + row_column(c));
+    }
+    Values v[ROW_CHUNKS] = {};  // what the norm reads
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        const int64_t col = row_column(c), i = row * C + col;
-        const bool live = row < rows && col < C;
+        const int64_t i = row * C + row_column(c);
         Values sum, added;
         x.values(raw_x[c], sum);
-        y.values(raw_y[c], added);
-        if (y.data)
+        branch.values(raw_branch[c], added);
+        if (branch.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
-        if (x_out.data) x_out.round_and_store(i, sum, live);
-        in.round_and_store(i, v[c], live);  // v becomes what was saved, which the norm reads
+        if (x_out.data) x_out.round_and_store(i, sum, live(c));  // sum becomes what x_out holds
+        in.round_and_store(i, v[c], live(c));                    // v becomes what was saved
         if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
-    const float2 st = row_stats(v, C, next.rms, next.eps);
-    if (row < rows && threadIdx.x == 0) next.stats[row] = st;
+    const float2 statistics = row_statistics(v, C, next.rms, next.eps);
+    if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
     if (!y_amax) return;
     uint32_t top = 0;
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= rows || row_column(c) >= C) continue;
+        if (!live(c)) continue;
         Values weight, bias;
-        load_parameters<T>(next, row_column(c), weight, bias);
+        load_parameters<Element>(next, row_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
-            top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
+            top = max(top, magnitude(normalized(v[c][j], statistics, weight[j], bias[j])));
     }
     update_amax_by_warp(&y_amax->amax, top);
 }
 
-void residual_add(const View& x, const View& y, const View& x_out, const Norm& next, bool reads_saved,
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens, int64_t T) {
     const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
-        using F = typename decltype(in)::Compute;
+        using Element = typename decltype(in)::Compute;
         const auto kernel =
             reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
-        launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<F>(x.data),
-               dense<F>(y.data), tokens, T, dense<F>(x_out.data), in, next, y_amax);
+        launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
+               dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax);
     });
 }
 
@@ -152,19 +159,21 @@ static __device__ void write_partials(const float4* sums, int C, float* partials
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
-        put(partials + int64_t(blockIdx.x) * C + col, total);
+        put(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
 }
 
-template <class Storage, bool RMS, class T = typename Storage::Compute>
+template <class Storage, bool RMS, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const Norm n, Storage input, Dense<T> dy_rows, Dense<T> g_in, Dense<T> g_out,
-                         AmaxAndScale* g_amax, float* partials) {
+    norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
+                         Dense<Element> g_out, AmaxAndScale* g_amax, float* partials) {
+    using Raw = typename Dense<Element>::Raw;
     const int64_t rows = n.in.rows, C = n.in.cols;
-    const Dense<T> weight = dense<T>(n.weight);
+    const Dense<Element> weights = dense<Element>(n.weight);
     extern __shared__ float4 sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
     const int64_t quarter = C / 4;
-    float4 *const dweight = sums + threadIdx.y * quarter, *const dbias = dweight + blockDim.y * quarter;
+    float4* const dweight = sums + threadIdx.y * quarter;
+    float4* const dbias = dweight + blockDim.y * quarter;
     for (int64_t i = threadIdx.x; i < quarter; i += blockDim.x) {
         dweight[i] = float4{};
         if (!RMS) dbias[i] = float4{};
@@ -173,62 +182,67 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
     bool turn = false;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows;
-         first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
+         first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y, element = row * C + threadIdx.x * CHUNK;
         auto live = [&](int c) { return row < rows && row_column(c) < C; };
         auto offset = [&](int c) { return static_cast<uint32_t>(c * blockDim.x * CHUNK); };
-        const Storage in = input.from(element);
-        const Dense<T> dy = dy_rows.from(element), g = g_in.from(element);
+
+        // Load the thread's part of the row. The weight is read again where it is needed, from the cache.
         typename Storage::Raw raw_x[ROW_CHUNKS] = {};
-        typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+        Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            raw_x[c] = in.load(offset(c));
-            raw_dy[c] = dy.load(offset(c));
-            if (g_in.data) raw_g[c] = g.load(offset(c));
+            raw_x[c] = input.from(element).load(offset(c));
+            raw_dy[c] = dy_in.from(element).load(offset(c));
+            if (g_in.data) raw_g[c] = g_in.from(element).load(offset(c));
         }
-        auto dy_and_weight = [&](int c, Values& d, Values& w) {
-            dy.values(raw_dy[c], d);
-            weight.values(weight.load(row_column(c)), w);
+        auto dy_and_weight = [&](int c, Values& dy, Values& weight) {
+            dy_in.values(raw_dy[c], dy);
+            weights.values(weights.load(row_column(c)), weight);
         };
-        Values x[ROW_CHUNKS];
-        for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
-        float2 st{};
-        if (!RMS) st = row_stats(x, C, false, n.eps);
-        // LayerNorm: {d, d xhat}. RMSNorm: {x^2, d x}, of which mean(d xhat) = mean(d x) / rms follows,
-        // so that the threads of a row exchange both sums at once.
+        Values x[ROW_CHUNKS];  // of LayerNorm it becomes xhat
+        for (int c = 0; c < ROW_CHUNKS; c++) input.values(raw_x[c], x[c]);
+        float2 statistics{};
+        if (!RMS) statistics = row_statistics(x, C, false, n.eps);
+
+        // Sums over the row. LayerNorm: of d and d xhat. RMSNorm: of x^2 and d x, from which
+        // mean(d xhat) = mean(d x) / rms follows, so that the threads of a row exchange both sums at once.
         float sum[2] = {0, 0};
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values d, w;
-            dy_and_weight(c, d, w);
+            Values dy, weight;
+            dy_and_weight(c, dy, weight);
             for (int j = 0; j < CHUNK; j++) {
-                if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
-                const float dw = d[j] * w[j];
-                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw;
-                sum[1] += dw * x[c][j];
+                if (!RMS) x[c][j] = (x[c][j] - statistics.x) * statistics.y;
+                const float d = dy[j] * weight[j];
+                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + d;
+                sum[1] += d * x[c][j];
             }
         }
         if (RMS && turn) row_sum<1>(sum);  // two places in turn
         else row_sum<2>(sum);
-        if (RMS) st.y = inverse_root(sum[0], C, n.eps);
-        if (row < rows && threadIdx.x == 0) n.stats[row] = st;
-        const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
+        turn = !turn;
+        if (RMS) statistics.y = inverse_root(sum[0], C, n.eps);
+        if (row < rows && threadIdx.x == 0) n.row_statistics[row] = statistics;
+        const float mean_d = sum[0] * per_column;  // LayerNorm's
+        const float mean_d_xhat = sum[1] * per_column * (RMS ? statistics.y : 1.0f);
+
+        // dx, and the sums of dweight and dbias.
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values d, w, dx;
-            dy_and_weight(c, d, w);
-            g.values(raw_g[c], dx);
-            if (!RMS) add_columns(dbias, C, row_column(c), d);
+            Values dy, weight, g;
+            dy_and_weight(c, dy, weight);
+            g_in.values(raw_g[c], g);
+            if (!RMS) add_columns(dbias, C, row_column(c), dy);
             for (int j = 0; j < CHUNK; j++) {
-                const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
-                dx[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
-                d[j] *= xhat;
+                const float xhat = RMS ? x[c][j] * statistics.y : x[c][j], d = dy[j] * weight[j];
+                g[j] += statistics.y * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
+                dy[j] *= xhat;
             }
-            add_columns(dweight, C, row_column(c), d);
-            g_out.from(element).round_and_store(offset(c), dx, true);
-            top = larger_magnitude(top, dx);
+            add_columns(dweight, C, row_column(c), dy);
+            g_out.from(element).round_and_store(offset(c), g, true);
+            top = larger_magnitude(top, g);
         }
     }
     if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude(top));
@@ -241,22 +255,23 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 constexpr int NORM_BLOCKS_PER_SM = 4;
 
 size_t norm_backward_workspace(int64_t C) {
-    return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
+    return sizeof(float) * 2 * multiprocessors() * NORM_BLOCKS_PER_SM * C;
 }
 
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     const dim3 block = row_block(C);
-    const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const unsigned most_blocks = static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM);
+    const unsigned grid = std::min(blocks(rows, block.y), most_blocks);
     const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
-        using T = typename Storage::Compute;
+        using Element = typename Storage::Compute;
         const auto kernel =
             n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
-        launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<T>(dy.data), dense<T>(g_in.data),
-               dense<T>(g_out.data), g_amax, workspace);
+        launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
+               dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
     });
     reduce_partials(workspace, grid, dweight, s);
     if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);

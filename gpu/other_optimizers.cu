@@ -1,12 +1,13 @@
-// gpu/other_optimizers.cu - AdamW with other moments (interface: adamw.cuh): in FP32 and BF16, or in FP8 and
-// FP16 with one scale per tensor, as FP8-LM has them. With the optimizer coat these are the moments of norms
-// and biases only, in FP32.
+// gpu/other_optimizers.cu - AdamW with other moments than COAT's: in FP32 and BF16, or in FP8 and FP16 with
+// one scale per tensor, as FP8-LM has them. With the optimizer `coat` these are the moments of norms and
+// biases only, in FP32. (The kernel for moments in FP8 groups: adamw.cu.)
 //
 // A scale per tensor needs the largest new moment before the first one is encoded. So the moments are
 // computed twice: first for the maxima, which go to max[1] while max[0] still decodes, and then to be stored.
 #include "adamw.cuh"
 
 namespace coat::gpu {
+
 // Writes eight values of a moment to x, but for a factor that it returns.
 static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) {
@@ -14,85 +15,92 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
         return 1.0f;
     }
     if (m.format == Format::F16) {
-        alignas(16) __half halves[CHUNK];
-        *reinterpret_cast<uint4*>(halves) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) x[j] = __half2float(halves[j]);
+        alignas(16) __half fp16[CHUNK];
+        *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
+        for (int j = 0; j < CHUNK; j++) x[j] = __half2float(fp16[j]);
     } else {
         decode(f.e5m2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
     }
     return scale_of(f.max, m.max[0]);
 }
 
-// Rounds eight new values; max[1] is the largest of the tensor.
+// Rounds and stores eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
-    alignas(16) __half halves[CHUNK];
-    for (int j = 0; j < CHUNK; j++) halves[j] = __float2half_rn(x[j] * inverse);
-    put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(halves));
+    alignas(16) __half fp16[CHUNK];
+    for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);
+    put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
-constexpr int THREADS = 256;
+// blockIdx.y is the number of the segment. find_maxima: the first of two passes, which stores nothing else.
+constexpr int ADAMW_THREADS = 256;
 template <class W>
-static __global__ void __launch_bounds__(THREADS)
-    adamw_plain_kernel(const AdamArguments a, bool maxima) {  // blockIdx.y: the segment
+static __global__ void __launch_bounds__(ADAMW_THREADS)
+    adamw_plain_kernel(const AdamArguments a, bool find_maxima) {
     const Segment segment = a.segments[blockIdx.y];
     if (a.state->skip || a.in_fp8_groups(segment)) return;
-    if (maxima && !scaled(segment.m) && !scaled(segment.v)) return;
-    const Weights weights = a.w.from<typename W::Value>(segment.offset);
+    if (find_maxima && !scaled(segment.m) && !scaled(segment.v)) return;
+    const W weights(a.w, segment.offset);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
-    for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK; i < segment.size;
-         i += int64_t(gridDim.x) * THREADS * CHUNK) {
+    for (int64_t i = thread_of_grid() * CHUNK; i < segment.size;
+         i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
-        if (!maxima) W::values(W::load(weights, i), w);
+        if (!find_maxima) weights.values(weights.load(i), w);
         a.gradients.load_values(segment.offset - a.first + i, g);
         const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, m);
         const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
+            top_m = max(top_m, magnitude(m[j]));
+            top_v = max(top_v, magnitude(v[j]));
         }
-        if (maxima) continue;
-        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, true, top_w);
+        if (find_maxima) continue;
+        weights.store(i, w, a.rounding, segment.offset + segment.to_flat_order + i, true, top_w);
         store_moment(segment.m, a.m, i, m);
         store_moment(segment.v, a.v, i, v);
     }
     if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
-    if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
-    if (maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
+    if (find_maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
+    if (find_maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
 }
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
-// the maxima of the moments. After the last pass the new maxima decode the moments.
-static __global__ void next_maxima_kernel(const AdamArguments a, bool per_tensor, bool after) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+// the maxima of the moments.
+static __global__ void clear_maxima_kernel(const AdamArguments a, bool per_tensor) {
+    const int64_t i = thread_of_grid();
     if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
-    if (!after && segment.amax) segment.amax->amax = 0;
-    if (!per_tensor) return;
-    for (const MomentView& m : {segment.m, segment.v})
-        if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
+    if (segment.amax) segment.amax->amax = 0;
+    if (per_tensor && scaled(segment.m)) segment.m.max[1] = 0;
+    if (per_tensor && scaled(segment.v)) segment.v.max[1] = 0;
+}
+
+// After the last pass the new maxima decode the moments.
+static __global__ void use_new_maxima_kernel(const AdamArguments a) {
+    const int64_t i = thread_of_grid();
+    if (i >= a.number_of_segments || a.state->skip) return;
+    const Segment& segment = a.segments[i];
+    if (scaled(segment.m)) segment.m.max[0] = segment.m.max[1];
+    if (scaled(segment.v)) segment.v.max[0] = segment.v.max[1];
 }
 
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s) {
     const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
-    auto next_maxima = [&](bool after) {
-        launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a,
-               per_tensor, after);
-    };
-    next_maxima(false);
+    const unsigned segments = static_cast<unsigned>(a.number_of_segments);
+    launch("clear_maxima", clear_maxima_kernel, blocks(segments, 128), 128, 0, s, a, per_tensor);
     if (a.groups == 0) return;
-    const int64_t wanted = ceil_div(a.groups * MOMENT_GROUP, THREADS * CHUNK),
-                  each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * multiprocessors());
-    const dim3 grid(unsigned(each), unsigned(a.number_of_segments));
-    with_weights(a.w, [&](auto w) {
-        const auto kernel = adamw_plain_kernel<decltype(w)>;
-        if (per_tensor) launch("adamw, maxima", kernel, grid, THREADS, 0, s, a, true);
-        launch("adamw", kernel, grid, THREADS, 0, s, a, false);
+    const int64_t useful = ceil_div(a.groups * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
+    const int64_t each = std::min<int64_t>(useful, fp8_groups ? 8 : 4 * multiprocessors());
+    const dim3 grid(static_cast<unsigned>(each), segments);
+    with_weights(a.w, [&]<class W>() {
+        const auto kernel = adamw_plain_kernel<W>;
+        if (per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);
+        launch("adamw", kernel, grid, ADAMW_THREADS, 0, s, a, false);
     });
-    if (per_tensor) next_maxima(true);
+    if (per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(segments, 128), 128, 0, s, a);
 }
 
 }  // namespace coat::gpu

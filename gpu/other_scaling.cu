@@ -1,10 +1,6 @@
-// gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with, and
-// operands that arrive as codes (interface: coat.cuh, parameters.cuh). Its quantizers are that of coat.cu,
-// part 3, where it is explained, with other scales. How kernels go through a tensor: tiles.cuh.
-#include "cuda.h"
-#include "parameters.cuh"
-#include "report.cuh"
-#include "tiles.cuh"
+// gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with. Its
+// quantizers are that of coat.cu, part 3, where it is explained, with other scales.
+#include "other_scaling.cuh"
 
 namespace coat::gpu {
 
@@ -19,16 +15,21 @@ static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
     const Granularity& g = v.quant.granularity;
+    const void* const codes = transposed ? out.transposed : v.data;
     void* const scales = transposed ? out.transposed_scales : v.scales;
-    float* const p = (transposed ? out.transposed : v.data) ? static_cast<float*>(scales) : nullptr;
-    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
-                  count = v.quant.operand_scales(N, K);
+    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols;
     const bool square = g == PER_128x128;
+    // Along N and along K: log2 of a block's side, and the distance from one block's scale to the next one's.
     // With one scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t along_n = square ? round_up(v.quant.scale_cols(K), 4) : 1, along_k = square ? 1 : N;
-    if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
-    return {p, shift_n, shift_k, along_n, along_k, count};
+    const int64_t step_n = square ? round_up(v.quant.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
+    // Rows of the tensor run along N, or (transposed) along K.
+    return {.scales = codes ? static_cast<float*>(scales) : nullptr,
+            .row_shift = transposed ? shift_k : shift_n,
+            .col_shift = transposed ? shift_n : shift_k,
+            .down = transposed ? step_k : step_n,
+            .across = transposed ? step_n : step_k,
+            .count = v.quant.operand_scales(N, K)};
 }
 
 // One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.
@@ -60,23 +61,25 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (!transposed.scales) return;
     combine_columns(
         x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
-        [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
+        [&](int64_t col, uint32_t top) {
+            update_amax(transposed.at(static_cast<int64_t>(blockIdx.y) * TILE, col), top);
+        });
 }
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
-static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* tensor) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* whole) {
+    const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
+    if (whole) update_amax_by_warp(&whole->amax, magnitude(amax));
 }
 
 // The scales of x, of both sets that out wants; *out.amax is updated.
 static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     for (const ScaleGrid& g : grids)
-        if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
+        if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
     with_producer<true>(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, s, producer, x.rows, grids[0], grids[1]);
@@ -101,7 +104,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         for (int j = 0; j < CHUNK; j++)
             if (transposed && inside) {
                 const int64_t col = p * x.width + at.col + j;
-                of_columns[p][j] = __frcp_rn(*by_column.at(int64_t(blockIdx.y) * TILE, col));
+                of_columns[p][j] = __frcp_rn(*by_column.at(static_cast<int64_t>(blockIdx.y) * TILE, col));
             }
     uint2 four_rows[PLANES][4];
     // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
@@ -145,8 +148,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
     const bool delayed = amax_and_scale->from_history > 0;
-    float scale = amax_and_scale->from_history;
-    if (!delayed) scale = scale_of(fmax, amax_and_scale->amax);
+    const float just_in_time = scale_of(fmax, amax_and_scale->amax);
+    const float scale = delayed ? amax_and_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
     float top = 0;
     uint8_t* row0[PLANES];
@@ -186,47 +189,25 @@ void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cuda
 constexpr int HISTORY_THREADS = 32;
 static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, float* histories, int length,
                                                float fmax, const uint32_t* skipped, uint32_t* empty) {
-    const int64_t i = int64_t(blockIdx.x) * HISTORY_THREADS + threadIdx.x;
+    const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
-    AmaxAndScale& tensor = scales[i];
+    AmaxAndScale& mine = scales[i];
     float* const history = histories + i * length;
     uint32_t most = 0;
     for (int j = length - 1; j >= 0; j--) {
-        history[j] = j == 0 ? tensor.amax : history[j - 1];
+        history[j] = j == 0 ? mine.amax : history[j - 1];
         most = max(most, magnitude(history[j]));
     }
     const float wanted = __uint_as_float(most);
-    if (wanted > 0 && wanted < INFINITY) tensor.from_history = scale_of(fmax, wanted);
-    if (!(tensor.from_history > 0)) atomicAdd(empty, 1u);
-    else tensor.scale = tensor.from_history;  // a rank without a part of this weight receives only codes
+    if (wanted > 0 && wanted < INFINITY) mine.from_history = scale_of(fmax, wanted);
+    if (!(mine.from_history > 0)) atomicAdd(empty, 1u);
+    else mine.scale = mine.from_history;  // a rank without a part of this weight receives only codes
 }
 
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
            scales, n, histories, length, info(fp8).max, skipped, empty);
-}
-
-// ===========================================================================================================
-// 3. Several GPUs: weights that arrive as codes
-
-// The codes of a weight, transposed for dgrad.
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
-    __shared__ __align__(16) TransposeTile tiles[1];
-    const TilePlace at;
-    uint2 raw[ROWS / 4][4] = {};
-    for (int i = 0; i < ROWS; i++)
-        if (at.row + i < rows && at.col < cols)
-            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
-    store_transposed(tiles, rows, cols, transposed);
-}
-
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
-    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
-           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
-           static_cast<uint8_t*>(transposed));
 }
 
 }  // namespace coat::gpu

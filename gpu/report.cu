@@ -1,18 +1,13 @@
-// gpu/report.cu - the quantization report: a kernel for tensors, and moments on the host (interface:
-// gpu/report.cuh).
-#include "report.cuh"
-
+// gpu/report.cu - the quantization report: a kernel for tensors, and moments on the host.
 #include "../reference.h"
-#include "cuda.h"
-#include "tiles.cuh"
+#include "other_scaling.cuh"
 
 namespace coat::gpu {
-namespace {
 
 // The scale of an element is that of the tensor, of its block or (where both are null) of its group.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS)
-    measure_kernel(Producer x, int64_t rows, const AmaxAndScale* tensor, ScaleGrid blocks, bool e5m2,
+static __global__ void __launch_bounds__(TILE_THREADS)
+    measure_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks, bool e5m2,
                    float fmax, QuantStats* stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
@@ -20,26 +15,30 @@ __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group compute it
-            if (tensor)
-                scale = tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax);
+            if (amax_and_scale) {
+                scale = amax_and_scale->from_history;
+                if (!(scale > 0)) scale = scale_of(fmax, amax_and_scale->amax);
+            }
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
+                const float value = v[p][j];
                 if (blocks.scales) scale = *blocks.at(at.row + i, p * x.width + at.col + j);
-                const uint32_t code = encode2(e5m2, __fmul_rn(v[p][j], __frcp_rn(scale)), 0);
+                const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
                 // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
-                const double error = double(v[p][j]) - double(back);
-                signal += double(v[p][j]) * v[p][j];
+                const double error = static_cast<double>(value) - back;
+                signal += static_cast<double>(value) * value;
                 noise += error * error;
                 counts[0]++;
-                counts[1] += fabsf(v[p][j]) > limit;
-                counts[2] += v[p][j] != 0 && back == 0;
+                counts[1] += fabsf(value) > limit;
+                counts[2] += value != 0 && back == 0;
             }
         }
     });
     // First over the warp: the totals are a single address for the whole GPU.
-    signal = sum_of_warp(signal), noise = sum_of_warp(noise);
+    signal = sum_of_warp(signal);
+    noise = sum_of_warp(noise);
     for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
     if (threadIdx.x % 32 != 0) return;
     atomicAdd(&stats->signal, signal);
@@ -48,15 +47,13 @@ __global__ void __launch_bounds__(TILE_THREADS)
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-}  // namespace
-
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     if (!stats) return;
     const Quant& q = out.view.quant;
-    auto with_scales = [&](const AmaxAndScale* tensor, const ScaleGrid& blocks) {
+    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
         with_producer<true>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-                   TILE_THREADS, 0, s, producer, x.rows, tensor, blocks, q.format == Format::E5M2,
+                   TILE_THREADS, 0, s, producer, x.rows, amax_and_scale, blocks, q.format == Format::E5M2,
                    info(q.format).max, stats);
         });
     };
@@ -76,8 +73,8 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
     if (count == 0 || (!is_scaled(m.format) && !is_scaled(v.format))) return;
-    const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces,
-                  n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
+    const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces;
+    const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
     report.part_of_moments |= n < count;
     // Copies the pieces of a tensor that has `bytes` for each `unit` elements.
     auto fetch = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
@@ -95,8 +92,8 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
         check(cudaStreamSynchronize(s), "Reading the moments failed");
         return x;
     };
-    reference::Moment old_m = on_host(m.data, m.format, m.max, m.k),
-                      old_v = on_host(v.data, v.format, v.max, v.k);
+    reference::Moment old_m = on_host(m.data, m.format, m.max, m.k);
+    reference::Moment old_v = on_host(v.data, v.format, v.max, v.k);
     std::vector<float> g(n), w(n), new_m(n), new_v(n);
     on_host(gradient, format, nullptr, nullptr).load(g.data());
     old_m.load(new_m.data());

@@ -281,7 +281,7 @@ void Parameters::initialize() {
                          .v = v,
                          .decays = p.role.decay,
                          .amax = p.role.linear ? scales_.of_parameter(i) : nullptr,
-                         .to_flat = p.offset + own.first - at,
+                         .to_flat_order = p.offset + own.first - at,
                          .shard_unit = unit + own.first / SHARD_UNIT});
     }
     copy(memory_.segments, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), stream_);

@@ -7,12 +7,9 @@
 #include <map>
 #include <memory>
 
-#include "adamw.cuh"
-#include "coat.cuh"
 #include "cuda.h"
-#include "layers.cuh"
+#include "operators.h"
 #include "plan.h"
-#include "report.cuh"
 
 namespace coat::gpu {
 

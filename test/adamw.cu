@@ -3,8 +3,6 @@
 // help/adamw.h.
 #include "help/adamw.h"
 
-#include "../gpu/report.cuh"
-
 using namespace coat;
 using namespace coat::test;
 

@@ -1,6 +1,5 @@
 // coat.cu - the quantizers and fused kernels of ../coat.cu against the CPU reference, byte for byte (but for
 // codes of NaN); with the scales of gpu/other_scaling.cu and the statistics of gpu/report.cu.
-#include "../gpu/parameters.cuh"
 #include "help/gpu.h"
 
 using namespace coat;

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../../gpu/adamw.cuh"
-#include "../../gpu/coat.cuh"
 #include "../../reference.h"
 
 namespace ladder {

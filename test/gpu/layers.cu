@@ -1,6 +1,4 @@
 // layers.cu - gpu/norm.cu (norms, residual) and gpu/layers.cu (RoPE, embedding, loss) against the reference.
-#include "../../gpu/layers.cuh"
-
 #include <array>
 
 #include "../help/gpu.h"

@@ -6,7 +6,6 @@
 #pragma once
 #include <deque>
 
-#include "../../gpu/adamw.cuh"
 #include "gpu.h"
 
 namespace coat::test {

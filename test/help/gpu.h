@@ -15,8 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../gpu/coat.cuh"
-#include "../../gpu/layers.cuh"
+#include "../../gpu/operators.h"
 #include "../../reference.h"
 #include "random.h"
 

@@ -1,5 +1,4 @@
-// state.cu - what the kernels of gradients.cu write: first values of weights, norms and sums of gradients.
-#include "../../gpu/parameters.cuh"
+// parameters.cu - first values of weights, and norms and sums of gradients (../../gpu/parameters.cu).
 #include "../help/gpu.h"
 
 using namespace coat;

@@ -1,0 +1,581 @@
+// gpu/device.cuh - how kernels read, compute and write tensors.
+//
+//   1. launching a kernel
+//   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
+//   3. storage: how a thread loads and stores eight neighbouring elements
+//   4. tiles: how the threads of a block share out a tensor; transposed codes
+//   5. producers: a tensor that is not stored, computed on the fly (Lazy in operators.h)
+//
+// A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
+// 16 bytes, the widest access of a GPU.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "operators.h"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Launching a kernel
+
+// A grid has as many blocks as it takes if each has so many of n elements.
+inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
+
+// Every kernel is launched here. what: its name in an error.
+template <class... Parameters>
+void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
+            cudaStream_t s, std::common_type_t<Parameters>... arguments) {
+    require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
+    if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
+    enqueue(s, [&] {
+        if (shared > 40 << 10)  // 48 KiB, with static ones, need no permission
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                  "This GPU has too little shared memory");
+        kernel<<<grid, block, shared, s>>>(arguments...);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
+    });
+}
+
+// The number of this thread among all of a grid with one dimension.
+inline __device__ int64_t thread_of_grid() {
+    return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+// ===========================================================================================================
+// 2. Values in registers
+
+using bf16 = __nv_bfloat16;
+constexpr int CHUNK = 8;
+using Values = float[CHUNK];  // nvcc unrolls short loops by itself; a pragma stands where it would not.
+
+// The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above
+// infinity.
+
+inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|); NaN if either is NaN
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
+    return y;
+}
+template <int N> __device__ float larger_magnitude(float top, const float (&v)[N]) {
+    for (int j = 0; j < N; j++) top = larger_magnitude(top, v[j]);
+    return top;
+}
+
+// *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
+inline __device__ void update_amax(float* amax, uint32_t bits) {
+    uint32_t* word = reinterpret_cast<uint32_t*>(amax);
+    if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
+}
+inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
+    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+    if (threadIdx.x % 32 == 0) update_amax(amax, bits);
+}
+
+// Sums in the same order every time: over the lanes of a warp, each of which gets it; over a block's threads.
+template <class Real> __device__ Real sum_of_warp(Real x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+    return x;
+}
+template <int THREADS> __device__ double block_sum(double x) {
+    __shared__ double parts[THREADS];
+    parts[threadIdx.x] = x;
+    for (int n = THREADS / 2; n > 0; n /= 2) {
+        __syncthreads();
+        if (threadIdx.x < n) parts[threadIdx.x] += parts[threadIdx.x + n];
+    }
+    __syncthreads();
+    return parts[0];
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// FP8 codes and scales (the paper's preliminaries): s = amax / FMAX, code = encode(x / s), x' = s * code
+
+inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
+    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
+}
+inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
+    const auto format = e5m2 ? __NV_E5M2 : __NV_E4M3;
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
+    return __half22float2(__half2(h));
+}
+// Eight codes of v * inverse; the format is known when the kernel is compiled, or (below) when it runs.
+template <Format FP8> __device__ uint2 encode(const Values& v, float inverse) {
+    constexpr bool E5M2 = FP8 == Format::E5M2;
+    uint32_t two[4];
+    for (int i = 0; i < 4; i++) two[i] = encode2(E5M2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    return {two[0] | two[1] << 16, two[2] | two[3] << 16};
+}
+inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {
+    if (e5m2) return encode<Format::E5M2>(v, inverse);
+    return encode<Format::E4M3>(v, inverse);
+}
+inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
+    for (int i = 0; i < 4; i++) {
+        const float2 two = decode2(e5m2, (i < 2 ? codes.x : codes.y) >> (i & 1) * 16 & 0xFFFFu);
+        v[2 * i] = two.x * scale;
+        v[2 * i + 1] = two.y * scale;
+    }
+}
+
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN.
+inline __device__ float scale_of(float fmax, float amax) {
+    if (!(amax > 0 && amax < INFINITY)) return 1.0f;
+    return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
+}
+// amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
+// remainder. It has the right bits for every normal result; the caller raises smaller ones to 2^-126. A group
+// of 16 needs it: with a division, a kernel that makes groups has a quarter to a half more instructions.
+inline __device__ float divide_by_448(float amax) {
+    const float q = __fmul_rn(amax, 1 / 448.0f);
+    return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
+}
+inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// -----------------------------------------------------------------------------------------------------------
+// Fast mathematics: one instruction each, with a relative error of about 2^-22. (Near 1, log2 has an absolute
+// error of that size.) ftz: subnormals count as 0.
+
+#define FAST_FUNCTION(name, instruction)                \
+    inline __device__ float name(float x) {             \
+        float y;                                        \
+        asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+        return y;                                       \
+    }
+FAST_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
+FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // of subnormals too
+FAST_FUNCTION(fast_log2_of_normal, "lg2.approx.ftz.f32")
+FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
+FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
+#undef FAST_FUNCTION
+
+constexpr float LOG2_E = 1.4426950408889634f;
+inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
+    return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
+}
+inline __device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG2_E, x)); }
+
+// ===========================================================================================================
+// 3. Storage
+//
+// How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
+// scale for 16 elements). Each has three functions:
+//   load()             fetches a chunk as it is, so that several are in flight before the first is used;
+//   values()           converts a fetched chunk to FP32;
+//   round_and_store()  rounds the values in the caller's registers, and writes what these then hold.
+
+inline __device__ uint32_t pack(float lo, float hi) {  // two BF16 in a word
+    const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+inline __device__ float2 unpack(uint32_t two) {
+    return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
+}
+
+// One store of 8 or 16 bytes. (An assignment through a cast pointer may become four small stores.)
+template <class Word> __device__ void put(void* to, Word value) { __stwb(static_cast<Word*>(to), value); }
+
+// Values in BF16 or FP32, N of which are loaded and stored at once.
+template <class Element, int N = CHUNK> struct Dense {
+    static constexpr bool F32 = sizeof(Element) == 4;
+    static constexpr int WORDS = F32 ? N : N / 2;
+    using Compute = Element;
+    using Piece = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
+    struct alignas(sizeof(Piece)) Raw {
+        uint32_t words[WORDS];
+    };
+    Element* data;
+
+    // The same tensor, counted from element i on.
+    __device__ Dense from(int64_t i) const { return {data + i}; }
+    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
+    static __device__ void values(const uint32_t* words, float (&v)[N]) {
+        for (int j = 0; j < WORDS; j++) {
+            if constexpr (F32) {
+                v[j] = __uint_as_float(words[j]);
+            } else {
+                v[2 * j] = unpack(words[j]).x;
+                v[2 * j + 1] = unpack(words[j]).y;
+            }
+        }
+    }
+    __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
+    // Writes only if live, rounds in any case.
+    __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
+        Raw raw;
+        for (int j = 0; j < WORDS; j++)
+            if constexpr (F32) raw.words[j] = __float_as_uint(v[j]);
+            else raw.words[j] = pack(v[2 * j], v[2 * j + 1]);
+        for (int j = 0; j < sizeof(Raw) / sizeof(Piece); j++)
+            if (live)
+                put(reinterpret_cast<Piece*>(data + i) + j, reinterpret_cast<const Piece*>(raw.words)[j]);
+        values(raw, v);
+    }
+};
+
+// E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
+// the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
+// call round_and_store(), the first writes the scale.
+constexpr int GROUP = PER_GROUP.cols;
+static_assert(GROUP == 2 * CHUNK);
+struct Groups {
+    using Compute = bf16;
+    struct Raw {
+        uint2 codes;
+        uint16_t scale;
+    };
+    uint8_t* codes;
+    uint16_t* scales;
+
+    __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP}; }
+    __device__ Raw load(int64_t i) const {
+        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]};
+    }
+    __device__ void values(const Raw& raw, Values& v) const {
+        decode(false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
+    }
+    // The scale of the group that these lanes hold. It is rounded to BF16 before it is used: amax / scale is
+    // then at most 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. A group with NaN
+    // or infinity gets the scale NaN: a code would hide what is not finite.
+    static __device__ float group_scale(const Values& v) {
+        float amax = larger_magnitude(0, v);
+        amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
+        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
+        return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
+    }
+    // 1 / scale with the bits of a division: a BF16 scale has 8 bits, so the remainder is exact.
+    static __device__ float inverse_of(float scale) {
+        const float r = fast_reciprocal(scale);
+        return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
+    }
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
+        const float scale = group_scale(v);
+        const uint2 c = encode<Format::E4M3>(v, inverse_of(scale));
+        if (live) {
+            put(codes + i, c);
+            if (threadIdx.x % 2 == 0) scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+        }
+        decode(false, c, scale, v);
+    }
+};
+
+template <class Element> __host__ __device__ Dense<Element> dense(const void* p) {
+    return {static_cast<Element*>(const_cast<void*>(p))};
+}
+inline Groups groups_of(const View& v) {
+    return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
+}
+
+// Calls f with the Storage of a tensor: BF16 or FP32.
+template <class F> void with_dense(const View& v, F f) {
+    if (v.quant.format == Format::F32) return f(dense<float>(v.data));
+    f(dense<bf16>(v.data));
+}
+// The same, or groups.
+template <class F> void with_storage(const View& v, F f) {
+    if (!(v.quant == E4M3_GROUP)) return with_dense(v, f);
+    f(groups_of(v));
+}
+
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). Which one is known at run
+// time: all threads take the same branch, and a kernel exists once, not twice.
+struct EitherDense {
+    void* data;
+    bool f32;
+
+    template <class F> __device__ void with(F f) const {
+        if (f32) f(dense<float>(data));
+        else f(dense<bf16>(data));
+    }
+    using Raw = Dense<float>::Raw;  // of BF16 elements the first half
+    __device__ Raw load(int64_t i) const {
+        if (f32) return dense<float>(data).load(i);
+        const auto half = dense<bf16>(data).load(i);
+        return {half.words[0], half.words[1], half.words[2], half.words[3]};
+    }
+    __device__ void values(const Raw& raw, Values& v) const {
+        if (f32) Dense<float>::values(raw.words, v);
+        else Dense<bf16>::values(raw.words, v);
+    }
+    __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
+        with([&](auto x) { x.round_and_store(i, v, live); });
+    }
+};
+inline EitherDense either_dense(const void* data, Format f) {
+    return {const_cast<void*>(data), f == Format::F32};
+}
+inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.quant.format); }
+
+// ===========================================================================================================
+// 4. Tiles
+//
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
+//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
+//   | x 128 |       |       |         ...                             ...
+//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
+//
+// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
+// BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
+
+constexpr int TILE = 128;             // rows and columns of a tile
+constexpr int ROWS = 8;               // of one thread
+constexpr int ACROSS = TILE / CHUNK;  // a block has ACROSS x ACROSS threads
+constexpr int TILE_THREADS = ACROSS * ACROSS;
+// Blocks that a multiprocessor has at once, which leaves 64 registers a thread; 3 and 5 were slower.
+constexpr int TILE_BLOCKS = 4;
+
+struct TilePlace {
+    int across, down;
+    int64_t row, col;  // the thread's first
+    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * ROWS),
+          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
+    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
+};
+inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
+
+// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
+inline __device__ uint32_t row_offset(int i, int64_t width) {
+    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
+}
+
+// How many of a thread's rows are loaded at once, if each takes so many bytes of registers.
+constexpr __host__ __device__ int rows_in_flight(int bytes) {
+    if (bytes <= 16) return 8;
+    return bytes <= 32 ? 4 : 2;
+}
+
+// Calls use(i, values, live) for the thread's 8 rows of x, a producer (part 5), in turn, with the loads of
+// several rows in flight (what that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call
+// it: a place outside the tensor has live = false and reads the last row or chunk again, so that no load has
+// a condition.
+template <class Producer, class Use>
+__device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
+    const int64_t row = at.row < rows ? at.row : rows - 1;
+    const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
+    const auto cursor = x.cursor(row, col);
+    const int inside = static_cast<int>(min(max(rows - at.row, int64_t{0}), int64_t{ROWS}));
+    const int live_rows = at.col < x.width ? inside : 0;
+#pragma unroll
+    for (int first = 0; first < ROWS; first += IN_FLIGHT) {
+        typename Producer::Raw raw[IN_FLIGHT];
+        for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(inside - 1, 0)));
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            Values v[Producer::PLANES];
+            x.compute(raw[i], cursor, v);
+            use(first + i, v, first + i < live_rows);
+        }
+    }
+}
+
+// Every thread has a number for each of its 8 columns. They are combined over the block's 16 rows of threads,
+// in order: take(column, result).
+template <class Producer, class Number, class Combine, class Take>
+__device__ void combine_columns(const Producer& x, const TilePlace& at,
+                                const Number (&mine)[Producer::PLANES][CHUNK],
+                                Number (&columns)[ACROSS][TILE + 1], Combine combine, Take take) {
+    for (int p = 0; p < Producer::PLANES; p++) {
+        __syncthreads();
+        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
+        __syncthreads();
+        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        Number all = 0;
+        for (int i = 0; i < ACROSS; i++) all = combine(all, columns[i][threadIdx.x]);
+        take(p * x.width + col, all);
+    }
+}
+
+// Four rows of four bytes become four columns of four bytes.
+inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab01, cd01, 0x5410);
+    out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410);
+    out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). A word holds four
+// rows of a column. A column has 32 words, as many as there are banks, so that word b of any column lies in
+// bank b. The drawing in coat.cu, part 3, shows which word is where, and why no two lanes meet in a bank.
+struct TransposeTile {
+    static constexpr int WORDS = TILE / 4;  // of a column
+    uint32_t words[TILE][WORDS];
+
+    // A thread calls it twice: for its rows 0 ... 3 (half 0) and 4 ... 7 (half 1), for its eight columns.
+    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];
+        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
+        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
+        const int unswizzled = 2 * at.down + half;
+        const int bank = unswizzled ^ (2 * at.across) ^ (at.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
+    }
+    // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows: d.0, d.1
+    // of a thread whose `down` is even, and e.0, e.1 of the next one. In columns of an even chunk they lie as
+    // d.0 d.1 e.1 e.0, of an odd chunk as e.1 e.0 d.0 d.1.
+    __device__ uint4 rows16(int col, int piece) const {
+        const int chunk = col / CHUNK;
+        const int bank = 4 * (piece ^ (chunk / 2));
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
+        const uint4 of_even{four.x, four.y, four.w, four.z};
+        const uint4 of_odd{four.z, four.w, four.y, four.x};
+        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
+    }
+};
+
+// Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.
+template <int PLANES>
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
+                                 uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE,
+                  col0 = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t{TILE}, width - col0));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+            const int col = i / PIECES, piece = i % PIECES;
+            const int64_t row = row0 + piece * 16;
+            if (col >= cols || row >= rows) continue;
+            put(out + (p * width + col0 + col) * rows + row, tiles[p].rows16(col, piece));
+        }
+}
+
+// ===========================================================================================================
+// 5. Producers
+//
+// A producer computes a tensor that is not stored, while a kernel needs it: what a Lazy (operators.h)
+// describes. For 8 columns of one row,
+//   cursor(row, col)              is what a thread remembers of its place: pointers, and a norm's weights;
+//   load(cursor, i)               fetches what row + i needs, so that several rows' loads are in flight;
+//   compute(raw, cursor, values)  converts that to FP32 values of the tensor.
+// [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
+// of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
+// Additions and multiplications are spelled out (__fadd_rn, __fmul_rn), so that the compiler joins them the
+// same way in every kernel: a tensor has the same bits wherever it is computed.
+
+// A norm: y = (x - mean) / std * weight + bias.
+inline __device__ float normalized(float x, float2 statistics, float weight, float bias) {
+    return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.x), statistics.y), weight, bias);
+}
+template <class Element>
+__device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
+    Dense<Element>::values(dense<Element>(n.weight).load(col).words, weight);
+    for (int j = 0; j < CHUNK; j++) bias[j] = 0;
+    if (n.bias) Dense<Element>::values(dense<Element>(n.bias).load(col).words, bias);
+}
+
+// GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
+// sigmoid(2z).
+constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
+inline __device__ float gelu_sigmoid(float u) {
+    const float uu = __fmul_rn(u, u);
+    return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
+}
+template <bool GATED> __device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
+    if (GATED) return __fmul_rn(__fmul_rn(first, sigmoid(first)), second);
+    return __fmul_rn(first, gelu_sigmoid(first));
+}
+// The gradients of gate and up, or (one plane) of u, from d, that of the activation's output.
+template <bool GATED>
+__device__ void activated_backward(float first, float second, float d, float& d_first, float& d_second) {
+    if (GATED) {  // silu'(u) = s + u s (1 - s)
+        const float s = sigmoid(first), silu = __fmul_rn(first, s);
+        d_first = __fmul_rn(__fmul_rn(d, second), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+        d_second = __fmul_rn(d, silu);
+    } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
+        const float s = gelu_sigmoid(first);
+        const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(first, first), 128.0f), GELU_2A);
+        const float bend = __fmul_rn(__fmul_rn(first, s), __fsub_rn(1.0f, s));
+        d_first = __fmul_rn(d, __fmaf_rn(bend, slope, s));
+    }
+}
+
+template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
+    static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
+                          BACKWARD = OP == LazyOp::ActivationBackward;
+    static constexpr int INPUT_PLANES = GATED ? 2 : 1;
+    static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // of the result
+    using Compute = typename Storage::Compute;
+    struct Cursor {
+        Storage in[INPUT_PLANES];
+        Dense<Compute> dact;
+        const float2* statistics;
+        Values weight, bias;
+    };
+    struct Raw {  // a producer uses some of these, of BYTES bytes
+        typename Storage::Raw in[INPUT_PLANES];
+        typename Dense<Compute>::Raw dact;
+        float2 statistics;
+    };
+    static constexpr int BYTES =
+        sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
+    Storage in;     // (N, INPUT_PLANES * width)
+    int64_t width;  // of a plane
+    Lazy lazy;      // what is computed
+
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        Cursor at;
+        for (int p = 0; p < INPUT_PLANES; p++) at.in[p] = in.from((row * INPUT_PLANES + p) * width + col);
+        if (BACKWARD) at.dact = dense<Compute>(lazy.dact.data).from(row * width + col);
+        if (NORM) {
+            at.statistics = lazy.norm.row_statistics + row;
+            load_parameters<Compute>(lazy.norm, col, at.weight, at.bias);
+        }
+        return at;
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        Raw raw;
+        for (int p = 0; p < INPUT_PLANES; p++) raw.in[p] = at.in[p].load(row_offset(i, INPUT_PLANES * width));
+        if (BACKWARD) raw.dact = at.dact.load(row_offset(i, width));
+        if (NORM) raw.statistics = at.statistics[i];
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
+        Values x[INPUT_PLANES], d;
+        for (int p = 0; p < INPUT_PLANES; p++) in.values(raw.in[p], x[p]);
+        if (BACKWARD) at.dact.values(raw.dact, d);
+        for (int j = 0; j < CHUNK; j++) {
+            const float first = x[0][j], second = x[INPUT_PLANES - 1][j];
+            float &result = v[0][j], &second_result = v[PLANES - 1][j];
+            if (NORM) {
+                result = normalized(first, raw.statistics, at.weight[j], at.bias[j]);
+            } else if (ACTIVATION) {
+                result = activated<GATED>(first, second);
+            } else if (BACKWARD) {
+                activated_backward<GATED>(first, second, d[j], result, second_result);
+            } else {
+                result = first;
+                second_result = second;
+            }
+        }
+    }
+};
+
+// Calls f with the producer of a lazily computed tensor. BF16_ONLY: for a kernel that serves FP8 alone.
+template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f) {
+    with_storage(x.input, [&](auto in) {
+        using Storage = decltype(in);
+        const int64_t cols = x.input.cols;
+        if constexpr (BF16_ONLY && !std::is_same_v<typename Storage::Compute, bf16>)
+            require(false, "FP8 goes with the compute dtype BF16, not with FP32");
+        else if (x.op == LazyOp::Stored) f(Producer<LazyOp::Stored, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Norm) f(Producer<LazyOp::Norm, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Activation && x.gated)
+            f(Producer<LazyOp::Activation, Storage, true>{in, cols / 2, x});
+        else if (x.op == LazyOp::Activation) f(Producer<LazyOp::Activation, Storage>{in, cols, x});
+        else if (x.gated) f(Producer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
+        else f(Producer<LazyOp::ActivationBackward, Storage>{in, cols, x});
+    });
+}
+
+}  // namespace coat::gpu

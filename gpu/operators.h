@@ -1,0 +1,355 @@
+// gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
+// operator with the shapes and formats that it accepts.
+//
+// Rules for all operators:
+//   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
+//   - Rows are tokens. There may be any number of them, but a multiple of 16 for transposed codes. Columns
+//   are
+//     a multiple of 16. Pointers are 16-byte aligned.
+//   - Tensors are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing is FP8.
+//   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
+//   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
+//     quantization report. Atomics are maxima and integers, whose order does not matter.
+//   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
+#pragma once
+#include <vector>
+
+#include "../model.h"
+#include "plan.h"
+#include "cuda.h"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Tensors
+
+// A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. Null data means "no tensor" (but
+// see Operand).
+struct View {
+    void* data;  // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
+    // (scale_rows, scale_cols) of quant.scale_format; per tensor one AmaxAndScale; unused unless quant.fp8().
+    void* scales;
+    int64_t rows, cols;
+    Quant quant;
+};
+
+// The rows [first, first + n) of a view without scales.
+inline View rows(const View& v, int64_t first, int64_t n) {
+    return {.data = static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols),
+            .scales = nullptr,
+            .rows = n,
+            .cols = v.cols,
+            .quant = v.quant};
+}
+
+// The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
+// GEMM wants scales aligned to that. A kernel that has the values updates the amax (coat.cu, part 2);
+// quantize() derives the scale from it.
+struct alignas(16) AmaxAndScale {
+    float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
+    float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
+    float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
+    float unused;
+};
+inline AmaxAndScale* amax_and_scale(const View& v) { return static_cast<AmaxAndScale*>(v.scales); }
+
+// A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
+// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
+// (view.data) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
+// Other granularities have scales for each, in the layout that cuBLASLt reads:
+//   per row    (rows)
+//   1x128      (cols / 128, rows)
+//   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
+struct Operand {
+    View view;
+    void* transposed = nullptr;
+    void* transposed_scales = nullptr;
+    // Updated by quantize() where the granularity is not per tensor; may be null.
+    AmaxAndScale* amax = nullptr;
+    bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
+};
+
+// A norm layer. Backward recomputes its output from `in` and the row statistics instead of saving it.
+struct Norm {
+    View in;                 // (N, C) in the compute dtype, or in groups
+    const void* weight;      // (C) compute dtype
+    const void* bias;        // (C) compute dtype; null for RMSNorm
+    float2* row_statistics;  // (N) {mean, 1 / std}, or {0, 1 / rms}
+    bool rms;
+    float eps;
+};
+
+// A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
+// from what is stored, so that it is stored only as the operand of a GEMM. A Lazy says what is computed; a
+// Producer (gpu/device.cuh) does it. The simplest Lazy is a stored tensor.
+enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
+
+struct Lazy {
+    LazyOp op;
+    int64_t rows, cols;  // of the result
+    View input{};        // the stored tensor; of the norm; gate_up of the activation
+    View dact{};         // ActivationBackward: the gradient of the activation's output
+    bool gated = false;  // the activation is SiLU(gate) x up, not GELU
+    gpu::Norm norm{};
+};
+
+// A stored tensor (rows, cols), in the compute dtype or in groups.
+inline Lazy stored(const View& x) {
+    return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
+}
+// The output (N, C) of a norm, whose row statistics are known.
+inline Lazy norm(const Norm& n) {
+    return {.op = LazyOp::Norm, .rows = n.in.rows, .cols = n.in.cols, .input = n.in, .norm = n};
+}
+// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute dtype or in groups. The
+// result is (N, F): SiLU(gate) x up, or GELU.
+inline Lazy activation(bool gated, const View& gate_up) {
+    return {.op = LazyOp::Activation,
+            .rows = gate_up.rows,
+            .cols = gate_up.cols / (gated ? 2 : 1),
+            .input = gate_up,
+            .gated = gated};
+}
+// dact (N, F), in the compute dtype, is the gradient of the activation's output. The result is the gradient
+// of gate_up, in the same shape.
+inline Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
+    return {.op = LazyOp::ActivationBackward,
+            .rows = gate_up.rows,
+            .cols = gate_up.cols,
+            .input = gate_up,
+            .dact = dact,
+            .gated = gated};
+}
+
+// ===========================================================================================================
+// 2. Quantizers: section 5 of the paper (coat.cu)
+//
+// Scaling per tensor takes two passes, amax() and quantize(). A kernel that has the values at hand anyway
+// updates the amax itself, which saves the first pass.
+
+// out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch; with delayed scaling, in every
+// step. x must not be in FP32.
+void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
+
+// Writes x as out says:
+//   FP8 per tensor             just in time, from the amax in amax_and_scale(out.view); or out.delayed
+//   FP8 per row, 1x128, 128x128  just in time, with the scales, which are computed first
+//   E4M3 in 1x16 groups        if x is stored in BF16
+//   BF16 or FP32
+// FP8 is made of BF16 tensors and of groups, not of FP32. The output may be written over the input if a code
+// has as many bytes as a stored input element: a thread loads its elements before it stores their codes. What
+// quantizing loses is added to *stats, if that is not null. `out` may have more rows than x: these are left
+// as they are.
+void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+
+// x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
+// very values that backward will read. If x (N, 2F) or (N, F) is the input of an activation, whose output is
+// the next GEMM's operand, the amax of that output is taken in the same pass. The activation then reads the
+// groups (reads_saved), or x (coat.h, forward_reads_groups).
+struct ActivationAmax {
+    AmaxAndScale* amax_and_scale = nullptr;  // null: no amax
+    bool gated = false, reads_saved = false;
+};
+void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
+                     QuantStats* stats, cudaStream_t s);
+
+// Groups, BF16 or FP32 -> BF16 or FP32, in the same shape. Groups are dequantized.
+void convert(const View& x, const View& out, cudaStream_t s);
+
+// ===========================================================================================================
+// 3. Residual stream and norms (gpu/norm.cu)
+
+// sum = x + branch; next.in = sum, quantized in groups or rounded; x_out = sum, rounded: the new residual
+// stream. x_out may be the same memory as x. Pass no tensor if next.in stores the same values anyway (recipes
+// that save norm inputs in the compute dtype). Writes next.row_statistics and, if y_amax is not null, the
+// amax of the norm's output. Both are those of next.in if reads_saved, else of x_out (coat.h,
+// forward_reads_groups). branch may be no tensor. With tokens (N), x is the embedding and branch the learned
+// positions, or no tensor: sum = x[token] + branch[row % T].
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
+                  AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens = nullptr, int64_t T = 1);
+
+// g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all are
+// (N, C). g_in may be no tensor, and g_out may be g_in. Writes n.row_statistics again and, if g_amax is not
+// null, the amax of g_out. dweight and dbias (C); dbias is no tensor for RMSNorm. workspace:
+// norm_backward_workspace(C) bytes.
+size_t norm_backward_workspace(int64_t C);
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
+
+// ===========================================================================================================
+// 4. RoPE, and norms of heads (gpu/layers.cu)
+
+struct Rope {
+    const float2* table;  // (positions, HS/2) {cos, sin}, from rope_table()
+    // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
+    int64_t T, HS, rotated_cols;
+};
+void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
+// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
+// amax is not null.
+void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s);
+
+// Qwen3 has an RMSNorm of each head of q and of k, in (N, qkv_cols), in place.
+struct HeadNorm {
+    const void* weight;  // [of q | of k], (2 HS), compute dtype
+    float eps;
+    int64_t HS, q_cols, k_cols;
+};
+void head_norm_forward(const HeadNorm& n, const View& qkv, cudaStream_t s);
+// dqkv: from the gradient of the outputs to that of the inputs qkv, in place. dweight (2, HS). workspace:
+// (COLUMN_PARTIALS, q_cols + k_cols) floats.
+void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
+                        float* workspace, cudaStream_t s);
+
+// ===========================================================================================================
+// 5. Loss (gpu/layers.cu)
+
+// logits (rows, V_padded = logits.cols) become the gradients of *scale * sum(losses), zero from column V on.
+// losses (rows) FP32 are -log softmax(logits)[target]. Where the target is NO_TARGET both are 0. Without a
+// scale the logits stay (evaluation). The scale is on the device, as it changes between replays of a launch.
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
+                   cudaStream_t s);
+// *total += *scale * the sum of losses (n), in a fixed order, in double.
+void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s);
+
+// ===========================================================================================================
+// 6. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
+
+// gradient (n) += the sums over the rows of partials (rows, n): the second stage of the next ones.
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
+// gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
+// (COLUMN_PARTIALS, cols) floats.
+inline constexpr int COLUMN_PARTIALS = 128;
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s);
+
+// The rows of g that belong to the same token, sorted on the host, so that sums have a fixed order.
+struct TokenRows {
+    int32_t token, first, count;  // rows order[first .. first + count)
+};
+struct EmbeddingOrder {
+    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
+    std::vector<TokenRows> tokens;  // at most N
+};
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
+// gradient (padded_V, C): row[token] += the sum of g's rows, for `count` tokens; order and tokens are on the
+// device. Without them, gradient (max_T, C): row[t] += the sum over the batch of g's rows b*T + t, for T =
+// count positions.
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        const View& gradient, cudaStream_t s);
+
+// ===========================================================================================================
+// 7. Parameters, and what precedes an update (gpu/parameters.cu)
+//
+// The padding of a parameter up to a multiple of MOMENT_GROUP stays zero.
+
+// BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
+// remainders they are all there is, and the optimizer rounds them stochastically. In the fp32 recipe the
+// weights are the masters.
+struct Weights {
+    void* values;        // (total) BF16 or FP32
+    int16_t* remainder;  // (total); null if the weights are FP32, or have no master
+    Format format;
+};
+
+// One moment of one parameter. In groups: codes, and max for each group; with expansion also k. With one
+// scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
+// BF16: no scale.
+struct MomentView {
+    void* data;  // (padded_size) of format; padding stays zero
+    float* max;
+    float* k;  // null without expansion
+    Format format;
+};
+
+// What this rank updates of one parameter: a row of a table on the device. `offset` counts in the rank's
+// order, in which its weights, masters and gradients lie one after the other. With one rank that is the order
+// of all parameters, the flat order.
+struct Segment {
+    int64_t offset, size;  // elements
+    MomentView m, v;
+    bool decays;
+    AmaxAndScale* amax;         // of the new weights; may be null
+    int64_t to_flat_order = 0;  // an element's number in the flat order, minus that in the rank's order
+    int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
+};
+
+// The first values of what a rank owns of a parameter (model.h, initial()). used: used_elements() of model.h;
+// the rest is 0.
+void initialize(const Weights& w, const Param& p, const ShardPlace& place, uint64_t index, int64_t used,
+                uint64_t seed, cudaStream_t s);
+
+// Whether this GPU can run the program's kernels; else the reason.
+cudaError_t find_kernels();
+
+// What a step knows of its gradients, on the device. Cleared before the step; each bucket adds to it.
+struct GradientState {
+    double squares, norm;  // of all buckets so far, before clipping
+    float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
+    // Not 0: something was not finite, on any rank. Then no rank updates anything from this bucket on, and
+    // the next step has the same bias correction.
+    uint32_t skip;
+};
+
+// *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
+// would hide that.
+void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
+// Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
+// give the same norm for any number of ranks.
+//   gradients       begin with the element `first` of the rank's order
+//   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
+//                   `first_shard_unit` on; 0 where the shard unit is another rank's
+void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
+                      double* sums, cudaStream_t s);
+// Adds them to the state: those of all ranks, (ranks, 1 + shard_units). For a shard unit of a matrix one of
+// them at most is not 0, for one of a vector they are equal. clip: the limit of the norm; 0: none.
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
+                   cudaStream_t s);
+
+// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
+// `overwrite`, without the old sum. g_r = received + r * n, without a place for this rank, whose own
+// gradients are at `own`.
+void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,
+                   int64_t rank, int64_t ranks, cudaStream_t s);
+
+// ===========================================================================================================
+// 8. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
+
+// AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
+// are those of the range; gradients are FP32 or have the format of the weights. Every segment's m.format is
+// optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
+// The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
+           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const GradientState* state, cudaStream_t s);
+
+// ===========================================================================================================
+// 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu)
+
+// Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
+// is from_history = max(history) / FMAX. A maximum that is 0 or not finite leaves it as it was, and
+// *skipped all. scales (n); histories (n, length). *empty += the number of scales that are still 0.
+void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
+                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
+
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
+// amax = the largest of all ranks: theirs are (ranks, n). scale = amax / FMAX, or the delayed scale.
+void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
+                    cudaStream_t s);
+
+// ===========================================================================================================
+// 10. The quantization report (gpu/report.cu; coat.h, QuantStats). It has a kernel of its own, so that
+// training pays nothing for it.
+
+// Adds to *stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before the
+// codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of scales:
+// row-major, and transposed (128x128 once: these are equal). Nothing where stats is null.
+void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+
+// Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
+// elements. Of a large parameter only a part is measured; the report then says so. Waits for the stream.
+void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
+                     Format format, int64_t count, QuantReport& report, cudaStream_t s);
+
+}  // namespace coat::gpu

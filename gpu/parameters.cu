@@ -1,0 +1,217 @@
+// gpu/parameters.cu - what concerns parameters as such: their first values; the norm of their gradients,
+// clipping, and steps that are skipped; and what several GPUs add up or exchange.
+#include "device.cuh"
+
+namespace coat::gpu {
+
+constexpr int THREADS = 256;  // of a block
+
+// ===========================================================================================================
+// 1. First values
+
+// i counts from the first element that this rank owns, which lies at `first` in its memory. The weight is the
+// master rounded to nearest; ties go away from zero, so that the remainder fits.
+static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float std,
+                                         bool ones, int64_t used, uint64_t seed, uint64_t index) {
+    const int64_t i = thread_of_grid(), to = first + i;
+    if (i >= padded) return;
+    const float value = i < own.count ? initial(std, ones, used, seed, index, own.first + i) : 0.0f;
+    const uint32_t bits = __float_as_uint(value);
+    if (w.format == Format::F32) static_cast<float*>(w.values)[to] = value;
+    else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
+}
+
+void initialize(const Weights& w, const Param& p, const ShardPlace& place, uint64_t index, int64_t used,
+                uint64_t seed, cudaStream_t s) {
+    const int64_t n = padded(place.own);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, place.at, place.own, n,
+           p.init_std, p.role.ones, used, seed, index);
+}
+
+cudaError_t find_kernels() {
+    cudaFuncAttributes unused;
+    const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
+    cudaGetLastError();
+    return error;
+}
+
+// ===========================================================================================================
+// 2. The norm of all gradients, clipping, and steps that are skipped
+
+// Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
+// squares in FP32 could overflow or vanish.
+static __device__ double sum_of_squares(const Values& v) {
+    float sum = 0;
+    for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
+    if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
+    double exact = 0;
+    for (int j = 0; j < CHUNK; j++) exact += static_cast<double>(v[j]) * v[j];
+    return exact;
+}
+
+// The sum of squares of one shard unit, SHARD_UNIT elements or the last of a segment, by a warp. from, stop:
+// its elements, counted from the segment's first, which is gradients[offset].
+constexpr int NORM_UNROLL = 4;  // loads in flight
+static __device__ double squares_of_unit(const EitherDense& gradients, int64_t offset, int64_t from,
+                                         int64_t stop) {
+    constexpr int WARP_ELEMENTS = 32 * CHUNK;
+    double sum = 0;
+    for (int64_t at = from + threadIdx.x % 32 * CHUNK; at < stop; at += WARP_ELEMENTS * NORM_UNROLL) {
+        EitherDense::Raw raw[NORM_UNROLL] = {};
+        for (int u = 0; u < NORM_UNROLL; u++)
+            if (at + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + at + u * WARP_ELEMENTS);
+        for (int u = 0; u < NORM_UNROLL; u++) {
+            Values v;
+            gradients.values(raw[u], v);
+            sum += sum_of_squares(v);
+        }
+    }
+    return sum_of_warp(sum);
+}
+
+// The warps take turns with the shard units of all segments.
+constexpr int NORM_BLOCKS_PER_SM = 8;
+static __global__ void __launch_bounds__(THREADS)
+    squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
+                   int64_t first_shard_unit, const double* loss, double* sums) {
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
+    if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
+    int64_t before = 0;  // shard units of earlier segments
+    for (int i = 0; i < number_of_segments; i++) {
+        const int64_t offset = segments[i].offset - first, size = segments[i].size;
+        const int64_t units = (size + SHARD_UNIT - 1) / SHARD_UNIT;
+        double* const sums_of_segment = sums + 1 + segments[i].shard_unit - first_shard_unit;
+        // The warps go on in turn where the last segment ended.
+        const int64_t turn = (warp + warps - before % warps) % warps;
+        before += units;
+        for (int64_t unit = turn; unit < units; unit += warps) {
+            const int64_t from = unit * SHARD_UNIT, stop = min(size, from + SHARD_UNIT);
+            const double sum = squares_of_unit(gradients, offset, from, stop);
+            if (lane == 0) sums_of_segment[unit] = sum;
+        }
+    }
+}
+
+void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
+                      double* sums, cudaStream_t s) {
+    // Shard units that other ranks sum stay 0 here.
+    clear(sums, (1 + shard_units) * static_cast<int64_t>(sizeof(double)), s);
+    const unsigned at_once = static_cast<unsigned>(NORM_BLOCKS_PER_SM * multiprocessors());
+    const unsigned useful = blocks(32 * shard_units + 32, THREADS);
+    launch("gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, segments,
+           number_of_segments, either_dense(gradients, format), first, first_shard_unit, loss, sums);
+}
+
+constexpr int STATE_THREADS = 1024;
+static __global__ void __launch_bounds__(STATE_THREADS)
+    gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                          GradientState* state) {
+    double mine = 0;
+    for (int64_t unit = threadIdx.x; unit < shard_units; unit += STATE_THREADS) {
+        // A unit is one rank's, and the other ranks' sums are 0; or, of a vector, all have the same sum.
+        // Either way the sum is the largest of the ranks'; NaN counts as such.
+        double sum = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            const double theirs = sums[r * (1 + shard_units) + 1 + unit];
+            if (theirs > sum || isnan(theirs)) sum = theirs;
+        }
+        mine += sum;
+    }
+    const double squares = block_sum<STATE_THREADS>(mine);
+    if (threadIdx.x != 0) return;
+    state->squares += squares;
+    state->norm = sqrt(state->squares);
+    state->clip_factor = static_cast<float>(clip > 0 && state->norm > clip ? clip / state->norm : 1.0);
+    // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
+    bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
+    for (int64_t r = 0; r < ranks; r++)  // the losses
+        finite = finite && isfinite(sums[r * (1 + shard_units)]);
+    state->skip |= !finite;
+}
+
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
+                   cudaStream_t s) {
+    launch("gradient_norm", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks, clip,
+           state);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    checked_loss_kernel(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked) {
+    bool finite = true;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
+    finite = __syncthreads_and(finite);
+    if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+}
+
+void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
+                  cudaStream_t s) {
+    launch("checked_loss", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
+}
+
+// ===========================================================================================================
+// 3. Several GPUs: sums of gradients, the amaxes of whole weights, and weights that arrive as codes
+
+// Gradients are added in the order of the ranks.
+static __global__ void __launch_bounds__(THREADS)
+    add_gradients_kernel(EitherDense sum, bool overwrite, EitherDense own, EitherDense received, int64_t n,
+                         int64_t rank, int64_t ranks) {
+    const int64_t i = thread_of_grid() * CHUNK;
+    if (i >= n) return;
+    Values total = {};
+    if (!overwrite) sum.load_values(i, total);
+    for (int64_t r = 0; r < ranks; r++) {
+        Values v;
+        if (r == rank) own.load_values(i, v);
+        else received.load_values((r < rank ? r : r - 1) * n + i, v);
+        for (int j = 0; j < CHUNK; j++) total[j] += v[j];
+    }
+    sum.round_and_store(i, total, true);
+}
+
+void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,
+                   int64_t rank, int64_t ranks, cudaStream_t s) {
+    launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, THREADS), THREADS, 0, s,
+           either_dense(sum, format), overwrite, either_dense(own, format), either_dense(received, format), n,
+           rank, ranks);
+}
+
+static __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
+                                             int64_t ranks, float fmax) {
+    const int64_t i = thread_of_grid();
+    if (i >= n) return;
+    uint32_t top = 0;
+    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
+    AmaxAndScale& mine = scales[i];
+    mine.amax = __uint_as_float(top);
+    mine.scale = mine.from_history > 0 ? mine.from_history : scale_of(fmax, mine.amax);
+}
+
+void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
+                    cudaStream_t s) {
+    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, s, scales, theirs, n, ranks,
+           info(fp8).max);
+}
+
+// The codes of a weight, transposed for dgrad.
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    __shared__ __align__(16) TransposeTile tiles[1];
+    const TilePlace at;
+    uint2 raw[ROWS / 4][4] = {};
+    for (int i = 0; i < ROWS; i++)
+        if (at.row + i < rows && at.col < cols)
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
+    store_transposed(tiles, rows, cols, transposed);
+}
+
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
+           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+           static_cast<uint8_t*>(transposed));
+}
+
+}  // namespace coat::gpu
