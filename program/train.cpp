@@ -782,9 +782,9 @@ void finish_step_at_signal() {
 }
 
 // The whole program. Returns the exit code. `processes` belongs to main(), which after an error tells the
-// other ranks of it.
-int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
-    Run run;
+// other ranks of it; and so does `run`: before the others know of the error, its model cannot be destroyed,
+// because its GPU may wait for what theirs send.
+int run_program(int argc, char** argv, Run& run, std::unique_ptr<ProcessGroup>& processes) {
     run.state.settings = Json::object();
     Flags& flags = run.flags;
     flags.parse(argc, argv);
@@ -866,9 +866,10 @@ int main(int argc, char** argv) {
     std::signal(SIGXFSZ, SIG_IGN);  // beyond the limit on file sizes a write fails, and gets a message
     std::signal(SIGPIPE, SIG_IGN);  // the run continues when the reader of its output ends
     std::unique_ptr<ProcessGroup> processes;
+    Run run;
     std::string sentence;
     try {
-        return run_program(argc, argv, processes);
+        return run_program(argc, argv, run, processes);
     } catch (const std::bad_alloc&) {
         sentence = "The machine's memory ran out; choose a smaller --model, --batch, --seq or --accumulate.";
     } catch (const std::exception& error) {
