@@ -195,7 +195,7 @@ public:
         reset();
     }
     void reset() {  // random weights and gradients; the moments after three steps from zero
-        const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0};
+        const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
         const ShardPlace all{{0, n_}, 0, 0};
         gpu::initialize({gradient_.get(), remainder_.get(), Format::BF16}, p, all, 1, n_, 1, nullptr);
         gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, all, 0, n_, 1, nullptr);
