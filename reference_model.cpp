@@ -17,22 +17,24 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
-// log-sum-exp and sums of many gradients (gradient_format), which are FP32. Four results are quantized from
-// FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the activation's output, and
+// A tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Only attention's log-sum-exp
+// and the sums of many gradients (gradient_format) are FP32. Four results are quantized from FP32, without
+// rounding to BF16 first: the residual sum, the outputs of norms, the output of the activation function, and
 // the gradient of its input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
-// the same quantized values, so that the gradient is that of the computed loss. (Not in coat-saved: see
-// as_forward_reads().)
+// Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
+// passes read the same quantized values: backward linearizes the operators where forward computed them, and
+// treats rounding as the identity. (In coat-saved forward reads other values: as_forward_reads().)
 
 namespace {
 
+// The forward and backward pass of one micro-batch: B sequences of T tokens, N = B T. Every tensor is a
+// vector of values, row-major, with N rows unless its comment says otherwise.
 template <class Real> class Network {
-    // In double nothing is rounded or quantized: then what is saved for backward is the tensor itself.
+    // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
     using SavedActivation = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
 
@@ -42,19 +44,20 @@ public:
     const ModelConfig& config = setup_.config;
     const Recipe& recipe = setup_.recipe;
     const std::vector<Param> params = parameters(config);
-    std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
-    // By parameter; without a history unless the recipe delays.
+    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
+    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
     std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
-    QuantStats* stats = nullptr;  // one for each ReportKind; null: not measured
-    bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
+    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
+    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
 
     explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
-        for (const Param& p : params) {
-            index_[p.name] = weights.size();
-            weights.emplace_back(p.size());
-            gradients.emplace_back(p.size());
-            if (p.role.linear && recipe.scaling == Scaling::Delayed)
-                for (DelayedScale& d : delayed_scales[index_[p.name]]) d.history.resize(recipe.history);
+        for (size_t i = 0; i < params.size(); i++) {
+            index_[params[i].name] = i;
+            weights.emplace_back(params[i].size());
+            gradients.emplace_back(params[i].size());
+            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
         }
     }
 
@@ -70,7 +73,9 @@ public:
     // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
     // residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
-        B_ = B, T_ = T, N_ = B * T;
+        B_ = B;
+        T_ = T;
+        N_ = B * T;
         saved_.clear();
         const int64_t C = config.C;
         Tensor residual(N_ * C);
@@ -82,32 +87,22 @@ public:
         return rounded(residual);
     }
 
-    // Returns the sum of the losses. If loss_scale is not 0, adds the gradients of that sum times loss_scale.
+    // Forward and, if loss_scale is not 0, backward: adds the gradients of loss_scale times the sum of the
+    // losses. tokens, targets: (B, T). Returns the sum of the losses.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
-        const int64_t V = config.padded_V(), C = config.C;
-        const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));
-        Tensor logits = head_forward(y);
-        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(loss_scale));
+        const Tensor x = forward(tokens, B, T);           // (N, C)
+        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                  // (N, padded_V)
+        const double loss =
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_scale));
         finite = finite && std::isfinite(loss);
         if (loss_scale == 0) return loss;
 
-        // Head -> final norm -> blocks, last to first
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weight(head()).data(), C, 1}, dy.data());
-        add_gradient(head(), dhead);
-        Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
         for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
-
-        // Embedding: a row has the sum over all places of its token, or of its position
-        Tensor dembedding(V * C), dpositions(config.arch.rope ? 0 : config.max_T * C);
-        for (int64_t n = 0; n < N_; n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
-        }
-        add_gradient("embedding", dembedding);
-        if (!config.arch.rope) add_gradient("positions", dpositions);
+        embedding_backward(tokens, dresidual);
         return loss;
     }
 
@@ -119,7 +114,8 @@ public:
         return rounded(logits);
     }
 
-    Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
+    // x (rows, C) -> the norm's output (rows, C), in FP32.
+    Tensor norm(const std::string& name, const Tensor& x) const {
         const int64_t C = config.C, rows = int64_t(x.size()) / C;
         const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
         Tensor y(x.size());
@@ -128,17 +124,21 @@ public:
         return y;
     }
 
-    Tensor rounded(Tensor x) const {  // to the compute dtype
+    // x, rounded to the compute dtype.
+    Tensor rounded(Tensor x) const {
         for (Real& v : x)
             if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
         return x;
     }
 
 private:
-    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer()).
+    // What a block saves for backward (table 2; coat.h, saved_per_layer()).
     struct SavedLayer {
-        SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
-        Tensor lse;
+        SavedActivation norm1_input, norm2_input;  // (N, C)
+        SavedActivation qkv;                       // (N, qkv_cols)
+        SavedActivation attention;                 // (N, q_cols): its output
+        SavedActivation gate_up;                   // (N, gate_up_cols)
+        Tensor lse;                                // (B, NH, T)
     };
 
     const LinearFormats formats_ = linear_formats(setup_);
@@ -149,6 +149,31 @@ private:
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
+
+    // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
+    Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
+        const int64_t V = config.padded_V(), C = config.C;
+        const Tensor& w = weight(head());  // (V, C)
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
+        add_gradient(head(), dhead);
+        return rounded(dy);
+    }
+
+    // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
+    // of its token, or of its position. dresidual: (N, C).
+    void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
+        const int64_t C = config.C;
+        const bool positions = !config.arch.rope;
+        Tensor dembedding(config.padded_V() * C), dpositions(positions ? config.max_T * C : 0);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
+        }
+        add_gradient("embedding", dembedding);
+        if (positions) add_gradient("positions", dpositions);
+    }
 
     static Tensor sum(Tensor x, const Tensor& y) {
         add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
@@ -167,7 +192,7 @@ private:
         return largest;
     }
 
-    // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
+    // Saves x (N, cols) for backward, stored as q says. load() gives the values that were saved.
     SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -186,14 +211,16 @@ private:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // x (rows, cols), an operand of the GEMMs of parameter i, as these read it. The scale of a whole tensor
-    // is made here: just in time from the amax of x, or delayed. quantize() makes those of smaller blocks.
+    // x (rows, cols), an operand of the GEMMs of parameter i, as they read it: quantized and decoded again. A
+    // per-tensor scale is computed here, just in time from the amax of x or delayed. Those of smaller blocks
+    // are computed by quantize().
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             constexpr ReportKind KINDS[] = {ReportKind::LinearInput, ReportKind::Weight,
                                             ReportKind::Gradient};
-            const Quant quants[] = {formats_.x, formats_.w, formats_.g}, &q = quants[int(which)];
+            const Quant quants[] = {formats_.x, formats_.w, formats_.g};
+            const Quant& q = quants[int(which)];
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
@@ -220,7 +247,7 @@ private:
         return rounded(y);
     }
 
-    // dy (N, out) -> dx (N, in); adds to the gradients of the weight and the bias
+    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
@@ -229,11 +256,11 @@ private:
         Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction: over tokens now
+        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction, now over tokens
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(name, dw);
-        if (has_bias(name)) {  // sums g; with FP8 GEMMs dy itself, which is more precise than its codes
+        if (has_bias(name)) {  // dbias sums dy over tokens: with FP8 GEMMs dy itself, not its codes
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
@@ -242,7 +269,8 @@ private:
         return rounded(dx);
     }
 
-    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
+    // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
+    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config.C), dbias(config.C);
         norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
                             weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
@@ -252,13 +280,15 @@ private:
         return dx;
     }
 
+    // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
     Tensor activation(const Tensor& gate_up) const {
         Tensor act(N_ * config.F);
         activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
         return act;
     }
 
-    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads and RoPE.
+    // q, k, v (N, qkv_cols) as attention reads them, from what is saved. Qwen3 saves them before the norms of
+    // their heads and RoPE; the others save them after RoPE.
     Tensor attention_input(const std::string& layer, Tensor qkv) const {
         if (!config.arch.qk_norm) return qkv;
         head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
@@ -267,10 +297,12 @@ private:
         return rounded(qkv);
     }
 
-    // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
+    // --- One transformer block. ./train --plan prints its operators and formats as a table, in this order
+    // ---
 
-    // residual (N, C) -> the same after the block: the residual stream plus the output of the last branch, in
-    // FP32. The norm's input is quantized from this sum; the stream goes on as the sum rounded to BF16.
+    // Block l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
+    // and the output of the last branch, in FP32: the next norm's input is quantized from this sum, and the
+    // stream goes on as the sum rounded to BF16.
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
@@ -284,8 +316,8 @@ private:
         if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
 
-        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. What
-        // groups hold is FP32; attention computes in BF16
+        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
+        // that are dequantized from groups are FP32; attention reads them rounded to BF16
         qkv = attention_input(layer, rounded(load(s.qkv)));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
@@ -307,8 +339,9 @@ private:
         return sum(rounded(residual2), linear_forward(layer + "down", act));
     }
 
-    // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the
-    // input of a branch twice: along the stream, and through the branch. dX is the gradient of X.
+    // Block l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
+    // branch two gradients are added: that which comes along the stream, and that which comes through the
+    // branch. dX is the gradient of X.
     Tensor block_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_[l];
@@ -319,8 +352,8 @@ private:
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
-        const bool gated = config.arch.gated;
-        activation_backward<Real>(gated, N_, config.F, gate_up.data(), dact.data(), dgate_up.data());
+        activation_backward<Real>(config.arch.gated, N_, config.F, gate_up.data(), dact.data(),
+                                  dgate_up.data());
         const Tensor norm2_input = load(s.norm2_input);
         const Tensor norm2 = norm(layer + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
@@ -330,12 +363,16 @@ private:
         const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
 
         // Attention -> RoPE, in the compute dtype
-        const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
+        const Tensor attention = rounded(load(s.attention));
+        const Tensor qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
                            dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
-        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
+        if (config.arch.rope) {
+            rope(config, B_, T_, dqkv.data(), true);
+            dqkv = rounded(dqkv);
+        }
         if (config.arch.qk_norm) {
             const std::string name = layer + "qk_norm.weight";
             Tensor dweight(2 * config.HS());
@@ -363,11 +400,12 @@ public:
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const int64_t used = used_elements(setup.config, p), kept = owned(setup, p).count;
+            const int64_t used = used_elements(setup.config, p), own = owned(setup, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, kept, o.group_size);
-            s.v.init(p.moment(o.v), o.expand, kept, o.group_size);
-            s.weight.resize(p.size()), s.remainder.resize(p.size());
+            s.m.init(p.moment(o.m), o.expand, own, o.group_size);
+            s.v.init(p.moment(o.v), o.expand, own, o.group_size);
+            s.weight.resize(p.size());
+            s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float first = initial(p.init_std, p.role.ones, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
@@ -378,38 +416,24 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         begin();
-        int64_t counted = 0;
-        for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
-        if (counted == 0) return {0, 0, true};
-        std::vector<double> losses;  // by micro-batch
-        for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.processes) clear_gradients();  // several ranks have their sums in sums_
-            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
-            if (setup_.processes) sum_over_ranks(a == 0);
-        }
-        if (setup_.processes) gradients.swap(sums_);
-        double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
-        const auto of_ranks = all_gather(losses);
-        for (int64_t a = 0; a < accumulate; a++)
-            for (const auto& of_rank : of_ranks) loss += of_rank[a];
+        int64_t counted = 0;  // targets of the step that count
+        for (int64_t theirs : all_gather(counted_targets(targets, setup_.accumulate * setup_.B * setup_.T)))
+            counted += theirs;
+        if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
-        const double norm = gradient_norm(), scale = adamw_factors(adamw, false, norm).gradient_scale;
+        const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
+        const double norm = gradient_norm();
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
         // Below 2^62, the square of a clipped gradient fits every format of v. NaN fails, too.
-        const bool skipped = !finite || !(norm * scale < 0x1p62);
-        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
-        for (size_t i = 0; i < params.size() && !skipped; i++) {
-            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
-            refresh(i);
-        }
-        if (!skipped) end_delayed_step();
-        return {loss / double(counted), norm, skipped, counted};
+        const double clipped_norm = norm * adamw_factors(adamw, false, norm).gradient_scale;
+        const bool skipped = !finite || !(clipped_norm < 0x1p62);
+        if (!skipped) update_all(adamw, norm);
+        return {.loss = loss, .grad_norm = norm, .skipped = skipped, .targets = counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = setup_.B * setup_.T;
+        const int64_t N = setup_.B * setup_.T;  // tokens of a micro-batch
         begin();
         const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
         return finite ? loss : NAN;
@@ -455,15 +479,45 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter: moments of the elements that this rank owns. Only their weights are kept up to date.
+    // The state of one parameter. weight and remainder have all its elements, but only those that this rank
+    // owns are kept up to date. The moments have only the elements that this rank owns.
     struct ParamState {
-        std::vector<uint16_t> weight;
-        std::vector<int16_t> remainder;  // 0 without a master
+        std::vector<uint16_t> weight;    // BF16
+        std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
         Moment m, v;
     };
 
-    std::vector<ParamState> states_;
-    std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
+    std::vector<ParamState> states_;  // by parameter
+    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
+
+    // All micro-batches of the step. Afterwards `gradients` are those of the mean loss over the `counted`
+    // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
+    // micro-batches: number a of rank r is number a * ranks + r of the step.
+    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
+        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
+        std::vector<double> losses;  // by micro-batch
+        for (int64_t a = 0; a < accumulate; a++) {
+            if (a == 0 || setup_.processes) clear_gradients();  // several ranks have their sums in sums_
+            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
+            if (setup_.processes) sum_over_ranks(a == 0);
+        }
+        if (setup_.processes) gradients.swap(sums_);
+        const auto of_ranks = all_gather(losses);
+        double loss = 0;
+        for (int64_t a = 0; a < accumulate; a++)
+            for (const auto& of_rank : of_ranks) loss += of_rank[a];
+        return loss;
+    }
+
+    // norm: of all gradients, before clipping.
+    void update_all(const AdamW& adamw, double norm) {
+        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
+        for (size_t i = 0; i < params.size(); i++) {
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
+            refresh(i);
+        }
+        end_delayed_step();
+    }
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float weight_of(const ParamState& s, int64_t e) const {
@@ -476,8 +530,8 @@ private:
     }
 
     // A value, or a vector of values, of all ranks in their order.
-    template <class T> std::vector<T> all_gather(const T& mine) const {
-        return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<T>{mine};
+    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
+        return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<Element>{mine};
     }
 
     // After every micro-batch, in FP32 and in the order of the ranks: sum = round(sum + g_0 + g_1 + ...).
@@ -493,7 +547,8 @@ private:
         }
     }
 
-    // The squares are summed within shard units, then over these: the same bits for any number of ranks.
+    // The norm of all gradients. The squares are summed within shard units, then over these. (So a GPU gets
+    // the same sum with any number of ranks, each of which has whole shard units.)
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : gradients)
@@ -509,11 +564,12 @@ private:
     // After an update or write(), each rank has changed its part of the weights: they exchange these.
     void refresh(size_t i) {
         const ParamState& s = states_[i];
-        const Range kept = owned(setup_, params[i]);
-        Floats mine(kept.count);
-        for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
+        const Range own = owned(setup_, params[i]);
+        Floats mine(own.count);
+        for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
+        const bool shared_out = params[i].rows > 1;  // a vector is whole on every rank
         auto to = weights[i].begin();
-        for (const Floats& part : params[i].rows > 1 ? all_gather(mine) : std::vector<Floats>{mine})
+        for (const Floats& part : shared_out ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
     }
 
@@ -530,7 +586,8 @@ private:
             }
     }
 
-    // Dequantizes the moments, runs AdamW in FP32, and quantizes them again. s: of parameter i, or a copy.
+    // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
+    // and quantizes the moments again. s is the state of the parameter, or a copy of it.
     void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
         const auto [first, n] = owned(setup_, params[i]);
         Floats master(n), m(n), v(n);
@@ -540,29 +597,41 @@ private:
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
         s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
         s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
-        for (int64_t e = 0, at = first; e < n; e++, at++)
+        for (int64_t e = 0; e < n; e++) {
+            const int64_t at = first + e;  // in the parameter
             if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
+        }
     }
 
-    // Where this rank's part of a tensor begins, and its bytes. Gradients are not written.
-    std::pair<void*, size_t> find(const std::string& name, bool to_write = false) {
-        using Place = std::pair<void*, size_t>;
-        auto part = [](auto& v, Range s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
-        auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
+    // The elements that this rank owns of a tensor of the state.
+    struct Memory {
+        void* data;
+        size_t bytes;
+    };
+    template <class Element> static Memory part(std::vector<Element>& of, const Range& r) {
+        return {.data = of.data() + r.first, .bytes = r.count * sizeof(Element)};
+    }
+    template <class Element> static Memory whole(std::vector<Element>& of) {
+        return {.data = of.data(), .bytes = of.size() * sizeof(Element)};
+    }
+
+    // Finds them by the tensor's name. Gradients are read only.
+    Memory find(const std::string& name, bool to_write = false) {
         const size_t i = param_of(params, name);
         const Range own = owned(setup_, params[i]);
         ParamState& s = states_[i];
-        std::map<std::string, Place> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
-                                               {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
-                                               {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
-                                               {".v.k", whole(s.v.k)}};
+        std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
+                                                {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
+                                                {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
+                                                {".v.k", whole(s.v.k)}};
         if (setup_.master) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
-        for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {
+        for (int o = 0; o < OPERANDS; o++) {
             DelayedScale& d = delayed_scales[i][o];
+            if (d.history.empty()) continue;
             places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
-            places[OPERAND_NAMES[o] + std::string(".scale")] = {&d.scale, sizeof d.scale};
+            places[OPERAND_NAMES[o] + std::string(".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
         }
         const auto place = places.find(name.substr(params[i].name.size()));
         if (place == places.end()) throw Error("The model has no tensor " + name + ".");
@@ -576,7 +645,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    Network<double> network({c, recipe, find_row(optimizers(), "fp32", "--optimizer"), B, T});
+    const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
+    Network<double> network({c, recipe, optimizer, B, T});
     network.weights = weights;
     const double scale = 1.0 / divisor_of_mean(targets, B * T);
     const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;
