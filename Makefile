@@ -105,9 +105,6 @@ read:
 	@python3 dev/read.py $(abspath $(O))/read.html
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
-# A program that writes the tables of GPUs into dev/README.md.
-$(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
-	$(LINK) -o $@ $^ $(LIBRARIES)
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg; fi  # --only has no whole step

@@ -4,6 +4,8 @@
     python3 dev/results.py                   all groups, for a machine with a GPU; about two hours
     python3 dev/results.py bench speed:7b    one group, and of another the runs whose names contain "7b"
     python3 dev/results.py page              measures nothing; only renews the page
+    python3 dev/results.py gpus              renews the table of GPUs in dev/README.md from ./train --plan, which
+                                             needs a build with nvcc, but no GPU
 
 Each result goes to dev/results.json when its run ends. A run that this commit has already is skipped, so the
 command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Only
@@ -387,7 +389,39 @@ def renew_page():
         file.write(page)
 
 
+def plan_of(model, flags=""):
+    """What --plan says of a model on a GPU: the GB that it needs, and the GPUs on which it fits."""
+    text = shell(f"./train --plan --device gpu --model {model} --batch 1 --seq 2048 {flags}").stdout
+    needs = re.search(r"^On a GPU: ([\d.]+) GB\. (?:Fits: (.*?)\. ?)?(?:Too small: (.*)\.)?$", text, re.MULTILINE)
+    if not needs:
+        sys.exit("./train --plan does not say on which GPUs a run fits: build it with nvcc.")
+    fits, small = (re.findall(r"\d+ GB \([^)]*\)", part or "") for part in needs.groups()[1:])
+    return needs[1], fits, small
+
+
+def renew_gpus():
+    """Renews the table of models and GPUs in dev/README.md, between <!-- gpus ... --> and <!-- end -->."""
+    rows, gpus = [], []
+    for model in ("tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"):
+        (default, fits, small), (lean, lean_fits, _) = plan_of(model), plan_of(model, LEANEST)
+        gpus = sorted(fits + small, key=lambda gpu: int(gpu.split()[0]))
+        cells = ["yes" if gpu in fits else "leanest" if gpu in lean_fits else "no" for gpu in gpus]
+        rows.append([f"`{model}`", default, lean, *cells])
+    head = ["model", "GB, default flags", "GB, leanest flags", *gpus]
+    table = "".join("| " + " | ".join(line) + " |\n" for line in [head, *rows])
+    table = table.replace("\n", "\n|" + "---|" * len(head) + "\n", 1)
+    path = os.path.join(DEV, "README.md")
+    with open(path, encoding="utf-8") as file:
+        page = file.read()
+    page = re.sub(r"(<!-- gpus: .*? -->\n).*?(<!-- end -->)", lambda found: found[1] + table + found[2], page,
+                  flags=re.DOTALL)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(page)
+
+
 def main():
+    if sys.argv[1:] == ["gpus"]:
+        return renew_gpus()
     chosen = [argument.partition(":") for argument in sys.argv[1:]] or [(group, "", "") for group in GROUPS]
     if any(group not in [*GROUPS, "page"] for group, _, _ in chosen):
         about = [f"    {group:<12} {GROUPS[group].about}" for group in GROUPS]

@@ -1,12 +1,10 @@
 // pages.cpp - what dev/*.md says is so: quotations and names of tests in WALK.md, tables in dev/README.md.
 #include <regex>
 
+#include "../../program/plan.h"
 #include "../help/files.h"
 
-#define main write_tables
-#include "../../dev/evidence/gpus.cpp"
-#undef main
-
+using namespace coat;
 using namespace coat::test;
 
 // The lines of a text, without what they are indented by, and without empty ones.
@@ -84,7 +82,8 @@ addEventListener("load", () => setTimeout(() => {
     if (std::system(command.c_str()) != 0) return "chromium failed";
     const std::string dom = read_file(folder / "dom");
     const size_t title = dom.find("<title>opened: ");
-    return title == dom.npos ? "the page has not loaded" : dom.substr(title + 7, dom.find("</title>", title) - title - 7);
+    return title == dom.npos ? "the page has not loaded"
+                             : dom.substr(title + 7, dom.find("</title>", title) - title - 7);
 }
 static const bool NO_BROWSER = std::system("command -v chromium >/dev/null 2>&1") != 0;
 
@@ -115,6 +114,30 @@ TEST_CASE("README.md: every figure of its table of results is in dev/RESULTS.md"
 
 TEST_CASE("dev/README.md: which recipe runs how on a compute capability and which model fits in a GPU") {
     const std::string page = read_file("dev/README.md");
-    CHECK(contains(page, recipes_by_capability()));
-    if (knows_gpus()) CHECK(contains(page, models_by_gpu()));
+    for (const Recipe& r : recipes()) {  // its row: "| `fp32`, `bf16` | FP32 | ... |"
+        std::string cells;
+        for (const int capability : {80, 86, 89, 90, 100, 120}) {
+            std::string runs = " error";
+            error_of([&] {
+                const Recipe ours = recipe_on_gpu(r, capability);
+                runs = ours.x.fp8() ? " FP8" : ours.compute == Format::F32 ? " FP32" : " BF16";
+            });
+            cells += runs + " |";
+        }
+        bool found = false;
+        for (const std::string& line : lines_of(page))
+            found |= contains(line, concat("`", r.name, "`")) && contains(line, "|" + cells);
+        CHECK_MESSAGE(found, std::string(r.name) << " |" << cells);
+    }
+    for (const char* name : {"tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"}) {
+        Setup s{find_row(models(), name, ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, 2048};
+        if (arena_bytes(s, false) == 0) return;  // a program without CUDA does not know the whole memory
+        const std::string by_default = gigabytes(total_bytes(gpu_memory_plan(s)));
+        s.recipe.attention = E4M3_GROUP;
+        s.master = s.keep_gradients = false;
+        const std::string leanest = gigabytes(total_bytes(gpu_memory_plan(s)));
+        const std::string row = concat("| `", name, "` | ", by_default, " | ", leanest, " |");
+        CHECK_MESSAGE(contains(page, row), row);
+    }
 }
