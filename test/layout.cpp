@@ -50,14 +50,34 @@ TEST_CASE("layout: columns and files and functions and entries at the top stay w
     CHECK(top.size() <= MOST_ENTRIES);
 }
 
+TEST_CASE("layout: the reading order in the README has the files' lines within a twentieth") {
+    const std::string readme = read_file("README.md");
+    const size_t start = readme.find("<!-- reading -->");
+    REQUIRE(start != std::string::npos);
+    size_t rows = 0;
+    for (const std::string& row : lines_of(readme.substr(start, readme.find("\n\n", start + 20) - start))) {
+        if (!in(row, "| `")) continue;
+        const size_t bar = row.find(" | ");
+        size_t lines = 0;
+        std::istringstream names(row.substr(0, bar));
+        for (std::string name; std::getline(names, name, '`') && std::getline(names, name, '`');)
+            lines += lines_of(read_file(name)).size();
+        std::string stated;
+        for (size_t i = bar + 3; row[i] != ' '; i++)
+            if (row[i] != ',') stated += row[i];
+        const double difference = std::abs(std::stod(stated) - static_cast<double>(lines));
+        CHECK_MESSAGE(difference <= 0.05 * static_cast<double>(lines) + 5, row << " has " << lines);
+        rows++;
+    }
+    CHECK(rows >= 8);
+}
+
 TEST_CASE("layout: includes run one way") {
     // A file includes files of its own level and of those below it.
-    const std::vector<std::vector<std::string>> levels = {{"coat.h", "error.h"},
-                                                          {"model.h", "data/"},
-                                                          {"gpu/plan"},
-                                                          {"reference", "gpu/", "coat.cu", "adamw.cu"},
-                                                          {"model.cu"},
-                                                          {"program/"}};
+    const std::vector<std::vector<std::string>> levels = {
+        {"coat.h", "error.h"}, {"model.h", "data/"},
+        {"gpu/plan"},          {"reference", "gpu/", "coat.cu", "adamw.cu"},
+        {"model.cu"},          {"program/"}};
     auto level = [&](const std::string& f) {
         for (size_t i = 0; i < levels.size(); i++)
             for (const std::string& name : levels[i])
