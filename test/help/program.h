@@ -129,15 +129,17 @@ inline int64_t last_step(const Folder& folder) {
 
 // Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs
 // `action`, in which $pid is rank 0 and $others are the processes that it has started. These must end within
-// two seconds after rank 0; else the exit code is 78.
+// two seconds after rank 0; else the exit code is 78. A run that hangs is killed after four minutes, so that
+// its test fails.
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
     return shell(folder, concat("mkfifo pipe; train ", flags, R"( > pipe & pid=$!; done=
+(sleep 240; kill -KILL $pid) > /dev/null 2>&1 & watch=$!
 while read -r line; do echo "$line"; [ -n "$done" ] || case $line in *')",
                                 part, R"('*) done=yes
 others=$(echo $(cat /proc/$pid/task/$pid/children)); )",
                                 action, R"(;; esac; done < pipe
-rm pipe; wait $pid; code=$?; n=0
+rm pipe; wait $pid; code=$?; kill $watch; n=0
 for p in $others; do while kill -0 $p 2> gone; do
 sleep 0.02; n=$((n + 1)); [ $n -lt 100 ] || exit 78; done; done
 exit $code)"));
