@@ -10,9 +10,8 @@
 //   - Saved for backward is what coat.h's saved_per_layer() lists. What can be computed again elementwise is
 //     computed again on the way into the next GEMM's operand.
 //   - An FP8 operand needs the amax of its tensor before its codes. Where the kernel that makes the tensor
-//   can
-//     take it in passing, it is given the place (x_amax(), g_amax()); otherwise it is taken by a pass of its
-//     own. A comment at each operand says who has taken it.
+//     can take it in passing, it is given the place (x_amax(), g_amax()); otherwise it is taken by a pass of
+//     its own. A comment at each operand says who has taken it.
 #include "gpu/attention.cuh"
 #include "gpu/gemm.h"
 #include "gpu/operators.h"

@@ -157,8 +157,7 @@ inline Format gradient_format(const Setup& s) {
 
 struct StateTensor {
     // The name of the parameter, which is that of the weight, or this with a suffix: ".remainder", ".m",
-    // ".v",
-    // ".m.max", ".m.k", ".x.scale", ...
+    // ".v", ".m.max", ".m.k", ".x.scale", ...
     std::string name;
     const char* dtype;  // its name in safetensors files
     int bytes;          // of an element

@@ -4,8 +4,7 @@
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
 //   - Rows are tokens. There may be any number of them, but a multiple of 16 for transposed codes. Columns
-//   are
-//     a multiple of 16. Pointers are 16-byte aligned.
+//     are a multiple of 16. Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing is FP8.
 //   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
