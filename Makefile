@@ -49,7 +49,7 @@ ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 8%,$(FOUND_ARCH)),$(FOUND_ARCH),90a))
 NVCCFLAGS  := -std=c++20 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
-              -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+              -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror -Werror all-warnings
 # The slowest first: all cores work to the end.
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/plan.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
 TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
@@ -133,7 +133,7 @@ $(O)/dev/ladders/%: NVCCFLAGS += -I.
 $(O)/dev/exercises/% $(O)/test/reference/%: OPT = -O1
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
 $(call object,$(wildcard dev/exercises/[0-9]*.cpp)): private CXXFLAGS += -Wno-error
-$(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS += -Xcompiler -Wno-error
+$(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS := $(filter-out -Werror all-warnings,$(NVCCFLAGS)) -Xcompiler -Wno-error
 $(O)/test/%: OPT = -O0  # what takes time is in the files that they test
 
 # It changes when the flags do, so that objects of two kinds never meet in one program.

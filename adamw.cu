@@ -359,7 +359,7 @@ static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
     const double max = info(format).max, min = info(format).min;
     return {.e5m2 = format == Format::E5M2,
             .expand = o.expands(format),
-            .per_tensor = o.group_size == 0,
+            .per_tensor = o.per_tensor,
             .max = info(format).max,
             .min = info(format).min,
             .log_max = static_cast<float>(std::log2(max)),
@@ -369,7 +369,9 @@ static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
-    const bool fp8_groups = optimizer.group_size != 0 && is_fp8(optimizer.m);  // and then also optimizer.v
+    const bool fp8_groups = optimizer.fp8_groups();
+    require(fp8_groups || optimizer.per_tensor || !(is_fp8(optimizer.m) || is_fp8(optimizer.v)),
+            "one of the moments is in FP8 groups and the other is not");
     const AdamArguments arguments{.f = factors(a),
                                   .m = moment_format(optimizer.m, optimizer),
                                   .v = moment_format(optimizer.v, optimizer),

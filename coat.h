@@ -204,18 +204,23 @@ inline const std::vector<Recipe>& recipes() {
 
 inline constexpr int MOMENT_GROUP = 128;
 
+// How many scales a moment with n elements has in format f.
+constexpr int64_t moment_scales(Format f, bool per_tensor, int64_t n) {
+    if (!is_scaled(f)) return 0;
+    return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
+}
+
 struct OptimizerFormat {
     const char* name;
-    Format m, v;                        // of first and of second moments
-    bool expand = false;                // dynamic range expansion of FP8 moments
-    int64_t group_size = MOMENT_GROUP;  // consecutive elements that share a scale; 0: the whole parameter
-    const char* about = "";             // a line of --help
+    Format m, v;              // of first and of second moments
+    bool expand = false;      // dynamic range expansion of FP8 moments
+    bool per_tensor = false;  // one scale for the whole parameter; else one for each moment group
+    const char* about = "";   // a line of --help
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t scales(Format f, int64_t n) const {  // of a moment with n elements in format f
-        if (!is_scaled(f)) return 0;
-        return group_size ? ceil_div(n, group_size) : 1;
-    }
+    int64_t scales(Format f, int64_t n) const { return moment_scales(f, per_tensor, n); }
+    // Whether moments are FP8 codes in groups, which adamw.cu has a kernel for. m and v are only so together.
+    bool fp8_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
@@ -227,7 +232,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
          .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
          .about = "FP8 moments, one scale per group of 128, not expanded"},
-        {.name = "fp8lm", .m = Format::E4M3, .v = Format::F16, .group_size = 0,
+        {.name = "fp8lm", .m = Format::E4M3, .v = Format::F16, .per_tensor = true,
          .about = "E4M3 and FP16 moments, one scale per tensor (FP8-LM)"},
         {.name = "bf16", .m = Format::BF16, .v = Format::BF16,
          .about = "BF16 moments"},
@@ -305,13 +310,13 @@ struct ModelConfig {
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
-    // The longest sequence: attention within a window is not implemented.
-    int64_t longest() const { return window ? std::min(window, max_T) : max_T; }
+    // In tokens. A window limits it, because attention within a window is not implemented.
+    int64_t longest_sequence() const { return window ? std::min(window, max_T) : max_T; }
 };
 
 inline const std::vector<ModelConfig>& models() {
-    constexpr RopeScaling BY_8{.type = RopeScaling::Llama3, .factor = 8};
-    constexpr RopeScaling BY_32{.type = RopeScaling::Llama3, .factor = 32};
+    constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
+    constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
     // clang-format off
     static const std::vector<ModelConfig> table = {
         {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
@@ -339,11 +344,11 @@ inline const std::vector<ModelConfig>& models() {
         {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
          .V = 32000, .max_T = 2048, .tied = false},
         {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = BY_32},
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
         {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = BY_32},
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
         {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = BY_8},
+         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_8},
         {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
          .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
         {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
@@ -380,14 +385,15 @@ inline void validate(const ModelConfig& c) {
                  {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
-    constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
-    require(c.C % side == 0 && c.F % side == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
-            " must be multiples of ", side, ", as FP8 GEMMs and groups need");
+    // FP8 GEMMs need 16; no group may span q and k.
+    constexpr int64_t multiple = std::max(16, PER_GROUP.cols);
+    require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
+            " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
     require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
-    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of ",
-            side, ", as FP8 GEMMs and groups need");
+    require(c.q_cols() % multiple == 0 && c.kv_cols() % multiple == 0,
+            "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
     require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
@@ -410,6 +416,7 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 
 // What a block saves for backward (table 2). Backward also needs the outputs of norms and of the activation
 // function. They are not saved: they are computed again from their saved inputs, which costs little.
+// They are the rows of saved_per_layer(), in this order.
 enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
 
 struct SavedTensor {  // (N, cols)
@@ -421,7 +428,7 @@ struct SavedTensor {  // (N, cols)
     int64_t bytes(int64_t N) const { return quant.bytes(N, cols); }
 };
 
-inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {  // by Saved
+inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
     // clang-format off
     return {
         {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .quant = r.nonlinear},
@@ -439,14 +446,14 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Reci
 // Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decay = false;      // weight decay applies
-    bool fp8_state = false;  // its moments have the optimizer's formats; else FP32
-    bool linear = false;     // it is the weight of a linear layer, which the recipe quantizes
-    bool ones = false;       // it starts at 1; else at random values, or at 0 if init_std is 0
+    bool decay = false;              // weight decay applies
+    bool optimizer_formats = false;  // its moments have the formats of the optimizer; else FP32
+    bool linear = false;             // it is the weight of a linear layer, which the recipe quantizes
+    bool ones = false;               // it starts at 1; else at random values, or at 0 if init_std is 0
 };
 // EMBEDDING is also the role of learned positions and of the head.
-inline constexpr Role EMBEDDING{.decay = true, .fp8_state = true};
-inline constexpr Role LINEAR{.decay = true, .fp8_state = true, .linear = true};
+inline constexpr Role EMBEDDING{.decay = true, .optimizer_formats = true};
+inline constexpr Role LINEAR{.decay = true, .optimizer_formats = true, .linear = true};
 inline constexpr Role NORM_WEIGHT{.ones = true};
 inline constexpr Role BIAS{};
 
@@ -464,53 +471,65 @@ struct Param {
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
-    Format moment(Format wanted) const { return role.fp8_state ? wanted : Format::F32; }
+    // The format of its first or second moments, where `of_optimizer` is the optimizer's.
+    Format moment_format(Format of_optimizer) const {
+        return role.optimizer_formats ? of_optimizer : Format::F32;
+    }
+};
+
+// The table while it is built. Each function appends to it.
+struct ParamTable {
+    const ModelConfig& c;
+    std::vector<Param> params{};
+    int64_t bucket = 0, layer = -1;  // of what is appended next
+
+    void add(const std::string& name, const Role& role, int64_t rows, int64_t cols, float init_std) {
+        const int64_t offset = params.empty() ? 0 : params.back().offset + params.back().padded_size();
+        params.push_back({.name = name,
+                          .role = role,
+                          .rows = rows,
+                          .cols = cols,
+                          .init_std = init_std,
+                          .offset = offset,
+                          .bucket = bucket,
+                          .layer = layer});
+    }
+    void add_norm(const std::string& name) {
+        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
+        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
+    }
+    void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
+        add(name, LINEAR, out, in, init_std);
+        if (bias) add(name + ".bias", BIAS, 1, out, 0);
+    }
 };
 
 inline std::vector<Param> parameters(const ModelConfig& c) {
-    std::vector<Param> table;
-    int64_t offset = 0, bucket = 0, layer = -1;
-    auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
-        table.push_back({.name = name,
-                         .role = role,
-                         .rows = rows,
-                         .cols = cols,
-                         .init_std = std,
-                         .offset = offset,
-                         .bucket = bucket,
-                         .layer = layer});
-        offset += table.back().padded_size();
-    };
-    auto norm = [&](const std::string& name) {
-        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
-        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
-    };
-    auto linear = [&](const std::string& name, int64_t out, int64_t in, float std, bool bias) {
-        add(name, LINEAR, out, in, std);
-        if (bias) add(name + ".bias", BIAS, 1, out, 0);
-    };
-    const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's first weights
-    add("embedding", EMBEDDING, c.padded_V(), c.C, std);
-    if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
-    for (layer = 0; layer < c.L; layer++) {
+    ParamTable table{.c = c};
+    // GPT-2's first weights: those that add to the residual stream, twice a layer, are smaller.
+    const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * c.L);
+    table.add("embedding", EMBEDDING, c.padded_V(), c.C, init_std);
+    if (!c.arch.rope) table.add("positions", EMBEDDING, c.max_T, c.C, init_std);
+    for (int64_t layer = 0; layer < c.L; layer++) {
+        table.layer = layer;
         const std::string of = concat("layers.", layer, ".");
-        bucket++;  // each bucket of a block is a linear layer and the norm before it
-        norm(of + "norm1");
-        linear(of + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);
-        if (c.arch.qk_norm) add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
-        bucket++;
-        linear(of + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
-        bucket++;
-        norm(of + "norm2");
-        linear(of + "gate_up", c.gate_up_cols(), c.C, std, c.arch.bias);
-        bucket++;
-        linear(of + "down", c.C, c.F, residual_std, c.arch.bias);
+        table.bucket++;  // each bucket of a block is a linear layer and the norm before it
+        table.add_norm(of + "norm1");
+        table.add_linear(of + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
+        if (c.arch.qk_norm) table.add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
+        table.bucket++;
+        table.add_linear(of + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
+        table.bucket++;
+        table.add_norm(of + "norm2");
+        table.add_linear(of + "gate_up", c.gate_up_cols(), c.C, init_std, c.arch.bias);
+        table.bucket++;
+        table.add_linear(of + "down", c.C, c.F, residual_std, c.arch.bias);
     }
-    layer = -1;
-    bucket++;
-    norm("final_norm");
-    if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);
-    return table;
+    table.layer = -1;
+    table.bucket++;
+    table.add_norm("final_norm");
+    if (!c.tied) table.add("head", EMBEDDING, c.padded_V(), c.C, init_std);
+    return table.params;
 }
 
 // The elements of p that belong to the vocabulary. Behind them are padding rows, which stay zero.

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <type_traits>
 
 #include "coat.h"
 
+// Before a function that both the CPU and a GPU's kernels call.
 #ifdef __CUDACC__
 #define COAT_HD __host__ __device__
 #else
@@ -23,24 +25,25 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // First weights and random bits
 
-// A random value with the standard deviation std, for element i of parameter number `param`. The sum of four
-// uniform integers of 16 bits is nearly a normal variate.
-COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
+// A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
+// four uniform integers of 16 bits is nearly a normal variate.
+COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
     z ^= z >> 32;
     const uint64_t sum = (z & 0xFFFF) + (z >> 16 & 0xFFFF) + (z >> 32 & 0xFFFF) + (z >> 48);
-    return float(int64_t(sum) - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // variance 1/3
+    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));  // variance 1/3
 }
 
-// The first value of element i of parameter number `index`: 1 in norm weights (ones), 0 in biases (std = 0)
-// and in the padding rows of the vocabulary (from element `used` on), else random.
-COAT_HD inline float initial(float std, bool ones, int64_t used, uint64_t seed, uint64_t index, int64_t i) {
+// The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
+// is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
+COAT_HD inline float first_value(float init_std, bool ones, int64_t used, uint64_t seed, uint64_t param,
+                                 int64_t i) {
     if (ones) return 1.0f;
-    if (std == 0 || i >= used) return 0.0f;
-    return init_value(seed, index, static_cast<uint64_t>(i), std);
+    if (init_std == 0 || i >= used) return 0.0f;
+    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
 }
 
 // The random bits that round weights to BF16 where there is no FP32 master: bf16 = (bits of the FP32 value +
@@ -164,8 +167,9 @@ struct StateTensor {
     std::vector<int64_t> shape;
     Param param;
     // How many consecutive elements of the parameter one element of this tensor belongs to: 128 for the
-    // maximum of a moment group. 0: all elements of the parameter.
+    // maximum of a moment group.
     int64_t shared_by = 1;
+    static constexpr int64_t ALL = 0;  // of shared_by: all elements of the parameter
 
     int64_t size() const {
         return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
@@ -191,16 +195,19 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// The operands of a linear layer's GEMMs, and what their tensors are called.
+// The operands of a linear layer's GEMMs: x, w and g.
 enum class LinearOperand : uint8_t { X, W, G };
-inline constexpr int OPERANDS = 3;
-inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};
+inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
+inline constexpr int OPERANDS = static_cast<int>(std::size(LINEAR_OPERANDS));
+
 inline const Quant& quant_of(const Recipe& r, LinearOperand o) {
-    switch (o) {
-        case LinearOperand::X: return r.x;
-        case LinearOperand::W: return r.w;
-        default: return r.g;
-    }
+    if (o == LinearOperand::X) return r.x;
+    return o == LinearOperand::W ? r.w : r.g;
+}
+// What the names of its state tensors begin with, after that of the weight.
+inline const char* suffix_of(LinearOperand o) {
+    if (o == LinearOperand::X) return ".x";
+    return o == LinearOperand::W ? ".w" : ".g";
 }
 
 // The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest
@@ -214,13 +221,13 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
                          .bytes = 4,
                          .shape = {size},
                          .param = p,
-                         .shared_by = 0});
+                         .shared_by = StateTensor::ALL});
     };
     for (const Param& p : parameters(c)) {
         if (r.scaling != Scaling::Delayed || !p.role.linear) continue;
-        for (const std::string operand : OPERAND_NAMES) {
-            add(p, operand + ".history", r.history);
-            add(p, operand + ".scale", 1);
+        for (LinearOperand o : LINEAR_OPERANDS) {
+            add(p, concat(suffix_of(o), ".history"), r.history);
+            add(p, concat(suffix_of(o), ".scale"), 1);
         }
     }
     return table;
@@ -243,11 +250,12 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         if (s.master) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
-            const Format f = p.moment(wanted);
+            const Format f = p.moment_format(wanted);
             const int64_t scales = s.optimizer.scales(f, p.size());
+            const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
-            if (scales) add(moment + ".max", "F32", 4, {scales}, s.optimizer.group_size);
-            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {scales}, s.optimizer.group_size);
+            if (scales) add(moment + ".max", "F32", 4, {scales}, shared_by);
+            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {scales}, shared_by);
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
@@ -257,7 +265,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // The elements of a state tensor that this rank owns: those of its part of the parameter. What all
 // elements of a parameter share, every rank owns. Model::read() and write() pass these elements.
 inline Range owned(const Setup& s, const StateTensor& t) {
-    if (t.shared_by == 0) return {.first = 0, .count = t.size()};
+    if (t.shared_by == StateTensor::ALL) return {.first = 0, .count = t.size()};
     const Range part = owned(s, t.param);
     const int64_t first = ceil_div(part.first, t.shared_by);
     const int64_t end = ceil_div(part.first + part.count, t.shared_by);

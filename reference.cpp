@@ -315,24 +315,22 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// A moment of n zeros.
-void Moment::init(Format f, bool expansion, int64_t count, int64_t elements_of_group) {
+void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     format = f;
-    expands = expansion && is_fp8(f);
-    n = count;
-    group_size = elements_of_group;
-    int64_t groups = 0;  // that have scales
-    if (is_scaled(f)) groups = group_size ? ceil_div(n, group_size) : 1;
+    expands = expand && is_fp8(f);
+    this->n = n;
+    this->per_tensor = per_tensor;
+    const int64_t scales = moment_scales(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(groups, 0.0f);
-    k.assign(expands ? groups : 0, 1.0f);
+    max.assign(scales, 0.0f);
+    k.assign(expands ? scales : 0, 1.0f);
 }
 
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
     if (!is_scaled(format)) return y;
-    const int64_t g = group_size ? i / group_size : 0;
+    const int64_t g = i / group_size();
     if (expands) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * scale_of(Quant{.format = format}, max[g]);
 }
@@ -356,7 +354,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
         const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
-        if (second && group_size && vanished) write_element(format, codes.data(), i, info(format).min);
+        if (second && !per_tensor && vanished) write_element(format, codes.data(), i, info(format).min);
     }
 }
 
@@ -367,7 +365,7 @@ void Moment::store(const float* x, bool second, QuantStats* stats) {
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
         return;
     }
-    const int64_t size = group_size ? group_size : std::max<int64_t>(n, 1);
+    const int64_t size = group_size();
 #pragma omp parallel for if (n > 1 << 14)
     for (int64_t first = 0; first < n; first += size)
         store_group(first / size, first, std::min(n, first + size), x, second);

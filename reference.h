@@ -78,15 +78,18 @@ struct Moment {
     Format format = Format::F32;
     bool expands = false;
     int64_t n = 0;
-    int64_t group_size = MOMENT_GROUP;  // 0: one group of all n elements
-    std::vector<uint8_t> codes;         // n elements of format
-    std::vector<float> max, k;          // one for each group; empty if the format has no scales
+    bool per_tensor = false;     // all n elements are one group
+    std::vector<uint8_t> codes;  // n elements of format
+    std::vector<float> max, k;   // one for each group; empty if the format has no scales
 
-    void init(Format f, bool expansion, int64_t count, int64_t elements_of_group = MOMENT_GROUP);  // all zero
-    void load(float* x) const;                                                                     // x: (n)
+    // A moment of n zeros. expand, per_tensor: as in coat.h, OptimizerFormat.
+    void init(Format f, bool expand, int64_t n, bool per_tensor = false);
+    void load(float* x) const;  // x: (n)
     // x: (n). A positive second moment in groups of 128 gets at least the smallest code: if it became zero,
     // the next update would explode. If `stats` is given, the errors are added to it.
     void store(const float* x, bool second, QuantStats* stats = nullptr);
+
+    int64_t group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
 
 private:
     float value(int64_t i) const;

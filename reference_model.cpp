@@ -402,12 +402,12 @@ public:
             const OptimizerFormat& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), own = owned(setup, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, own, o.group_size);
-            s.v.init(p.moment(o.v), o.expand, own, o.group_size);
+            s.m.init(p.moment_format(o.m), o.expand, own, o.per_tensor);
+            s.v.init(p.moment_format(o.v), o.expand, own, o.per_tensor);
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = initial(p.init_std, p.role.ones, used, setup.seed, i, e);
+                const float first = first_value(p.init_std, p.role.ones, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
                 if (!setup.master) s.remainder[e] = 0;
                 weights[i][e] = weight_of(s, e);
@@ -578,11 +578,11 @@ private:
     void end_delayed_step() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : delayed_scales)
-            for (int o = 0; o < OPERANDS; o++) {
-                DelayedScale& d = operands[o];
+            for (LinearOperand o : LINEAR_OPERANDS) {
+                DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.end_step(quant_of(recipe, LinearOperand(o)).format);
+                d.end_step(quant_of(recipe, o).format);
             }
     }
 
@@ -627,11 +627,11 @@ private:
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.master) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
-        for (int o = 0; o < OPERANDS; o++) {
-            DelayedScale& d = delayed_scales[i][o];
+        for (LinearOperand o : LINEAR_OPERANDS) {
+            DelayedScale& d = delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
-            places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
-            places[OPERAND_NAMES[o] + std::string(".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
+            places[concat(suffix_of(o), ".history")] = whole(d.history);
+            places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
         }
         const auto place = places.find(name.substr(params[i].name.size()));
         if (place == places.end()) throw Error("The model has no tensor " + name + ".");

@@ -59,7 +59,7 @@ int capability() {
 template <class T> __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float std) {
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
          i += int64_t(gridDim.x) * blockDim.x)
-        x[i] = static_cast<T>(init_value(seed, 0, uint64_t(i), std));
+        x[i] = static_cast<T>(random_weight(seed, 0, uint64_t(i), std));
 }
 
 class Memory {
@@ -547,7 +547,7 @@ private:
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
             const double scales =
-                is_scaled(f) && o.group_size ? (o.expands(f) ? 8.0 : 4.0) / double(o.group_size) : 0;
+                is_scaled(f) && !o.per_tensor ? (o.expands(f) ? 8.0 : 4.0) / double(MOMENT_GROUP) : 0;
             return info(f).bytes + scales;
         };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
@@ -569,7 +569,7 @@ public:
         std::vector<int32_t> tokens(n);
         for (size_t i = 0; i < tokens.size(); i++) {
             // u < 1: the largest initial value is 2 sqrt(3) times its standard deviation.
-            const double u = std::abs(init_value(1, 0, i, 1.0f)) / 3.465;
+            const double u = std::abs(random_weight(1, 0, i, 1.0f)) / 3.465;
             tokens[i] = std::min(int32_t(V - 1), int32_t(double(V) * u * u * u));
         }
         return tokens;

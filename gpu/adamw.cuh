@@ -74,11 +74,14 @@ template <bool MASTER> struct Bf16Weights {
         return raw;
     }
     __device__ void values(const Raw& raw, Values& v) const {
-        if constexpr (!MASTER) return Dense<bf16>::values(raw.weights.words, v);
-        for (int j = 0; j < CHUNK; j++) {  // the inverse of store()
-            const uint32_t remainders = raw.remainders.words[j / 2] ^ 0x80008000u;
-            const uint32_t sum = __byte_perm(remainders, raw.weights.words[j / 2], j % 2 ? UPPER : LOWER);
-            v[j] = __uint_as_float(sum - 0x8000u);
+        if constexpr (!MASTER) {
+            Dense<bf16>::values(raw.weights.words, v);
+        } else {
+            for (int j = 0; j < CHUNK; j++) {  // the inverse of store()
+                const uint32_t remainders = raw.remainders.words[j / 2] ^ 0x80008000u;
+                const uint32_t sum = __byte_perm(remainders, raw.weights.words[j / 2], j % 2 ? UPPER : LOWER);
+                v[j] = __uint_as_float(sum - 0x8000u);
+            }
         }
     }
     __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,

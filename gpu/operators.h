@@ -272,8 +272,8 @@ struct Segment {
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
 
-// The first values of what a rank owns of a parameter (model.h, initial()). used: used_elements() of model.h;
-// the rest is 0.
+// The first values of what a rank owns of a parameter (model.h, first_value()). used: used_elements() of
+// coat.h; the rest is 0.
 void initialize(const Weights& w, const Param& p, const ShardPlace& place, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 

@@ -11,11 +11,11 @@ constexpr int THREADS = 256;  // of a block
 
 // i counts from the first element that this rank owns, which lies at `first` in its memory. The weight is the
 // master rounded to nearest; ties go away from zero, so that the remainder fits.
-static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float std,
-                                         bool ones, int64_t used, uint64_t seed, uint64_t index) {
+static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float init_std,
+                                         bool ones, int64_t used, uint64_t seed, uint64_t param) {
     const int64_t i = thread_of_grid(), to = first + i;
     if (i >= padded) return;
-    const float value = i < own.count ? initial(std, ones, used, seed, index, own.first + i) : 0.0f;
+    const float value = i < own.count ? first_value(init_std, ones, used, seed, param, own.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
     if (w.format == Format::F32) static_cast<float*>(w.values)[to] = value;
     else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);

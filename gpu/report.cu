@@ -84,10 +84,10 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
     };
     auto on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment x;
-        x.init(f, k, n, o.group_size);
+        x.init(f, k, n, o.per_tensor);
         fetch(x.codes, data, 1, info(f).bytes);
-        if (max && o.group_size == 0) copy(x.max.data(), max, sizeof(float), s);
-        else if (max) fetch(x.max, max, o.group_size, sizeof(float));
+        if (max && o.per_tensor) copy(x.max.data(), max, sizeof(float), s);
+        else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
         if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
         check(cudaStreamSynchronize(s), "Reading the moments failed");
         return x;

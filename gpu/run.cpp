@@ -48,12 +48,12 @@ void Device::fetch(void* to_host, const void* from_gpu, int64_t bytes) const {
 // encoded with the new one.
 static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& shards) {
     const OptimizerFormat& o = s.optimizer;
-    const int64_t places = o.group_size == 0 ? 2 : 1;
+    const int64_t places = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.take(0);
     const std::vector<Param> params = parameters(s.config);
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
-            const Format f = params[i].moment(second ? o.v : o.m);
+            const Format f = params[i].moment_format(second ? o.v : o.m);
             const int64_t scales = o.scales(f, shards[i].own.count);
             MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
                               .max = nullptr,
@@ -248,14 +248,14 @@ void Parameters::note_state() {
 }
 void Parameters::note_delayed_scales(size_t i) {
     for (LinearOperand o : LINEAR_OPERANDS) {
-        const std::string of = params[i].name + OPERAND_NAMES[static_cast<int>(o)];
+        const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer(i);
         entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history * 4};
         entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
     }
 }
 
-// Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
+// Weights as model.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
 void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * static_cast<int64_t>(sizeof(AmaxAndScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);

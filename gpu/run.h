@@ -133,8 +133,6 @@ std::vector<View> pieces_for_grids(const View& v);
 // for each of the operands x, w and g one for each linear layer. The scale of a weight is that of the
 // parameter; only with delayed scaling, where it comes from a history, it is that of the operand.
 
-constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
-
 class Scales {
 public:
     Scales(const Device& device, const Memory& memory);

@@ -127,7 +127,7 @@ void print_continuation(const std::string& folder, const std::string& text, Setu
     setup.config = read_model_config(folder);
     const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
     std::vector<int32_t> tokens = tokens_of(vocabulary, text);
-    const int64_t prompt = int64_t(tokens.size()), limit = std::min(longest, setup.config.longest());
+    const int64_t prompt = int64_t(tokens.size()), limit = std::min(longest, setup.config.longest_sequence());
     setup = setup_to_generate(setup, std::min(limit, prompt + drawing.most));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));

@@ -33,9 +33,9 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
 
 void validate(const Setup& s) {
     validate(s.config);
-    if (s.T > s.config.longest())
+    if (s.T > s.config.longest_sequence())
         throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
-                    s.config.longest(), ".");
+                    s.config.longest_sequence(), ".");
     // A GPU's grid has at most 65,535 sequences, or tiles of 128 tokens, in its second dimension.
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
@@ -48,7 +48,7 @@ void validate(const Setup& s) {
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
-    if (s.ranks > 1 && s.optimizer.group_size == 0)
+    if (s.ranks > 1 && s.optimizer.per_tensor)
         throw Error("--optimizer ", s.optimizer.name,
                     " has one scale per tensor, of which ranks cannot keep parts; "
                     "use one rank, or another --optimizer.");
@@ -72,8 +72,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     auto moment = [&](const char* name, Format f) {
         std::string writes = info(f).name;
         if (is_scaled(f)) writes += s.optimizer.expands(f) ? ", max and k" : ", max";
-        if (is_scaled(f))
-            writes += s.optimizer.group_size ? concat(" per ", s.optimizer.group_size) : " per tensor";
+        if (is_scaled(f)) writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
         return Operator{name, info(f).name, none, writes};
     };
     std::vector<Operator> block = {
@@ -139,7 +138,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
          gradients * info(dw).bytes, "parameter", count},
         {C::Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
         {C::Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
-        {C::Optimizer, s.optimizer.group_size ? "scales per group" : "scales per tensor",
+        {C::Optimizer, s.optimizer.per_tensor ? "scales per tensor" : "scales per group",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };

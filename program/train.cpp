@@ -605,7 +605,7 @@ Json load_data(Run& run) {
         throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
     if (!flags.given("seq") && flags.resume.empty())
-        flags.seq = packed ? packed : std::min(flags.seq, config.longest());
+        flags.seq = packed ? packed : std::min(flags.seq, config.longest_sequence());
     if (packed && packed != flags.seq)
         throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
                     ", or make it again with data/tokenize.py.");

@@ -67,7 +67,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.group_size);
+                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.per_tensor);
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got =

@@ -23,8 +23,8 @@ Floats masters(const Snapshot& state, const std::string& name) {
 reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
-    moment.init(p.moment(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
-                s.optimizer.group_size);
+    moment.init(p.moment_format(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
+                s.optimizer.per_tensor);
     moment.codes = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
@@ -63,7 +63,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 const int64_t used = used_elements(s.config, p);
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
-                    first.push_back(initial(p.init_std, p.role.ones, used, s.seed, index, i));
+                    first.push_back(first_value(p.init_std, p.role.ones, used, s.seed, index, i));
                     if (!s.master) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);
@@ -484,7 +484,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.fp8_state ? moment : ".m")) CHECK(!same);
+                else if (tensor.name == p.name + (p.role.optimizer_formats ? moment : ".m")) CHECK(!same);
             }
         }
 }
@@ -584,15 +584,16 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
         after[run] = snapshot(*t.model);
     }
     for (const Param& p : t.params())
-        for (int o = 0; p.role.linear && o < OPERANDS; o++) {
-            const std::string operand = p.name + OPERAND_NAMES[o];
+        for (LinearOperand o : LINEAR_OPERANDS) {
+            if (!p.role.linear) continue;
+            const std::string operand = p.name + suffix_of(o);
             INFO(operand);
             auto newest = [&](const Snapshot& state) {
                 return values_of<float>(state, operand + ".history")[0];
             };
             const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
             CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
-            const float fmax = info(quant_of(s.recipe, LinearOperand(o)).format).max;
+            const float fmax = info(quant_of(s.recipe, o).format).max;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
     auto saturated = [&] { return t.report().kinds[int(ReportKind::Weight)].saturated; };
@@ -630,7 +631,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.fp8_state)
+                    if (p.role.optimizer_formats)
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);

@@ -46,7 +46,7 @@ private:
 
 inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1) {
     std::vector<uint16_t> x(n);
-    for (size_t i = 0; i < n; i++) x[i] = reference::to_bf16(init_value(seed, 0, i, std));
+    for (size_t i = 0; i < n; i++) x[i] = reference::to_bf16(random_weight(seed, 0, i, std));
     return x;
 }
 

@@ -263,7 +263,7 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
         f.config.erase("sliding_window");
         f.config["max_position_embeddings"] = 100000;
         const ModelConfig c = read_fields(f, Json::parse(fields));
-        CHECK((c.window == expected && c.longest() == (expected ? expected : 100000)));
+        CHECK((c.window == expected && c.longest_sequence() == (expected ? expected : 100000)));
     }
 }
 

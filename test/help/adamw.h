@@ -22,7 +22,7 @@ struct Group {
 };
 inline std::vector<Group> groups(const Moment& m) {
     std::vector<Group> all;
-    const int64_t size = m.group_size ? m.group_size : m.n;
+    const int64_t size = m.group_size();
     for (int64_t first = 0; first < m.n; first += size)
         all.push_back({first, std::min(m.n, first + size), all.size()});
     return all;
@@ -61,7 +61,7 @@ struct DeviceMoment {
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
         : of(m), codes(padded * info(m.format).bytes),
-          max(int64_t(m.max.size()) * (m.group_size ? 1 : 2)),  // one scale per tensor: room for the new one
+          max(int64_t(m.max.size()) * (m.per_tensor ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();
         codes.write(m.codes);
@@ -103,8 +103,8 @@ struct Run {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(fp32 ? Format::F32 : o.m, o.expand, size, o.group_size);
-            p.v.init(fp32 ? Format::F32 : o.v, o.expand, size, o.group_size);
+            p.m.init(fp32 ? Format::F32 : o.m, o.expand, size, o.per_tensor);
+            p.v.init(fp32 ? Format::F32 : o.v, o.expand, size, o.per_tensor);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
@@ -340,7 +340,7 @@ inline void check_adamw(Run run, const AdamW& a) {
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);
-        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(run.optimizer.group_size != 0);
+        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.per_tensor);
     }
 }
 
