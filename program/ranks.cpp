@@ -235,7 +235,11 @@ Launch find_launch(int64_t ranks_flag) {
 }
 
 std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double seconds) {
-    if (launch.address.empty()) return start_others(launch.ranks);
+    if (launch.address.empty()) {
+        auto processes = start_others(launch.ranks);
+        processes->start_watch();
+        return processes;
+    }
     const std::string where = concat(launch.address, ", port ", launch.port);
     const double deadline = now() + seconds;
     int socket = open_socket(launch, seconds);
@@ -264,6 +268,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
         if (launch.rank > 0) throw Error(sentence);
         processes->fail(sentence);
     }
+    processes->start_watch();
     return processes;
 }
 
@@ -274,6 +279,7 @@ ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
 
 ProcessGroup::~ProcessGroup() {
     if (!std::uncaught_exceptions()) gather({}, true);
+    watch_ = {};
     for (const Peer& peer : peers_) ::close(peer.socket);
     for (const pid_t child : children) ::waitpid(child, nullptr, 0);
 }
@@ -327,6 +333,7 @@ Bytes ProcessGroup::receive(int from) {
 // Reads what has come of the next message of a rank, and returns whether it is a whole value. If the rank has
 // failed or ended, or sends what none of ours would, this process ends, too.
 bool ProcessGroup::has_sent(int rank) {
+    const std::lock_guard reading(reading_);
     Peer& peer = peers_[rank];
     for (;;) {
         Header header;
@@ -374,6 +381,30 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
             named = true;
             if (!interrupted) continue;
             end(rank_ ? "" : concat("Interrupted while rank ", rank, " did not answer."), 128 + interrupted);
+        }
+    }
+}
+
+// A rank that waits within a call of the CUDA driver looks at no socket. Before a kernel runs for the first
+// time the driver loads it, and before that waits for the GPU, which may wait for what a rank that has ended
+// should have sent. So a second thread looks whether a rank has ended.
+void ProcessGroup::start_watch() {
+    if (count() == 1) return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the first thread
+    watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+void ProcessGroup::watch(const std::stop_token& stop) {
+    std::vector<double> lived(peers_.size(), now());  // by rank: when it still did
+    while (!stop.stop_requested()) {
+        ::usleep(20'000);
+        for (int rank = 0; rank < count(); rank++) {
+            pollfd closed{.fd = peers_[rank].socket, .events = POLLRDHUP, .revents = 0};
+            if (::poll(&closed, 1, 0) <= 0) lived[rank] = now();
+            if (now() < lived[rank] + grace) continue;
+            while (has_sent(rank)) peers_[rank].got = 0;  // after its last message this ends the process
         }
     }
 }

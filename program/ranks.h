@@ -5,6 +5,8 @@
 // exchange directly is in gpu/.
 #pragma once
 #include <csignal>
+#include <mutex>
+#include <thread>
 
 #include "../model.h"
 
@@ -45,6 +47,8 @@ public:
     // A rank that computes or hangs for long is named.
     void wait_until(const std::function<bool()>& done) override;
     inline static double patience = 60;  // in seconds, until a rank is named
+    // In seconds: how much later than a rank one ends that waits elsewhere and looks at no socket.
+    inline static double grace = 10;
 
     // The last complete checkpoint, or empty. It is named after the sentence of any error.
     std::string checkpoint;
@@ -63,10 +67,14 @@ private:
     const int rank_, local_;
     std::vector<Peer> peers_;  // by rank
     int sending_to_ = -1;      // the rank to which a part of a message has been sent; -1: none
+    std::mutex reading_;       // of has_sent(), which two threads call
+    std::jthread watch_;       // of ranks that start() has made
 
     void send(int to, const Bytes& message);
     Bytes receive(int from);
     bool has_sent(int rank);
+    void start_watch();
+    void watch(const std::stop_token& stop);
     [[noreturn]] void end(const std::string& sentence, int code = 1);
 };
 

@@ -207,9 +207,10 @@ GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as
         Setup s = setup_of("fp32", find_row(models(), "llama-tiny", ""), 2);
         s.config.V = 256, s.config.tied = false;
         const std::string start = save_checkpoint(folder / "start", *make_reference(s), {});
-        const std::string flags =
-            concat("--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 --model ", start,
-                   " --recipe ", recipe, " ");
+        const std::string flags = concat(
+            "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --eval-tokens 320 --warmup 1 "
+            "--model ",
+            start, " --recipe ", recipe, " ");
         if (recipe == "te") {  // before a first step with delayed scaling, the report counts a weight once
             auto weights = [&](const std::string& more) {
                 const std::string out = train(folder, flags + "--steps 0 " + more).out;
@@ -235,7 +236,9 @@ GPU_MODEL_TEST("ranks: one that is killed while the report is measured ends the 
     setenv("COAT_SHARE_GPU", "1", 1);
     RunFolder folder;
     const Ended ended = run_with_action(
-        folder, "--device gpu --data text --model llama-30m --batch 8 --seq 256 --steps 0 --out '' --ranks 2",
+        folder,
+        "--device gpu --data text --model llama-30m --batch 8 --seq 256 --eval-tokens 2048 --steps 0 "
+        "--out '' --ranks 2",
         "validation | step 0", "kill -KILL $others");
     unsetenv("COAT_SHARE_GPU");
     check_one_sentence(ended, "Rank 1 has ended unexpectedly");

@@ -261,6 +261,20 @@ TEST_CASE("ranks: one that fails while rank 0 reads nothing prints its sentence 
     CHECK(contains(played.error, "train: The GPU is gone.\n"));
 }
 
+TEST_CASE("ranks: one that dies or fails while another reads nothing ends that one after some seconds") {
+    for (How how : {BY_RANK_0, ONE_BY_ONE})
+        for (const bool fails : {false, true}) {
+            ProcessGroup::grace = 0.5;
+            Played(how, [=](ProcessGroup& ranks) {
+                ranks.all_gather(1);
+                if (ranks.rank() == 2 && fails) throw Error("The GPU is gone.");
+                if (ranks.rank() == 2) raise(SIGKILL);
+                sleep_ms(20000);  // as within a call of the driver that never returns
+            }).check({1, 1, fails ? 1 : 137}, fails ? "Rank 2: The GPU is gone." : "Rank 2 has ended", 4);
+            ProcessGroup::grace = 10;
+        }
+}
+
 TEST_CASE("ranks: a signal ends the run while a rank hangs and the processes that rank 0 has started") {
     const Played played(BY_RANK_0, [](ProcessGroup& ranks) {
         ProcessGroup::patience = 1;
