@@ -350,7 +350,7 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for the thread's 8 rows of x, a producer (part 5), in turn, with the loads of
-// several rows in flight (what that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call
+// several rows in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). All lanes call
 // it: a place outside the tensor has live = false and reads the last row or chunk again, so that no load has
 // a condition.
 template <class Producer, class Use>
@@ -402,7 +402,7 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
     out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). A word holds four
+// The codes of a tile in shared memory, by columns (why: rungs 2, 6 and 7 of the ladder). A word holds four
 // rows of a column. A column has 32 words, as many as there are banks, so that word b of any column lies in
 // bank b. The drawing in coat.cu, part 3, shows which word is where, and why no two lanes meet in a bank.
 struct TransposeTile {

@@ -1,270 +1,679 @@
-// adamw.cu - a ladder of four kernels: one AdamW step whose moments are E4M3 with dynamic range expansion
-// (paper section 4) in groups of 128. Weights are BF16 with the 16-bit remainder of their FP32 master. Kernel
-// 4 is the one that trains.
+// adamw.cu - a ladder: one AdamW step whose moments are E4M3 codes with dynamic range expansion (paper
+// section 4), from the equations as they read to the kernel that trains (adamw.cu). Each rung makes one
+// change to the rung before it. Its text says what changes and why, what limits it, and a prediction. Cover
+// the measured times with a hand, predict, and then look.
 //
-//   make build/ladder_adamw && build/ladder_adamw
+//   make build/ladder_adamw && build/ladder_adamw       all rungs: each is compared with the CPU reference
+//   build/ladder_adamw 5                                rung 5 alone, for instance under a profiler
 //
-// 1  As the paper reads: one block per group, one thread per element, powf to expand and to contract, maximum
-//    and minimum through shared memory. It is bound by powf (hundreds of instructions, four times per
-//    element), by barriers, and by accesses of one or two bytes.
-// 2  One warp per group, four elements per lane: accesses of 4 and 8 bytes, and no barriers. Maximum and
-//    minimum take one instruction each (redux) on the bits of the magnitudes, which are ordered like the
-//    values.
-// 3  x^y = 2^(y log2 x) on the special function unit (ex2.approx, lg2.approx). Its error is a few parts in
-//    10^7, while a code has 4 significant bits.
-// 4  log2(|code| / FMAX) comes from a table of 128 entries. The group's scales are computed once: one
-//    moment's by the even lanes, the other's by the odd lanes. There is no division. The next group is loaded
-//    while this one is computed, and the grid fills the GPU exactly once. No branch per element, and eight
-//    elements per lane with half a warp per group.
+// H200, 2^28 parameters. The program prints this table:
 //
-// H200, 2^28 parameters; copy bandwidth 4.29 TB/s:   kernel                   1      2      3      4
-//                                                    ms                    7.78   5.14   2.33   1.06
-//                                                    % of copy bandwidth    11%    17%    38%    84%
+//   rung                                                           us  % of copy  speed-up  codes
+//    1  a block for a group, a thread for an element, powf           -          -         -  -
+//    2  a warp for a group, four elements a lane                     -          -         -  -
+//    3  powers on the special function unit                          -          -         -  -
+//    4  reciprocals in place of divisions, no branches               -          -         -  -
+//    5  half a warp for a group, eight elements a lane               -          -         -  -
+//    6  logarithms of codes from a table                             -          -         -  -
+//    7  loads of the next group while this one is computed           -          -         -  -
+//    8  eight groups a warp: scales fill whole sectors               -          -         -  -
+//    9  adamw.cu, which trains                                       -          -         -  -
 //
-// How kernel 4 was found, a billion parameters, microseconds and % of copy bandwidth:
-//   one warp per group, 4 elements per lane                                          5791, 57%
-//   half a warp per group, 8 elements per lane, 16 warps per multiprocessor          4662, 71%
-//   a warp takes 8 consecutive groups, whose scales fill whole sectors of memory     3879, 86%
-//   the same, and groups of zeros take the fast path through a special case          4295, 78%
-//   the same without the special case: they use the reciprocal of another value      3878, 86%
-// The scales showed the way: loads and stores without arithmetic reached 66%, and 89% without the scales.
-// Groups of zeros matter because most rows of an embedding belong to tokens that do not occur. The special
-// case did not add work: it changed the allocation of registers, so that the loop waited for a load too
-// early.
+// In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code, and
+// in how many groups k differs by 1/256, because a power differs in its last bits. More than that is called
+// WRONG.
 //
-// What the code that trains pays to read like the paper, in the same units:
-//   the scales of m and v found together, by even and odd lanes; careful path inlined      4011, 83%
-//   first those of m, then those of v, as equation 4 reads; careful path inlined           4134, 81%
-//   the same, and the careful path is a function that is called, which it almost never is  4870, 68%
+// What is stored: for each parameter a BF16 weight (2 bytes), what it lacks of its FP32 master (2), a BF16
+// gradient (2), a code of m and one of v (1 each); for each group of 128 parameters max and k of m and of v
+// (4 each). All but the gradient is read and written: 14.25 bytes a parameter.
 //
-// Codes are compared with the CPU reference. A power that differs in its last bits may move a code to its
-// neighbour, and k, which is rounded to a multiple of 1/256, by 1/256. Minimum traffic: 14.25 bytes per
-// parameter (weight, remainder and moments in and out, gradient in, (max, k) in and out).
+// What limits a rung. Three clocks run at the same time, and the slowest decides. An H200 has 132
+// multiprocessors at about 1.8 GHz, so for 2^28 parameters
+//
+//   memory               14.25 bytes a parameter at about 4.27 TB/s, the rate of a copy           900 us
+//   instructions         a multiprocessor issues 4 a clock, each for 32 lanes:       8.8 us for each that
+//                        every parameter takes. Within 900 us there is room for 102
+//   special functions    16 lanes a clock (logarithm, exponential, reciprocal, root):  71 us for each that
+//                        every parameter takes. Within 900 us there is room for 12
+//
+// How many instructions a rung has was counted in its machine code (cuobjdump -sass build/ladder_adamw, made
+// by nvcc 12.9), along the path that nearly every element takes.
 #include "ladder.h"
 
 using namespace ladder;
+using gpu::fast_exp2, gpu::fast_log2, gpu::fast_log2_of_normal, gpu::fast_reciprocal, gpu::fast_sqrt;
 
 namespace {
 
-constexpr int64_t G = MOMENT_GROUP;
-constexpr float FMAX = 448.0f, RANGE = 17.807355f;  // of E4M3, and log2(FMAX / FMIN)
-const AdamW SETTINGS{10, 1e-2f};                    // step, learning rate
+constexpr int GROUP = MOMENT_GROUP;  // 128
+constexpr float FMAX = 448.0f;
+constexpr float LOG2_FMAX = 8.807355f;
+constexpr float LOG2_RANGE = 17.807355f;  // log2(FMAX / FMIN): 448 / 2^-9
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+constexpr unsigned THREADS = 256;  // of a block, from rung 2 on
 
-struct Moment {
-    uint8_t* codes;
-    float *max, *k;  // one each per group
+struct Scale {  // of one moment of a group
+    float max, k;
 };
+struct Moment {
+    uint8_t* codes;  // (n)
+    float* max;      // (n / 128)
+    float* k;        // (n / 128)
+    __device__ Scale scale(int64_t group) const { return {max[group], k[group]}; }
+    __device__ void set_scale(int64_t group, const Scale& s) const {
+        max[group] = s.max;
+        k[group] = s.k;
+    }
+};
+// What a kernel is given. n is a multiple of 128.
 struct State {
     int64_t n;
-    uint16_t* weight;
-    int16_t* remainder;
-    const bf16* gradient;
+    uint16_t* weight;      // (n) BF16
+    int16_t* remainder;    // (n) what the weight lacks of its FP32 master
+    const bf16* gradient;  // (n)
     Moment m, v;
+};
+// The constants of a step: beta1, one_minus_beta1, beta2, one_minus_beta2, bias1 (1 - beta1^t), bias2_root
+// (the root of 1 - beta2^t), lr, eps and decay. The two here are for rung 4.
+struct Constants : reference::AdamWFactors {
+    float root_factor, scaled_eps;
 };
 
 __device__ float decode(uint8_t code) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 __device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+__device__ float master_of(uint16_t weight, int16_t remainder) {
+    const uint32_t upper = static_cast<uint32_t>(weight) << 16;
+    return __uint_as_float(upper + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+__device__ uint16_t weight_of(float master) {
+    return static_cast<uint16_t>((__float_as_uint(master) + 0x8000u) >> 16);
+}
+__device__ int16_t remainder_of(float master) {
+    return static_cast<int16_t>(__float_as_uint(master) & 0xFFFFu);
+}
 
-struct Exact {
+// ===========================================================================================================
+// Rung 1: a block for a group, a thread for an element, powf
+//
+// The equations, one after the other. A block of 128 threads has a group, and each thread an element of it.
+// Maximum and minimum go through shared memory: in each of seven rounds half of the threads combine two
+// numbers.
+//
+// Memory: a thread loads its code, one byte. A load is one instruction for the 32 lanes of a warp, and memory
+// answers in sectors of 32 bytes:
+//
+//   codes of m     byte   0    1    2    ...  31  |  32   33   ...
+//   warp 0, lane          0    1    2    ...  31  |               one load: 32 bytes, one sector
+//
+// A load could bring 16 bytes to each lane, 16 sectors. Here 17 instructions of a warp access memory (9 loads
+// and stores of elements, 8 of scales) for only 32 elements.
+//
+// Limit: instructions, about 940 for an element. powf is correct to the last bits for any arguments, which
+// takes more than a hundred, four times; the four reductions take 340, most of them waiting at barriers.
+//
+// Prediction: 940 x 8.8 us = 8,300 us.
+struct Powf {
     static __device__ float power(float x, float y) { return powf(x, y); }
 };
-struct Fast {
-    static __device__ float power(float x, float y) {
-        float log, result;
-        asm("lg2.approx.f32 %0, %1;" : "=f"(log) : "f"(x));
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y * log));
-        return result;
+template <class Power> struct AsWritten {
+    // Contract: sign max (|y| / FMAX)^(1/k).
+    static __device__ float contract_one(const Scale& s, uint8_t code) {
+        const float y = decode(code);
+        if (y == 0) return 0.0f;
+        return copysignf(s.max * Power::power(fabsf(y) / FMAX, 1 / s.k), y);
+    }
+    // Expand: sign FMAX (|x| / max)^k.
+    static __device__ uint8_t expand_one(const Scale& s, float x) {
+        if (x == 0) return 0;
+        return encode(copysignf(FMAX * Power::power(fabsf(x) / s.max, s.k), x));
+    }
+    // Equation 4, rounded to a multiple of 1/256 from 1/16 to 64.
+    static __device__ Scale scale(float max, float min_nonzero) {
+        if (max == 0) return {max, 1.0f};
+        const float log_ratio = log2f(max) - log2f(min_nonzero);
+        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};
+        return {max, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
+    }
+    static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
+        m = c.beta1 * m + c.one_minus_beta1 * g;
+        v = c.beta2 * v + c.one_minus_beta2 * (g * g);
+        w -= c.lr * (m / c.bias1 / (sqrtf(v) / c.bias2_root + c.eps) + c.decay * w);
+    }
+    // The same for the N elements of a lane: from rung 2 on.
+    template <int N>
+    __device__ void contract(const Scale& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+        for (int j = 0; j < N; j++) x[j] = contract_one(s, codes[j]);
+    }
+    template <int N> __device__ Piece<uint8_t, N> expand(const Scale& s, const float (&x)[N]) const {
+        Piece<uint8_t, N> codes;
+        for (int j = 0; j < N; j++) codes[j] = expand_one(s, x[j]);
+        return codes;
     }
 };
 
-template <class Math>
-__device__ float contract(uint8_t code, float max, float k) {  // sign max (|code| / FMAX)^(1/k)
-    const float x = decode(code);
-    return x == 0 ? 0.0f : copysignf(max * Math::power(fabsf(x) / FMAX, 1 / k), x);
-}
-template <class Math>
-__device__ uint8_t expand(float x, float max, float k) {  // sign encode(FMAX (|x| / max)^k)
-    return x == 0 ? 0 : encode(copysignf(FMAX * Math::power(fabsf(x) / max, k), x));
-}
-__device__ float expansion_factor(float max, float min_nonzero) {  // (paper eq. 4)
-    const float ratio = log2f(max) - log2f(min_nonzero);
-    if (max == 0) return 1.0f;
-    return ratio * 64.0f > RANGE ? fmaxf(rintf(256.0f * RANGE / ratio) / 256.0f, 1 / 16.0f) : 64.0f;
-}
-
-__device__ void update(const reference::AdamWFactors& f, float g, float& m, float& v, uint16_t& weight,
-                       int16_t& remainder) {
-    m = f.beta1 * m + f.one_minus_beta1 * g;
-    v = f.beta2 * v + f.one_minus_beta2 * (g * g);
-    float w =
-        __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
-    w -= f.lr * (m / f.bias1 / (sqrtf(v) / f.bias2_root + f.eps) + f.decay * w);
-    const uint32_t bits = __float_as_uint(w);
-    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    remainder = static_cast<int16_t>(bits & 0xFFFFu);
-}
-
-// --- 1: one block per group --------------------------------------------------------------------------------
-
-__device__ float block_extreme(float x, bool largest) {  // of 128 threads
-    __shared__ float all[G];
+// The largest, or the smallest, of a number from each of the block's 128 threads.
+__device__ float extreme_of_block(float x, bool largest) {
+    __shared__ float all[GROUP];
     all[threadIdx.x] = x;
     __syncthreads();
-    for (int half = G / 2; half > 0; half /= 2) {
+    for (int half = GROUP / 2; half > 0; half /= 2) {
         if (threadIdx.x < half) {
-            const float other = all[threadIdx.x + half];
-            all[threadIdx.x] = largest ? fmaxf(all[threadIdx.x], other) : fminf(all[threadIdx.x], other);
+            const float a = all[threadIdx.x];
+            const float b = all[threadIdx.x + half];
+            all[threadIdx.x] = largest ? fmaxf(a, b) : fminf(a, b);
         }
         __syncthreads();
     }
     const float result = all[0];
-    __syncthreads();
+    __syncthreads();  // nobody overwrites it before all have read it
     return result;
 }
-__device__ void store1(const Moment& moment, int64_t i, int64_t group, float x) {
-    const float max = block_extreme(fabsf(x), true), min = block_extreme(x == 0 ? INFINITY : fabsf(x), false),
-                k = expansion_factor(max, min);
-    moment.codes[i] = expand<Exact>(x, max, k);
-    if (threadIdx.x == 0) moment.max[group] = max, moment.k[group] = k;
+__device__ void store_moment(const Moment& moment, int64_t i, int64_t group, float x) {
+    const float max = extreme_of_block(fabsf(x), true);
+    const float min_nonzero = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
+    const Scale s = AsWritten<Powf>::scale(max, min_nonzero);
+    moment.codes[i] = AsWritten<Powf>::expand_one(s, x);
+    if (threadIdx.x == 0) moment.set_scale(group, s);
 }
-__global__ void kernel1(State s, reference::AdamWFactors f) {
-    const int64_t group = blockIdx.x, i = group * G + threadIdx.x;
-    float m = contract<Exact>(s.m.codes[i], s.m.max[group], s.m.k[group]),
-          v = contract<Exact>(s.v.codes[i], s.v.max[group], s.v.k[group]);
-    __syncthreads();  // all threads have read max and k
-    update(f, __bfloat162float(s.gradient[i]), m, v, s.weight[i], s.remainder[i]);
-    store1(s.m, i, group, m);
-    store1(s.v, i, group, v);
+__global__ void rung1(State s, Constants c) {
+    const int64_t group = blockIdx.x;
+    const int64_t i = group * GROUP + threadIdx.x;
+    float m = AsWritten<Powf>::contract_one(s.m.scale(group), s.m.codes[i]);
+    float v = AsWritten<Powf>::contract_one(s.v.scale(group), s.v.codes[i]);
+    float w = master_of(s.weight[i], s.remainder[i]);
+    __syncthreads();  // all threads have read the scales, which thread 0 will overwrite
+    AsWritten<Powf>::update(c, __bfloat162float(s.gradient[i]), m, v, w);
+    s.weight[i] = weight_of(w);
+    s.remainder[i] = remainder_of(w);
+    store_moment(s.m, i, group, m);
+    store_moment(s.v, i, group, v);
 }
 
-// --- 2 and 3: one warp per group, four elements per lane ---------------------------------------------------
+// ===========================================================================================================
+// Rung 2: a warp for a group, four elements a lane
+//
+// What changes: who owns what. A lane has four elements, which it loads with one instruction. A group lies in
+// one warp, so maximum and minimum need neither shared memory nor barriers: lanes exchange registers
+// (shuffles), first with their neighbour, then with the lane 2, 4, 8 and 16 away.
+//
+//   codes of m     byte   0 - 3   4 - 7   8 - 11   ...  124 - 127     one load: 128 bytes, four sectors
+//   lane                    0       1       2      ...     31
+//   weights        byte   0 - 7   8 - 15  16 - 23  ...  248 - 255     one load: 256 bytes, eight sectors
+//
+// The same 17 accesses are now for 128 elements. Magnitudes are compared as bits, which as integers have the
+// same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves it out.
+//
+// The kernel below is also that of rungs 3 to 6: they change `Arithmetic`, or N.
+//
+// Limit: still instructions, about 600 for an element, nearly all of them of powf and of divisions.
+//
+// Prediction: 5,300 us.
+template <int N> struct Elements {  // of one lane, as they are stored
+    Piece<uint16_t, N> weight;
+    Piece<int16_t, N> remainder;
+    Piece<bf16, N> gradient;
+    Piece<uint8_t, N> m, v;  // codes
 
-template <class Math>
-__device__ void store3(const Moment& moment, int64_t i, int64_t group, const float (&x)[4]) {
-    uint32_t top = 0, low = 0xFFFFFFFFu;
+    static __device__ Elements load(const State& s, int64_t i) {
+        return {Piece<uint16_t, N>::load(s.weight + i), Piece<int16_t, N>::load(s.remainder + i),
+                Piece<bf16, N>::load(s.gradient + i), Piece<uint8_t, N>::load(s.m.codes + i),
+                Piece<uint8_t, N>::load(s.v.codes + i)};
+    }
+    __device__ void store(const State& s, int64_t i) const {
+        weight.store(s.weight + i);
+        remainder.store(s.remainder + i);
+        m.store(s.m.codes + i);
+        v.store(s.v.codes + i);
+    }
+};
+struct Scales {  // of a group
+    Scale m, v;
+};
+
+// The scale of a group whose elements LANES neighbouring lanes have, N each: all of them get it.
+template <class Arithmetic, int LANES, int N> __device__ Scale scale_of_group(const float (&x)[N]) {
+    uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
-        top = max(top, bits), low = min(low, bits - 1);  // zero becomes the largest, so it is not the minimum
+        top = max(top, bits);
+        low_minus_1 = min(low_minus_1, bits - 1);
     }
-    const float max = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),
-                min = __uint_as_float(__reduce_min_sync(0xFFFFFFFFu, low) + 1);
-    const float k = expansion_factor(max, min);
-    uchar4 codes{expand<Math>(x[0], max, k), expand<Math>(x[1], max, k), expand<Math>(x[2], max, k),
-                 expand<Math>(x[3], max, k)};
-    *reinterpret_cast<uchar4*>(moment.codes + i) = codes;
-    if (threadIdx.x % 32 == 0) moment.max[group] = max, moment.k[group] = k;
-}
-template <class Math> __device__ void load3(const Moment& moment, int64_t i, int64_t group, float (&x)[4]) {
-    const uchar4 codes = *reinterpret_cast<const uchar4*>(moment.codes + i);
-    const float max = moment.max[group], k = moment.k[group];
-    x[0] = contract<Math>(codes.x, max, k), x[1] = contract<Math>(codes.y, max, k);
-    x[2] = contract<Math>(codes.z, max, k), x[3] = contract<Math>(codes.w, max, k);
-}
-template <class Math> __global__ void kernel3(State s, reference::AdamWFactors f) {
-    const int64_t group = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32,
-                  i = group * G + threadIdx.x % 32 * 4;
-    if (i >= s.n) return;
-    uint2 weights = *reinterpret_cast<const uint2*>(s.weight + i),
-          remainders = *reinterpret_cast<const uint2*>(s.remainder + i);
-    const uint2 gradients = *reinterpret_cast<const uint2*>(s.gradient + i);
-    float m[4], v[4];
-    load3<Math>(s.m, i, group, m);
-    load3<Math>(s.v, i, group, v);
-    for (int j = 0; j < 4; j++)
-        update(f, __bfloat162float(reinterpret_cast<const bf16*>(&gradients)[j]), m[j], v[j],
-               reinterpret_cast<uint16_t*>(&weights)[j], reinterpret_cast<int16_t*>(&remainders)[j]);
-    *reinterpret_cast<uint2*>(s.weight + i) = weights;
-    *reinterpret_cast<uint2*>(s.remainder + i) = remainders;
-    store3<Math>(s.m, i, group, m);
-    store3<Math>(s.v, i, group, v);
+    for (int lanes = 1; lanes < LANES; lanes *= 2) {
+        top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
+        low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
+    }
+    return Arithmetic::scale(__uint_as_float(top), __uint_as_float(low_minus_1 + 1));
 }
 
-// --- The ladder --------------------------------------------------------------------------------------------
+// The step for the N elements that this lane has of a group: they are updated in place, and the group's new
+// scales are returned. All lanes of the warp call it.
+template <class Arithmetic, int N>
+__device__ Scales update_elements(const Arithmetic& arithmetic, const Constants& c, const Scales& old,
+                                  Elements<N>& e) {
+    float m[N], v[N];
+    arithmetic.contract(old.m, e.m, m);
+    arithmetic.contract(old.v, e.v, v);
+    for (int j = 0; j < N; j++) {
+        float w = master_of(e.weight[j], e.remainder[j]);
+        Arithmetic::update(c, __bfloat162float(e.gradient[j]), m[j], v[j], w);
+        e.weight[j] = weight_of(w);
+        e.remainder[j] = remainder_of(w);
+    }
+    constexpr int LANES = GROUP / N;
+    const Scales now{scale_of_group<Arithmetic, LANES>(m), scale_of_group<Arithmetic, LANES>(v)};
+    e.m = arithmetic.expand(now.m, m);
+    e.v = arithmetic.expand(now.v, v);
+    return now;
+}
+
+// Rungs 2 to 6: the threads of the grid have N elements each, in order.
+template <class Arithmetic, int N> __global__ void rungs2_to_6(State s, Constants c) {
+    const Arithmetic arithmetic;
+    const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
+    if (i >= s.n) return;  // with all the lanes of its group
+    const int64_t group = i / GROUP;
+    const Scales old{s.m.scale(group), s.v.scale(group)};
+    Elements<N> e = Elements<N>::load(s, i);
+    const Scales now = update_elements(arithmetic, c, old, e);
+    e.store(s, i);
+    if (i % GROUP != 0) return;  // the group's first lane stores the scales
+    s.m.set_scale(group, now.m);
+    s.v.set_scale(group, now.v);
+}
+
+// ===========================================================================================================
+// Rung 3: powers on the special function unit
+//
+// What changes: x^y = 2^(y log2 x), with one instruction for the logarithm (lg2.approx) and one for the
+// exponential (ex2.approx), in place of powf. Their relative error is about 2^-22. A code has four
+// significant bits, so it notices only if a value lies on the edge between two codes: see the last column of
+// the table.
+//
+// Limit: instructions, about 260 for an element. 15 special functions take 1,060 us.
+//
+// Prediction: 2,300 us.
+struct SpecialFunctions {
+    static __device__ float power(float x, float y) { return fast_exp2(y * fast_log2(x)); }
+};
+
+// ===========================================================================================================
+// Rung 4: reciprocals in place of divisions, no branches
+//
+// What changes: the arithmetic around the powers. A division in FP32 is a reciprocal, some multiplications
+// that correct it, and a branch for what is not normal: ten instructions. Rung 3 has five for each element.
+//   - 1 / max and 1 / k are computed once for the lane's elements of a group, and then they are multiplied;
+//   - AdamW needs one reciprocal: m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps);
+//     root_factor = c1 / sqrt(c2) and scaled_eps = c1 eps come from the host;
+//   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0.
+//
+// Limit: all three at once. 100 instructions take 880 us, 12.5 special functions 890 us, and memory 900 us.
+// They overlap, but never fully: where all lanes of a multiprocessor wait for memory nothing is computed.
+//
+// Prediction: between 1,100 and 1,500 us.
+struct Reciprocals {
+    static __device__ Scale scale(float max, float min_nonzero) {
+        const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
+        const float k = rintf(256.0f * LOG2_RANGE * fast_reciprocal(log_ratio)) * (1 / 256.0f);
+        const float within_limits = fminf(fmaxf(k, 1 / 16.0f), 64.0f);
+        return {max, max == 0 ? 1.0f : within_limits};
+    }
+    static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
+        m = c.beta1 * m + c.one_minus_beta1 * g;
+        v = c.beta2 * v + c.one_minus_beta2 * (g * g);
+        const float step = m * fast_reciprocal(fast_sqrt(v) * c.root_factor + c.scaled_eps);
+        w -= c.lr * (step + c.decay * w);
+    }
+    template <int N>
+    __device__ void contract(const Scale& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+        const float inverse_k = fast_reciprocal(s.k);
+        for (int j = 0; j < N; j++) {
+            const float y = decode(codes[j]);
+            const float log_y = fast_log2_of_normal(fabsf(y)) - LOG2_FMAX;
+            x[j] = copysignf(s.max * fast_exp2(log_y * inverse_k), y);
+        }
+    }
+    template <int N> __device__ Piece<uint8_t, N> expand(const Scale& s, const float (&x)[N]) const {
+        const float inverse_max = fast_reciprocal(fmaxf(s.max, 0x1p-100f));
+        Piece<uint8_t, N> codes;
+        for (int j = 0; j < N; j++) {
+            const float log_x = fast_log2_of_normal(fabsf(x[j]) * inverse_max);
+            codes[j] = encode(copysignf(fast_exp2(s.k * log_x + LOG2_FMAX), x[j]));
+        }
+        return codes;
+    }
+};
+
+// ===========================================================================================================
+// Rung 5: half a warp for a group, eight elements a lane
+//
+// What changes: N is 8. There is no other code: rungs2_to_6<Reciprocals, 8>.
+//
+//   lane              0        1       ...   15           16       17     ...   31
+//   element of        0 - 7    8 - 15        120 - 127    0 - 7    8 - 15       120 - 127
+//                     group 0                             group 1
+//   codes             8 bytes a lane, 256 bytes a load
+//   weights           16 bytes a lane, 512 bytes a load: there is no wider one
+//
+// What a lane does once for its elements is shared by eight in place of four: addresses, the two expansion
+// factors with their logarithms, 1 / max, 1 / k. A reduction has four shuffles in place of five.
+//
+// Limit: 78 instructions take 690 us, 11.25 special functions 800 us, and memory 900 us. But a thread has 56
+// registers in place of 40, so that a multiprocessor has room for 4 blocks of 256 threads, not for 6.
+//
+// Prediction: 15% faster than rung 4.
+
+// ===========================================================================================================
+// Rung 6: logarithms of codes from a table
+//
+// What changes: a code has 128 magnitudes only. log2(|y| / FMAX) of each comes from a table in shared memory,
+// which a block fills when it starts. It replaces the conversion of a code and its logarithm.
+//
+//   bank        0         1         2        ...   31          shared memory answers 32 banks a clock
+//   table       code 0    code 1    code 2   ...   code 31
+//               code 32   code 33   ...            code 63
+//               code 64   ...
+//               code 96   ...                      code 127
+//
+// Lanes that read the same code share the answer. Lanes with different codes in one bank wait for each other:
+// of 32 random codes, three or four meet somewhere, so a look-up takes 3 to 4 clocks. But this unit was idle,
+// and the one for special functions was not.
+//
+// Limit: 9.25 special functions take 660 us, 82 instructions 720 us (the table's own are among them), two
+// look-ups about 240 us, and memory 900 us. A block has only 16 groups, and first of all it waits for its
+// table.
+//
+// Prediction: about as fast as rung 5. What is computed no longer limits it; what does?
+struct Table : Reciprocals {
+    const float* logarithms;  // of the codes 0 to 127
+
+    __device__ Table() {
+        __shared__ float table[128];
+        for (unsigned code = threadIdx.x; code < 128; code += blockDim.x)
+            table[code] = log2f(decode(static_cast<uint8_t>(code))) - LOG2_FMAX;
+        __syncthreads();
+        logarithms = table;
+    }
+    template <int N>
+    __device__ void contract(const Scale& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+        const float inverse_k = fast_reciprocal(s.k);
+        for (int j = 0; j < N; j++) {
+            const float magnitude = s.max * fast_exp2(logarithms[codes[j] % 128] * inverse_k);
+            const float sign = __uint_as_float(static_cast<uint32_t>(codes[j]) << 24);
+            x[j] = copysignf(magnitude, sign);
+        }
+    }
+};
+
+// ===========================================================================================================
+// Rung 7: loads of the next group while this one is computed
+//
+// What changes: a warp takes one pair of groups after another, as many blocks are launched as run at once,
+// and the loads of the next pair are issued before the current one is computed.
+//
+//   rung 6   load 0 ...wait... compute 0, store 0           (a new warp) load 1 ...wait... compute 1
+//   rung 7   load 0 ...wait... load 1, compute 0, store 0   load 2, compute 1, store 1   load 3, ...
+//
+// A load takes about 0.8 us, and 4.27 TB/s x 0.8 us = 3.4 MB must be on their way at any moment, or memory is
+// idle in between. Rung 6 has that while its warps start, and little while they compute. Here each of 67,584
+// threads (132 x 512) always has 64 bytes under way: 4.3 MB. The price is registers, 96 a thread, so that
+// only two blocks fit. The table is filled once for hundreds of groups.
+//
+// Limit: memory. Prediction: 1,000 to 1,050 us.
+constexpr int CHUNK = 8;         // elements of a lane
+constexpr unsigned ON_EACH = 2;  // blocks that a multiprocessor has at once
+
+__global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) {
+    const Table arithmetic;
+    const int64_t groups = s.n / GROUP;
+    const int half = threadIdx.x % 32 / 16;
+    const int lane_of_group = threadIdx.x % 16;
+    const int64_t halves = static_cast<int64_t>(gridDim.x) * THREADS / 16;  // of warps, in the grid
+    // Behind the last group a half reads that one again, and stores nothing.
+    auto inside = [&](int64_t group) { return min(group, groups - 1); };
+    auto load = [&](int64_t group) {
+        return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
+    };
+    auto load_scales = [&](int64_t group) -> Scales {
+        return {s.m.scale(inside(group)), s.v.scale(inside(group))};
+    };
+
+    int64_t group = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
+    Elements<CHUNK> next = load(group);
+    Scales next_scales = load_scales(group);
+    for (; group - half < groups; group += halves) {  // both halves of a warp, or none
+        Elements<CHUNK> e = next;
+        const Scales old = next_scales;
+        next = load(group + halves);
+        next_scales = load_scales(group + halves);
+        const Scales now = update_elements(arithmetic, c, old, e);
+        if (group >= groups) continue;
+        e.store(s, group * GROUP + lane_of_group * CHUNK);
+        if (lane_of_group != 0) continue;
+        s.m.set_scale(group, now.m);
+        s.v.set_scale(group, now.v);
+    }
+}
+
+// ===========================================================================================================
+// Rung 8: eight groups a warp, whose scales fill whole sectors
+//
+// What changes: who loads and stores the scales. In rung 7 half of the 17 accesses of a warp are for scales,
+// which are 1% of the bytes: two groups' max of m are 8 bytes of a sector of 32.
+//
+//   m.max, rung 7    | group 0, 1 | group 2, 3 | group 4, 5 | group 6, 7 |     one sector, four warps
+//   m.max, rung 8    | groups 0 to 7                                     |     one sector, one warp
+//
+// A warp takes a window of eight consecutive groups, in four steps of two. Their 32 scales are one for each
+// lane, which loads its own with one instruction for the warp, passes it on by a shuffle when its group is at
+// work, and keeps the new one until the window is done:
+//
+//   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
+//   scale       m.max  m.k    v.max  v.k    the same four of each of these groups:
+//   group       0      0      0      0      2       4       6         1        3        5        7
+//   step        0      0      0      0      1       2       3         0        1        2        3
+//
+// So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
+//
+// Limit: memory. Prediction: faster than rung 7 by a tenth. adamw.cu has this kernel, and what training needs
+// beside: several parameters in one launch, groups that are extremely wide or small, other formats, the amax
+// of the new weights. The row below this one in the table shows what that costs.
+constexpr int STEPS = 4;
+constexpr int WINDOW = 2 * STEPS;  // groups
+
+// The scale of a window that this lane keeps.
+struct ScaleOfLane {
+    bool is_of_v, is_k;
+    int step, group;   // of the window
+    float* in_memory;  // (groups)
+
+    explicit __device__ ScaleOfLane(const State& s) {
+        const int lane = threadIdx.x % 32;
+        is_of_v = lane % 4 >= 2;
+        is_k = lane % 2 == 1;
+        step = lane % 16 / 4;
+        group = 2 * step + lane / 16;
+        const Moment moment = is_of_v ? s.v : s.m;
+        in_memory = is_k ? moment.k : moment.max;
+    }
+    __device__ float among(const Scales& scales) const {
+        const Scale scale = is_of_v ? scales.v : scales.m;
+        return is_k ? scale.k : scale.max;
+    }
+};
+
+// The scales of the group that this half of the warp updates in a step, from the lanes that keep them.
+__device__ Scales scales_of_step(float kept, int step) {
+    auto from_lane = [&](int lane) { return __shfl_sync(ALL_LANES, kept, step * 4 + lane, 16); };
+    const Scale m{from_lane(0), from_lane(1)};
+    const Scale v{from_lane(2), from_lane(3)};
+    return {m, v};
+}
+
+__global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) {
+    const Table arithmetic;
+    const ScaleOfLane mine(s);
+    const int64_t groups = s.n / GROUP;
+    const int half = threadIdx.x % 32 / 16;
+    const int lane_of_group = threadIdx.x % 16;
+    const int64_t groups_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * WINDOW;
+    auto inside = [&](int64_t group) { return min(group, groups - 1); };
+    auto load = [&](int64_t group) {
+        return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
+    };
+
+    int64_t window = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * WINDOW;  // first group
+    Elements<CHUNK> next = load(window + half);
+    float next_kept = mine.in_memory[inside(window + mine.group)];
+    for (; window < groups; window += groups_of_grid) {
+        const int64_t next_window = window + groups_of_grid;
+        const float old_kept = next_kept;
+        float new_kept = 0;
+        next_kept = mine.in_memory[inside(next_window + mine.group)];
+#pragma unroll 1
+        for (int step = 0; step < STEPS && window + 2 * step < groups; step++) {
+            const int64_t group = window + 2 * step + half;
+            Elements<CHUNK> e = next;
+            next = load(step + 1 < STEPS ? group + 2 : next_window + half);
+            const Scales now = update_elements(arithmetic, c, scales_of_step(old_kept, step), e);
+            if (step == mine.step) new_kept = mine.among(now);
+            if (group < groups) e.store(s, group * GROUP + lane_of_group * CHUNK);
+        }
+        if (window + mine.group < groups) mine.in_memory[window + mine.group] = new_kept;
+    }
+}
+
+// ===========================================================================================================
+// Your rung
+//
+// Cover rungs 4 to 8, and write a kernel that does the step at 60% of the copy bandwidth or more; then one at
+// 80%. Begin with a copy of rung 2's kernel with `SpecialFunctions`, and launch it in launch_my_kernel(). You
+// may call every function above. s.n is a multiple of 128, but not of more than that.
+//
+//   make build/ladder_adamw && build/ladder_adamw 3 10
+//
+// compares it with the reference and measures it beside rung 3. Hints stand at the end of this file.
+[[maybe_unused]] __global__ void my_kernel([[maybe_unused]] State s, [[maybe_unused]] Constants c) {}
+
+void launch_my_kernel([[maybe_unused]] const State& s, [[maybe_unused]] const Constants& c) {
+    // my_kernel<<<blocks, threads>>>(s, c);
+}
+
+// ===========================================================================================================
+// The program: data, the comparison with the CPU reference, and the table
+
+constexpr AdamW SETTINGS{10, 1e-2f};  // step, learning rate
+constexpr int FROM_TRAINING = 8, MINE = 9;
+const std::vector<const char*> RUNGS = {"a block for a group, a thread for an element, powf",
+                                        "a warp for a group, four elements a lane",
+                                        "powers on the special function unit",
+                                        "reciprocals in place of divisions, no branches",
+                                        "half a warp for a group, eight elements a lane",
+                                        "logarithms of codes from a table",
+                                        "loads of the next group while this one is computed",
+                                        "eight groups a warp: scales fill whole sectors",
+                                        "adamw.cu, which trains",
+                                        "my_kernel"};
+
+unsigned blocks_with(int64_t n, int64_t elements_of_block) {
+    return static_cast<unsigned>(ceil_div(n, elements_of_block));
+}
+
+Constants constants() {
+    Constants c{reference::adamw_factors(SETTINGS, true, 0), 0, 0};
+    c.root_factor = c.bias1 / c.bias2_root;
+    c.scaled_eps = c.bias1 * c.eps;
+    return c;
+}
+
+void launch(int rung, const State& s) {
+    const Constants c = constants();
+    const unsigned fours = blocks_with(s.n, 4 * THREADS), eights = blocks_with(s.n, 8 * THREADS);
+    const unsigned at_once = static_cast<unsigned>(gpu::multiprocessors()) * ON_EACH;
+    switch (rung) {
+        case 0: rung1<<<blocks_with(s.n, GROUP), GROUP>>>(s, c); break;
+        case 1: rungs2_to_6<AsWritten<Powf>, 4><<<fours, THREADS>>>(s, c); break;
+        case 2: rungs2_to_6<AsWritten<SpecialFunctions>, 4><<<fours, THREADS>>>(s, c); break;
+        case 3: rungs2_to_6<Reciprocals, 4><<<fours, THREADS>>>(s, c); break;
+        case 4: rungs2_to_6<Reciprocals, 8><<<eights, THREADS>>>(s, c); break;
+        case 5: rungs2_to_6<Table, 8><<<eights, THREADS>>>(s, c); break;
+        case 6: rung7<<<at_once, THREADS>>>(s, c); break;
+        case 7: rung8<<<at_once, THREADS>>>(s, c); break;
+        case MINE: launch_my_kernel(s, c); break;
+    }
+}
+
+// What differs from the CPU reference. Codes are compared in groups that have the same k.
+struct Difference {
+    int64_t weights = 0;         // masters that differ by more than 1e-4 of the learning rate
+    int64_t max = 0;             // of groups: by more than 1e-5 of it
+    int64_t k = 0, far_k = 0;    // of groups: at all; by more than 1/256
+    int64_t codes = 0, far = 0;  // at all; by more than one
+};
 
 class Optimizer {
 public:
     explicit Optimizer(int64_t n)
-        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / G), segment_(1),
-          state_(1) {
-        const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3},
-            v{v_.get(), scales(2), scales(3), Format::E4M3};
+        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / GROUP), segment_(1),
+          gradient_state_(1) {
+        const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3};
+        const gpu::MomentView v{v_.get(), scales(2), scales(3), Format::E4M3};
         segment_.write({{0, n, m, v, true, nullptr}});
-        state_.write({{0, 0, 1.0f, 0}});
-        reset();
+        gradient_state_.write({{0, 0, 1.0f, 0}});
     }
-    void reset() {  // random weights and gradients; the moments after three steps from zero
+    // Random weights and gradients; the moments after three steps from zero. Two groups have no gradient, so
+    // their moments stay zero.
+    void reset() {
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
         const ShardPlace all{{0, n_}, 0, 0};
         gpu::initialize({gradient_.get(), remainder_.get(), Format::BF16}, p, all, 1, n_, 1, nullptr);
         gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, all, 0, n_, 1, nullptr);
-        m_.fill(0), v_.fill(0);
-        scales_.write(std::vector<float>(scales_.size, 0.0f));
-        for (int which : {1, 3})
-            gpu::check(cudaMemcpy(scales(which), std::vector<float>(n_ / G, 1.0f).data(), n_ / G * 4,
-                                  cudaMemcpyHostToDevice),
-                       "Copying failed");
-        for (int step = 0; step < 3; step++) run(4);
-    }
-    void run(int kernel) {
-        const State s{n_,
-                      weight_.get(),
-                      remainder_.get(),
-                      reinterpret_cast<bf16*>(gradient_.get()),
-                      {m_.get(), scales(0), scales(1)},
-                      {v_.get(), scales(2), scales(3)}};
-        const unsigned groups = static_cast<unsigned>(n_ / G), blocks = (groups + 7) / 8;
-        const reference::AdamWFactors f = reference::adamw_factors(SETTINGS, true, 0);
-        switch (kernel) {
-            case 1: kernel1<<<groups, G>>>(s, f); break;
-            case 2: kernel3<Exact><<<blocks, 256>>>(s, f); break;
-            case 3: kernel3<Fast><<<blocks, 256>>>(s, f); break;
-            case 4:
-                gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_},
-                           {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), Format::BF16,
-                           state_.get(), nullptr);
-                break;
+        gpu::check(cudaMemset(gradient_.get() + 3 * GROUP, 0, 2 * GROUP * 2), "Clearing failed");
+        m_.fill(0);
+        v_.fill(0);
+        std::vector<float> initial(scales_.size, 0.0f);
+        for (int64_t g = 0; g < n_ / GROUP; g++) {
+            initial[1 * (n_ / GROUP) + g] = 1.0f;  // k of m
+            initial[3 * (n_ / GROUP) + g] = 1.0f;  // k of v
         }
+        scales_.write(initial);
+        for (int step = 0; step < 3; step++) run(FROM_TRAINING);
+    }
+    void run(int rung) {
+        if (rung == FROM_TRAINING)
+            gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_},
+                       {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), Format::BF16,
+                       gradient_state_.get(), nullptr);
+        else launch(rung, state());
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
     }
-
-    struct Difference {
-        double weight = 0;  // largest error of a master weight / learning rate
-        // Groups with another k; in the other groups, codes that differ, and by more than one
-        int64_t moved_k = 0, codes = 0, far = 0;
-    };
-    Difference against_reference(int kernel) {
+    Verdict against_reference(int rung) {
         reset();
-        std::vector<float> master(n_), gradient(n_), m(n_), v(n_);
-        const auto before_w = weight_.read(), g = gradient_.read();
-        const auto before_r = remainder_.read();
-        const auto before = scales_.read();
-        const auto before_m = m_.read(), before_v = v_.read();
-        for (int64_t i = 0; i < n_; i++)
-            master[i] = reference::join_master(before_w[i], before_r[i]),
-            gradient[i] = reference::from_bf16(g[i]);
-        auto load = [&](const std::vector<uint8_t>& codes, int which, float* x) {
-            reference::Moment moment;
-            moment.init(Format::E4M3, true, n_);
-            const auto max = before.begin() + which * (n_ / G), k = max + n_ / G;
-            moment.codes = codes, moment.max.assign(max, k), moment.k.assign(k, k + n_ / G);
-            moment.load(x);
-        };
-        load(before_m, 0, m.data());
-        load(before_v, 2, v.data());
-        reference::adamw(reference::adamw_factors(SETTINGS, true, 0), n_, gradient.data(), master.data(),
-                         m.data(), v.data());
-        run(kernel);
+        const std::vector<uint16_t> weight = weight_.read(), gradient = gradient_.read();
+        const std::vector<int16_t> remainder = remainder_.read();
+        std::vector<float> master(n_), g(n_), m(n_), v(n_);
+        for (int64_t i = 0; i < n_; i++) {
+            master[i] = reference::join_master(weight[i], remainder[i]);
+            g[i] = reference::from_bf16(gradient[i]);
+        }
+        reference_moment(m_, 0).load(m.data());
+        reference_moment(v_, 2).load(v.data());
+        const std::vector<uint8_t> before = m_.read();
+        reference::adamw(constants(), n_, g.data(), master.data(), m.data(), v.data());
+        run(rung);
+        if (m_.read() == before) return {.right = true, .written = false, .text = ""};
+
         Difference d;
-        const auto w = weight_.read();
-        const auto r = remainder_.read();
-        for (int64_t i = 0; i < n_; i++)
-            d.weight = std::max(
-                d.weight, std::abs(double(reference::join_master(w[i], r[i])) - master[i]) / SETTINGS.lr);
-        compare(m, false, m_.read(), 1, d);
-        compare(v, true, v_.read(), 3, d);
-        return d;
+        const std::vector<uint16_t> new_weight = weight_.read();
+        const std::vector<int16_t> new_remainder = remainder_.read();
+        for (int64_t i = 0; i < n_; i++) {
+            const double now = reference::join_master(new_weight[i], new_remainder[i]);
+            d.weights += !(std::abs(now - master[i]) <= 1e-4 * SETTINGS.lr);
+        }
+        compare(m, false, reference_moment(m_, 0), d);
+        compare(v, true, reference_moment(v_, 2), d);
+        return verdict(d);
     }
 
 private:
@@ -272,50 +681,88 @@ private:
     Buffer<uint16_t> weight_, gradient_;
     Buffer<uint8_t> m_, v_;
     Buffer<int16_t> remainder_;
-    Buffer<float> scales_;  // max and k of m, max and k of v
+    Buffer<float> scales_;  // (4, n / 128): max and k of m, max and k of v
     Buffer<gpu::Segment> segment_;
-    Buffer<gpu::GradientState> state_;
+    Buffer<gpu::GradientState> gradient_state_;
 
-    float* scales(int which) const { return scales_.get() + which * (n_ / G); }
-    void compare(const std::vector<float>& moment, bool second, const std::vector<uint8_t>& codes,
-                 int which_k, Difference& d) const {
+    float* scales(int which) const { return scales_.get() + which * (n_ / GROUP); }
+    State state() const {
+        return {n_,
+                weight_.get(),
+                remainder_.get(),
+                reinterpret_cast<const bf16*>(gradient_.get()),
+                {m_.get(), scales(0), scales(1)},
+                {v_.get(), scales(2), scales(3)}};
+    }
+    // The moment that is now on the GPU, whose max is row `which` of the scales, and k the next row.
+    reference::Moment reference_moment(const Buffer<uint8_t>& codes, int which) const {
+        reference::Moment moment;
+        moment.init(Format::E4M3, true, n_);
+        const std::vector<float> all = scales_.read();
+        const auto max = all.begin() + which * (n_ / GROUP), k = max + n_ / GROUP;
+        moment.codes = codes.read();
+        moment.max.assign(max, k);
+        moment.k.assign(k, k + n_ / GROUP);
+        return moment;
+    }
+    void compare(const std::vector<float>& x, bool second, const reference::Moment& now,
+                 Difference& d) const {
         reference::Moment expected;
         expected.init(Format::E4M3, true, n_);
-        expected.store(moment.data(), second);
-        const std::vector<float> all = scales_.read();
-        for (int64_t i = 0; i < n_; i++) {
-            const float off = std::abs(all[which_k * (n_ / G) + i / G] - expected.k[i / G]);
-            d.moved_k += off > 0 && i % G == 0;
-            d.far += off > 1 / 256.0f;
-            if (off > 0) continue;
-            const int by = std::abs(codes[i] - expected.codes[i]);  // codes are ordered like magnitudes
-            d.codes += by != 0;
-            d.far += by > 1;
+        expected.store(x.data(), second);
+        for (int64_t g = 0; g < n_ / GROUP; g++) {
+            const float off = std::abs(now.k[g] - expected.k[g]);
+            d.max += !(std::abs(now.max[g] - expected.max[g]) <= 1e-5f * expected.max[g]);
+            d.k += !(off == 0);
+            d.far_k += !(off <= 1 / 256.0f);
+            if (!(off == 0)) continue;
+            // Codes are ordered like magnitudes.
+            for (int64_t i = g * GROUP; i < (g + 1) * GROUP; i++) {
+                const int by = std::abs(now.codes[i] - expected.codes[i]);
+                d.codes += by != 0;
+                d.far += by > 1;
+            }
         }
+    }
+    Verdict verdict(const Difference& d) const {
+        if (d.weights)
+            return {.right = false, .written = true, .text = std::to_string(d.weights) + " weights"};
+        if (d.max)
+            return {.right = false, .written = true, .text = "max of " + std::to_string(d.max) + " groups"};
+        if (d.far_k)
+            return {.right = false, .written = true, .text = "k of " + std::to_string(d.far_k) + " groups"};
+        if (d.far) return {.right = false, .written = true, .text = std::to_string(d.far) + " codes"};
+        if (d.codes == 0 && d.k == 0) return {.right = true, .written = true, .text = "equal"};
+        return {.right = true,
+                .written = true,
+                .text = std::to_string(d.codes) + " by one, k of " + std::to_string(d.k) + " groups"};
     }
 };
 
 }  // namespace
 
-int main() try {
-    constexpr int64_t SMALL = 1 << 20, LARGE = 1 << 28;
+int main(int argc, char** argv) try {
+    // The small one has an odd number of groups: the last has no partner in its warp.
+    constexpr int64_t SMALL = (1 << 20) + GROUP, LARGE = 1 << 28;
     Optimizer small(SMALL), large(LARGE);
-    const double copy = copy_rate(), bytes = 14.25 * LARGE;
-    printf("FP8 AdamW, 2^28 parameters; copy bandwidth %.2f TB/s\n", copy * 1e-12);
-    printf(
-        "kernel  weight error / lr  of 2^21 codes: differ, by more than 1  groups with another k       ms    "
-        " TB/s   of copy\n");
-    bool wrong = false;
-    for (int kernel = 1; kernel <= 4; kernel++) {
-        const Optimizer::Difference d = small.against_reference(kernel);
-        const float ms = milliseconds(20, [&] { large.run(kernel); });
-        printf("%d       %.1e            %9lld %22lld %23lld  %9.3f   %5.2f   %4.0f%%\n", kernel, d.weight,
-               static_cast<long long>(d.codes), static_cast<long long>(d.far),
-               static_cast<long long>(d.moved_k), ms, bytes / ms * 1e-9, 100 * bytes / ms * 1e3 / copy);
-        wrong = wrong || d.far > 0 || !(d.weight < 1e-4);
-    }
-    return wrong;
+    printf("FP8 AdamW, 2^28 parameters of 14.25 bytes; codes of 2^20: ");
+    return climb(
+        RUNGS, 14.25 * LARGE, argc, argv, [&](int rung) { return small.against_reference(rung); },
+        [&](int rung) { large.run(rung); });
 } catch (const Error& e) {
     fprintf(stderr, "%s\n", e.what());
     return 1;
 }
+
+// Hints for your rung. Read one, and try it, before you read the next.
+//
+// 1. What limits rung 3? Compare its three clocks, in its text.
+// 2. Which divisions have a divisor that is the same for all elements of a group? Which can the host do?
+// 3. 60% is reached without any division. Then memory: how wide is the widest load, and how many elements
+//    of 2 bytes is that? How many lanes does a group have then?
+// 4. The logarithm of a code has 128 possible values.
+// 5. Which loads could be issued before the arithmetic of another group begins? Launch as many blocks as
+//    run at once, let each thread loop, and keep what the next turn needs in registers.
+// 6. Look at the instructions that load and store scales: how many bytes does each move?
+// 7. Beyond rung 8 there is something left: two values become two codes with one instruction
+//    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp (redux.sync).

@@ -1,9 +1,13 @@
-// ladder.h - what the ladders share: device memory, random data and the clock.
+// ladder.h - what the ladders share: device memory, wide accesses, random data, the clock, and the table that
+// a ladder prints.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "../../gpu/adamw.cuh"
@@ -42,6 +46,22 @@ public:
 
 private:
     T* data_ = nullptr;
+};
+
+// N neighbouring elements in the registers of one thread, which loads and stores them with one instruction.
+// Their address is a multiple of their size: 4, 8 or 16 bytes.
+template <int BYTES> struct WordOf;
+template <> struct WordOf<4> { using Type = uint32_t; };
+template <> struct WordOf<8> { using Type = uint2; };
+template <> struct WordOf<16> { using Type = uint4; };
+template <class Element, int N> struct Piece {
+    using Word = typename WordOf<N * sizeof(Element)>::Type;
+    Word word;
+
+    static __device__ Piece load(const Element* from) { return {*reinterpret_cast<const Word*>(from)}; }
+    __device__ void store(Element* to) const { *reinterpret_cast<Word*>(to) = word; }
+    __device__ Element& operator[](int j) { return reinterpret_cast<Element*>(&word)[j]; }
+    __device__ const Element& operator[](int j) const { return reinterpret_cast<const Element*>(&word)[j]; }
 };
 
 inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1) {
@@ -85,6 +105,56 @@ inline double copy_rate() {
                    "Copying failed");
     });
     return 2e3 * static_cast<double>(from.size) / ms;
+}
+
+// What a comparison with the CPU reference says of a rung.
+struct Verdict {
+    bool right = true;
+    bool written = true;  // false: the kernel has written nothing, because the reader has not written it yet
+    std::string text;     // for the last column of the table
+};
+
+// Checks and times the rungs of a ladder, and prints a row of the table for each:
+//   names   what each rung is
+//   bytes   that a rung must move at least: with the copy bandwidth they give the time that it could take
+//   check   check(i) compares rung i, counted from 0, with the CPU reference: a Verdict
+//   run     run(i) launches rung i on large data, as often as it is called
+// A rung that is wrong is named, and the next one follows. With numbers as arguments of the program only
+// these rungs run, for instance under a profiler. Returns what main() returns: 1 if a rung is wrong.
+template <class Check, class Run>
+int climb(const std::vector<const char*>& names, double bytes, int argc, char** argv, Check check, Run run) {
+    const double copy = copy_rate();
+    printf("%.2f GB at the copy bandwidth of %.2f TB/s: %.0f us\n\n", bytes * 1e-9, copy * 1e-12,
+           1e6 * bytes / copy);
+    printf("%-64sus  %% of copy  speed-up  codes\n", "rung");
+    bool wrong = false;
+    float previous = 0;
+    for (int i = 0; i < static_cast<int>(names.size()); i++) {
+        bool wanted = argc == 1;
+        for (int a = 1; a < argc; a++) wanted = wanted || std::atoi(argv[a]) == i + 1;
+        if (!wanted) continue;
+        printf("%2d  %-53s ", i + 1, names[i]);
+        fflush(stdout);
+        try {
+            const Verdict verdict = check(i);
+            if (!verdict.written) {
+                printf("not written yet\n");
+                continue;
+            }
+            const float ms = milliseconds(20, [&] { run(i); });
+            printf("%8.1f  %8.0f%%", ms * 1e3, 100 * bytes / ms * 1e3 / copy);
+            if (previous > 0) printf("  %7.2fx", previous / ms);
+            else printf("         -");
+            printf("  %s%s\n", verdict.right ? "" : "WRONG: ", verdict.text.c_str());
+            wrong = wrong || !verdict.right;
+            previous = ms;
+        } catch (const Error& e) {
+            // After an illegal access every call of CUDA fails. `build/ladder_... 5` then runs rung 5 alone.
+            printf("WRONG: %s\n", e.what());
+            wrong = true;
+        }
+    }
+    return wrong;
 }
 
 }  // namespace ladder
