@@ -68,7 +68,7 @@ def expansion(v):
     stored = coat.store_moment(group, True)
     codes, s = coat.quantize_tensor(coat.E4M3, group)
     ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["grey"], 1),
-            (f"expanded, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(stored), theme["blue"], -1))
+            (f"expanded, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(*stored), theme["blue"], -1))
     _, axes = plt.subplots(1, 3, figsize=(9.6, 3.3), width_ratios=(1, 1.25, 1.25))
     axes[0].plot(group[0], color=theme["green"], linewidth=2)
     axes[0].set(yscale="log", title="128 second moments", xlabel="sorted by size", ylabel="value")

@@ -45,7 +45,7 @@ def groups_of(state, moment):
 
 def fp8(f, expands, x, second):
     if expands:
-        return coat.load_moment(coat.store_moment(x, second, f), f)
+        return coat.load_moment(*coat.store_moment(x, second, f), f)
     s = coat.scales_of(f, np.abs(x).max(axis=1, keepdims=True))
     codes = coat.encode(f, x * (coat.F32(1) / s))
     return coat.decode(f, np.where(second & (x > 0) & (codes == 0), np.uint8(1), codes)) * s
@@ -86,7 +86,7 @@ def ranges(x):
     x = np.abs(x[x.any(axis=1)])
     largest, smallest = x.max(axis=1), np.where(x == 0, np.inf, x).min(axis=1)
     decades = np.log10(largest.astype(float)) - np.log10(smallest)
-    k = coat.expansion_factor(coat.E4M3, largest, smallest)
+    k = coat.expansion_factor(largest, smallest)
     return {"groups": len(x), "log10_range": histogram(decades, 12, 60),
             "log10_range_expanded": histogram(k * decades, 12, 60), "k": histogram(k, 24, 96)}
 
@@ -98,8 +98,8 @@ def main(checkpoint):
     pairs = {(a, b): (CODINGS[a], CODINGS[b]) for a in CODINGS for b in CODINGS}
     table, parts = errors(m, v, pairs), {}
     for halvings in (0, 1, 2):
-        f = coat.Format(3, 7, 448)
-        f.min *= 2**halvings  # k stretches a group to FMAX / (FMIN 2^halvings)
+        # k stretches a group to FMAX / (FMIN 2^halvings)
+        f = coat.E4M3._replace(min=coat.E4M3.min * 2**halvings)
         parts[halvings] = (functools.partial(fp8, f, True),) * 2
     json.dump({"step": int(newest.name.partition("-")[2]), "elements": m.size, "m": ranges(m), "v": ranges(v),
                "update": {a: {b: table[a, b] for b in CODINGS} for a in CODINGS},

@@ -37,25 +37,21 @@ class Run:
         while f"model.layers.{len(self.layers)}.input_layernorm.weight" in self.weights:
             size, layer = layer_of(self.weights, len(self.layers), 4)
             self.layers.append(layer)
-        ends = {"embedding": self.weights["model.embed_tokens.weight"], "final_norm": self.weights["model.norm.weight"]}
+        self.weights |= {"embedding": self.weights["model.embed_tokens.weight"],
+                         "final_norm": self.weights["model.norm.weight"]}
         text = np.frombuffer((ROOT / "coat.h").read_bytes(), np.uint8)[:tokens + 1]
-        # gate and up, the inputs of norms 2, and the gradients of the outputs of layers
+        # gate and up, the inputs of norms 2, and the gradients of the outputs of layers, before they are quantized
         self.gate_up, self.norm_inputs, self.gradients = [], [], []
-        forward, backward = coat.layer_forward, coat.layer_backward
-
-        def watched_forward(*arguments):
-            x, saved = forward(*arguments)
-            self.norm_inputs.append(coat.dequantize_groups(*saved[3]))
-            self.gate_up.append(coat.dequantize_groups(*saved[4]))
-            return x, saved
-
-        def watched_backward(w, saved, dx, *sizes):
+        coat.FP8 = False
+        x, saved = self.weights["embedding"][text[:-1]], []
+        for layer in self.layers:
+            x, of_layer = coat.layer_forward(layer, x, T, size)
+            _, _, _, norm2_input, gate_up = of_layer
+            self.norm_inputs.append(coat.dequantize_groups(*norm2_input))
+            self.gate_up.append(coat.dequantize_groups(*gate_up))
+            saved.append(of_layer)
+        _, dx, _ = coat.head_loss(self.weights, x, text[1:])
+        for layer, of_layer in zip(self.layers[::-1], saved[::-1]):
             self.gradients.append(dx)
-            return backward(w, saved, dx, *sizes)
-
-        coat.layer_forward, coat.layer_backward = watched_forward, watched_backward
-        coat.FP8 = False  # the values before they are quantized
-        try:
-            coat.loss_and_gradients(ends, self.layers, text[:-1], text[1:], T, size)
-        finally:
-            coat.layer_forward, coat.layer_backward, coat.FP8 = forward, backward, True
+            dx, _ = coat.layer_backward(layer, of_layer, dx, T, size)
+        coat.FP8 = True
