@@ -195,19 +195,25 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// The operands of a linear layer's GEMMs: x, w and g.
+// The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
 inline constexpr int OPERANDS = static_cast<int>(std::size(LINEAR_OPERANDS));
 
-inline const Quant& quant_of(const Recipe& r, LinearOperand o) {
-    if (o == LinearOperand::X) return r.x;
-    return o == LinearOperand::W ? r.w : r.g;
+// Its format: formats is a Recipe or LinearFormats.
+template <class Formats> const Quant& quant_of(const Formats& formats, LinearOperand o) {
+    if (o == LinearOperand::X) return formats.x;
+    return o == LinearOperand::W ? formats.w : formats.g;
 }
 // What the names of its state tensors begin with, after that of the weight.
 inline const char* suffix_of(LinearOperand o) {
     if (o == LinearOperand::X) return ".x";
     return o == LinearOperand::W ? ".w" : ".g";
+}
+// The row of the quantization report in which it counts.
+inline ReportKind report_kind(LinearOperand o) {
+    if (o == LinearOperand::X) return ReportKind::LinearInput;
+    return o == LinearOperand::W ? ReportKind::Weight : ReportKind::Gradient;
 }
 
 // The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest

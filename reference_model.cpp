@@ -217,10 +217,7 @@ private:
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            constexpr ReportKind KINDS[] = {ReportKind::LinearInput, ReportKind::Weight,
-                                            ReportKind::Gradient};
-            const Quant quants[] = {formats_.x, formats_.w, formats_.g};
-            const Quant& q = quants[int(which)];
+            const Quant& q = quant_of(formats_, which);
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
@@ -228,7 +225,7 @@ private:
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
-            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[int(which)]),
+            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(which)),
                            q.granularity == PER_TENSOR ? &scale : nullptr);
         }
     }

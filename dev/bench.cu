@@ -189,8 +189,7 @@ double gemm_rate(Clock& clock, const std::string& name) {
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
     const View out = memory.random(SIDE, SIDE, stream);
     const Gemm kind = name == EXACT ? Gemm::Dgrad : Gemm::Fprop;
-    return 2.0 * SIDE * SIDE * SIDE /
-           clock.seconds([&] { gemms.run(kind, x, w, out, false, nullptr, nullptr); });
+    return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{COPY, copy_rate(clock)}};
@@ -217,9 +216,7 @@ Json measure_sizes(Clock& clock) {
             amax(stored(from), amax_and_scale(to.view), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
-        auto gemm = [&](const Operand& a, const Operand& b) {
-            gemms.run(Gemm::Fprop, a, b, out, false, nullptr, nullptr);
-        };
+        auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
         quantized(x, x8), quantized(w, w8);
         const double bf16 = clock.seconds([&] { gemm({x}, {w}); }),
                      alone = clock.seconds([&] { gemm(x8, w8); }),
@@ -341,10 +338,10 @@ private:
     void gemm(const char* group, const std::string& name, double count, Gemm kind, const Operand& a,
               const Operand& b, const View& out, double flops, const void* bias, bool accumulate) {
         if (!wanted(group, name)) return;
-        gemms_.run(kind, a, b, out, false, bias, nullptr);  // selects the algorithm
+        gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
         const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
         add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_),
-            [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
+            [&] { gemms_.run(kind, a, b, out, nullptr, {.accumulate = accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
         Setup run = setup_;

@@ -159,18 +159,18 @@ Gemms::~Gemms() {
     if (handle_) cublasLtDestroy(handle_);
 }
 
-void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View& out, bool accumulate,
-                const void* bias, cudaStream_t stream) {
+void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View& out, cudaStream_t stream,
+                const GemmOptions& options) {
     const Matrix a = matrix(right, kind != Gemm::Fprop, true), b = matrix(left, kind == Gemm::Wgrad, false);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
     const bool fast = fast_accumulation_[static_cast<int>(kind)];
-    Problem problem(a, b, out, bias, fast);
+    Problem problem(a, b, out, options.bias, fast);
     // A candidate may fail, a chosen algorithm may not.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
     auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
-        const float one = 1, beta = accumulate ? 1 : 0;
+        const float one = 1, beta = options.accumulate ? 1 : 0;
         status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
                                 &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
                                 SCRATCH, stream);
@@ -186,7 +186,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View
                   .rows = out.rows,
                   .cols = out.cols,
                   .depth = depth,
-                  .biased = bias != nullptr};
+                  .biased = options.bias != nullptr};
     enqueue(stream, [&] {
         if (!handle_) succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {

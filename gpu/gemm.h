@@ -19,6 +19,11 @@ namespace coat::gpu {
 
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
+struct GemmOptions {
+    bool accumulate = false;     // out += the product; otherwise out = the product
+    const void* bias = nullptr;  // (out), in the output's format: Fprop adds it to each row
+};
+
 class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
@@ -29,10 +34,10 @@ public:
     ~Gemms();
     Gemms(const Gemms&) = delete;
 
-    // left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
-    // adds to it. bias (out), in out's format, or null: for Fprop. What no GEMM supports is an Error.
-    void run(Gemm kind, const Operand& left, const Operand& right, const View& out, bool accumulate,
-             const void* bias, cudaStream_t stream);
+    // left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: FP32 or BF16. What no GEMM
+    // supports is an Error.
+    void run(Gemm kind, const Operand& left, const Operand& right, const View& out, cudaStream_t stream,
+             const GemmOptions& options = {});
 
 private:
     // What an algorithm was chosen for.

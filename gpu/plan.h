@@ -68,8 +68,9 @@ inline int64_t gathered_bytes(const Setup& s, const Param& p) {
 // -----------------------------------------------------------------------------------------------------------
 // Activations and the head
 
-// Rows of saved tensors: those of a micro-batch, rounded up, because FP8 GEMMs need a multiple of 16.
-inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
+inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // FP8 GEMMs need a multiple of so many rows
+// Rows of saved tensors: those of a micro-batch, rounded up.
+inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
 // The offset of the first gradient from the first saved activation. With one micro-batch per step, a layer's
 // gradients may lie where later layers' activations were: those are not needed when gradients are written.
@@ -80,7 +81,7 @@ inline constexpr int64_t HEAD_TOKENS = 4096;
 // A micro-batch adds to the head's gradient once for each piece of HEAD_TOKENS; a tied embedding adds once
 // more. If these additions would round a BF16 sum more than four times in a step, the pieces of a micro-batch
 // are added in FP32, and their sum is rounded once. One piece is one rounding either way.
-inline bool head_sum_apart(const Setup& s) {
+inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t pieces = ceil_div(s.B * s.T, HEAD_TOKENS), additions = pieces + s.config.tied;
     return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
 }

@@ -236,7 +236,7 @@ public:
     }
 
     // --- Weights
-    void make_ready(int64_t stage, Pass pass) override {
+    void gather_weights(int64_t stage, Pass pass) override {
         gather(stage);
         is_gathered_[stage % 2].make_wait(compute_);
         // Backward does not read the embeddings as such.
@@ -265,10 +265,12 @@ public:
         const Param& p = parameters_.params[i];
         return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_quant};
     }
-    void wait_for_place(int64_t bucket) override { is_sent_[place_of(bucket)].make_wait(compute_); }
-    bool takes_gradients() const override { return true; }
+    void wait_for_gradient_buffer(int64_t bucket) override {
+        is_sent_[buffer_of(bucket)].make_wait(compute_);
+    }
+    bool reduces_gradients() const override { return true; }
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
-    void take_gradients(int64_t bucket, bool first) override {
+    void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
         const BucketRange& b = parameters_.buckets[bucket];
         const int64_t me = setup_.rank, each = parameters_.gradient_bytes;
         std::vector<Transfer> transfers;
@@ -284,12 +286,12 @@ public:
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first; i < b.last; i++)
-            add_gradients(parameters_.gradient_sums(i), first, gradient_from(i, own(i, me).first),
+            add_gradients(parameters_.gradient_sums(i), first_micro_batch, gradient_from(i, own(i, me).first),
                           received(i, me == 0 ? 1 : 0, me), parameters_.gradient_quant.format,
                           padded(own(i, me)), me, setup_.ranks, stream_);
-        is_sent_[place_of(bucket)].record(stream_);
+        is_sent_[buffer_of(bucket)].record(stream_);
     }
-    void finish() override {
+    void wait_for_transfers() override {
         sent_so_far_.record(stream_);
         sent_so_far_.make_wait(compute_);
     }
@@ -302,7 +304,7 @@ public:
             [&](int64_t rank) { return Range{.first = rank * bytes, .count = bytes}; }, transfers);
         wait_for_compute();
         send(transfers);
-        finish();
+        wait_for_transfers();
     }
 
 private:
@@ -319,7 +321,7 @@ private:
     // Every rank knows a per-tensor scale before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
-    Event is_sent_[3];                     // by place of gradients: it may be written again
+    Event is_sent_[3];                     // by buffer of gradients: it may be written again
     Event is_gathered_[2];                 // by buffer: those of even and of odd stages
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
 
@@ -364,7 +366,7 @@ private:
             elements += (setup_.ranks - 1) * padded(own(j, to));
         return memory_.received_gradients + elements * parameters_.gradient_bytes;
     }
-    int place_of(int64_t bucket) const {  // as take_memory() takes them
+    int buffer_of(int64_t bucket) const {  // as take_memory() takes them
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
@@ -375,7 +377,7 @@ private:
     // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
     // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameters;
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
         const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
         AmaxAndScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_);

@@ -44,6 +44,10 @@ void Device::fetch(void* to_host, const void* from_gpu, int64_t bytes) const {
     wait();
 }
 
+static int64_t count_linear_layers(const std::vector<Param>& params) {
+    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
+}
+
 // Moments are of what this rank owns. One scale per tensor has two places: the old one decodes until all is
 // encoded with the new one.
 static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& shards) {
@@ -117,9 +121,7 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 // Tensors that replace each other in one place, from left to right in the order of a step:
 //
 //   place                forward             head                  backward, layer by layer
-//   residual             final norm's input  gradient of that  ->  gradient of the residual stream, down to
-//   the
-//                                                                  embedding
+//   residual             final norm's input  gradient of that  ->  gradient of the residual stream
 //   gate and up of l     gate and up         -                     their gradient, as codes (mlp_backward);
 //                                                                  then dqkv (attention_backward)
 //   activations of       saved by forward    gradients of the      gradients of later layers' weights
@@ -133,8 +135,7 @@ Memory take_memory(Device& device) {
     const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> shards = shard_places(s);
     const int64_t owned = shards.back().at, compute_bytes = info(s.recipe.compute).bytes;
-    int64_t linear_layers = 0;
-    for (const Param& p : params) linear_layers += p.role.linear;
+    const int64_t linear_layers = count_linear_layers(params);
     const int64_t scales = static_cast<int64_t>(params.size()) + OPERANDS * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
@@ -184,20 +185,15 @@ std::vector<View> pieces_for_grids(const View& v) {
 // -----------------------------------------------------------------------------------------------------------
 // Scales
 
-static int64_t count_linear_layers(const ModelConfig& c) {
-    const std::vector<Param> params = parameters(c);
-    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
-}
-
 Scales::Scales(const Device& device, const Memory& memory)
-    : parameters(static_cast<int64_t>(coat::parameters(device.setup.config).size())),
-      linear_layers(count_linear_layers(device.setup.config)), setup_(device.setup), stream_(device.stream),
-      scales_(memory.scales), histories_(memory.histories) {}
+    : parameter_count(static_cast<int64_t>(parameters(device.setup.config).size())),
+      linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
+      stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operands() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[parameters].amax, sizeof(AmaxAndScale), 0, sizeof(float),
-                                OPERANDS * linear_layers, stream_),
+        check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+                                OPERANDS * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
 }
@@ -207,7 +203,7 @@ void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_
 void Scales::end_step(Outcome& outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
-        end_delayed_step(of_operand(o, 0), linear_layers, history(o, 0), setup_.recipe.history,
+        end_delayed_step(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
                          quant_of(setup_.recipe, o).format, &outcome.gradients.skip, &outcome.empty_histories,
                          stream_);
 }
@@ -224,6 +220,13 @@ Parameters::Parameters(const Device& device, const Memory& memory, Scales& scale
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
     note_state();
     initialize();
+}
+
+// The table of parameters has a bias right behind its weight.
+std::optional<size_t> Parameters::bias_of(size_t weight) const {
+    const size_t next = weight + 1;
+    if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
+    return next;
 }
 
 // Notes under which names read() and write() pass what.
@@ -260,7 +263,7 @@ void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * static_cast<int64_t>(sizeof(AmaxAndScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
-        clear(memory_.histories, OPERANDS * scales_.linear_layers * setup.recipe.history * 4, stream_);
+        clear(memory_.histories, OPERANDS * scales_.linear_layer_count * setup.recipe.history * 4, stream_);
     scales_.expect_empty_histories();
     int64_t most_groups = 0;
     for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);

@@ -3,9 +3,13 @@
 // parameter weights, gradients and moments with their update (Parameters).
 //
 // The part of the other GPUs is behind one interface, Exchange. With one GPU its functions do nothing.
+//
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. From gpu/plan.h
+// come tables of what this GPU owns: ShardPlace, by parameter, and BucketRange, by bucket.
 #pragma once
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "cuda.h"
 #include "operators.h"
@@ -31,13 +35,23 @@ public:
     }
     int64_t most() const { return most_; }  // bytes in use at one time, so far
 
-    struct Scope {
-        Arena& arena;
-        const int64_t used = arena.used_;  // where it began
-
-        explicit Scope(Arena& a) : arena(a) {}
-        ~Scope() { arena.used_ = used; }
+    class Scope {
+    public:
+        explicit Scope(Arena& arena) : arena_(arena) {}
+        ~Scope() {
+            if (!ended_) end();
+        }
         Scope(const Scope&) = delete;
+        // Ends the scope before its block does: what is taken from now on may take the same memory.
+        void end() {
+            arena_.used_ = used_;
+            ended_ = true;
+        }
+
+    private:
+        Arena& arena_;
+        const int64_t used_ = arena_.used_;  // when it began
+        bool ended_ = false;
     };
 
 private:
@@ -104,7 +118,7 @@ struct Device {
     const Stream stream;
     Arena arena;
     // While quantization is measured: what has been found out, by ReportKind, on the device; else null.
-    QuantStats* quantization = nullptr;
+    QuantStats* quantization_errors = nullptr;
 
     // bytes: as for the Arena.
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
@@ -118,7 +132,7 @@ struct Device {
     void fetch(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     QuantStats* statistics(ReportKind kind) const {
-        return quantization ? quantization + static_cast<int>(kind) : nullptr;
+        return quantization_errors ? quantization_errors + static_cast<int>(kind) : nullptr;
     }
 };
 
@@ -129,29 +143,33 @@ Memory take_memory(Device& device);
 std::vector<View> pieces_for_grids(const View& v);
 
 // -----------------------------------------------------------------------------------------------------------
-// Scales of FP8 operands: first one for each parameter, the amax of its weights, which an update leaves. Then
-// for each of the operands x, w and g one for each linear layer. The scale of a weight is that of the
-// parameter; only with delayed scaling, where it comes from a history, it is that of the operand.
+// The scales of FP8 operands, and the amaxes from which they follow. They are one array:
+//
+//   one for each parameter | one for the x of each linear layer | w of each | g of each
+//
+// A parameter's is that of its weights, whose amax an update leaves there. With delayed scaling, where scales
+// come from a history of amaxes, a linear layer's weight uses that of the operand w in its place.
 
 class Scales {
 public:
     Scales(const Device& device, const Memory& memory);
 
-    const int64_t parameters, linear_layers;  // how many there are
+    const int64_t parameter_count, linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return parameters + OPERANDS * linear_layers; }
+    int64_t count() const { return parameter_count + OPERANDS * linear_layer_count; }
     AmaxAndScale* all() const { return scales_; }
     AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
     AmaxAndScale* of_operand(LinearOperand o, int64_t linear_layer) const {
-        return scales_ + parameters + static_cast<int>(o) * linear_layers + linear_layer;
+        return scales_ + parameter_count + number_of(o, linear_layer);
     }
+    // Of the weight, parameter i, as a linear layer uses it.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(LinearOperand::W, linear_layer) : of_parameter(i);
     }
     float* history(LinearOperand o, int64_t linear_layer) const {
-        return histories_ + (static_cast<int>(o) * linear_layers + linear_layer) * setup_.recipe.history;
+        return histories_ + number_of(o, linear_layer) * setup_.recipe.history;
     }
     bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
 
@@ -168,10 +186,16 @@ private:
     const cudaStream_t stream_;
     AmaxAndScale* const scales_;
     float* const histories_;
+
+    // Of an operand, among those of all linear layers.
+    int64_t number_of(LinearOperand o, int64_t linear_layer) const {
+        return static_cast<int>(o) * linear_layer_count + linear_layer;
+    }
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Weights, gradients and moments, by parameter
+// Weights, gradients and moments, by parameter. A parameter is known by its number: its place in params, the
+// table of coat.h, in the order of forward.
 
 class Parameters {
 public:
@@ -185,9 +209,11 @@ public:
     const int64_t weight_bytes, gradient_bytes;  // of one element
 
     size_t index(const std::string& param) const { return find(param).param; }
-    // The number of the linear layer whose weight this is, in the order of forward.
+    // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
+    std::optional<size_t> bias_of(size_t weight) const;
+    // The number of the linear layer whose weight this is, in the order of forward; -1 for any other.
     int64_t linear_layer(size_t i) const { return linear_layers_[i]; }
-    int64_t linear_layer_count() const { return scales_.linear_layers; }
+    int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
     // The weights that this rank owns; with one rank, and of a vector, all of them.
     uint8_t* owned_weights(size_t i) const {
@@ -227,7 +253,7 @@ private:
     const Memory& memory_;
     Scales& scales_;
     const cudaStream_t stream_;
-    std::vector<int64_t> linear_layers_;         // by parameter; -1: none
+    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer()
     std::map<std::string, StateEntry> entries_;  // by name
 
     void note_state();
@@ -259,24 +285,30 @@ public:
     int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
 
     // --- Weights
-    // The computation is about to launch what reads the weights of a stage, in this pass.
-    virtual void make_ready(int64_t, Pass) {}
-    // A parameter's weights, whole: as they are stored, or as FP8 codes.
+    // Before the computation launches what reads the weights of a stage: makes it wait until they are
+    // gathered. The pass says which stage comes next.
+    virtual void gather_weights(int64_t /*stage*/, Pass) {}
+    // A parameter's weights, whole: as they are stored, or as FP8 codes. A matrix must have been gathered.
     virtual View weight(size_t i) const { return parameters_.weight(i); }
-    // After an update, or after weights have been written; and after the scales of codes have changed.
+    // To be called after an update, or after weights have been written.
     virtual void weights_changed() {}
+    // To be called when codes of weights are to have another scale.
     virtual void scales_changed() {}
 
     // --- Gradients
-    // Where backward writes a parameter's gradient, whole. The place of a bucket must be waited for.
+    // Where backward writes a parameter's gradient, whole.
     virtual View gradient(size_t i) const { return parameters_.gradient(i); }
-    virtual void wait_for_place(int64_t /*bucket*/) {}
-    // Backward has launched all that writes a bucket's gradients of one micro-batch (first: of the step).
-    // Whether they are taken away then; else the next micro-batch adds to them.
-    virtual void take_gradients(int64_t /*bucket*/, bool /*first*/) {}
-    virtual bool takes_gradients() const { return false; }
+    // Makes the computation wait until the gradients of a bucket may be written there.
+    virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
+    // After backward has launched all that writes the gradients of a bucket in one micro-batch: adds those of
+    // all ranks to the sums of the step, each on the rank that owns it. The first micro-batch begins the
+    // sums.
+    virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
+    // Whether reduce_gradients() does that. With one rank it does nothing: there the gradients are the sums,
+    // to which the next micro-batch adds.
+    virtual bool reduces_gradients() const { return false; }
     // Makes the computation wait for all that travels.
-    virtual void finish() {}
+    virtual void wait_for_transfers() {}
 
     // --- Small values
     // blocks (ranks, bytes): every rank has filled its own; afterwards all are filled.

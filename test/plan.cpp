@@ -168,7 +168,7 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
                 }
 }
 
-TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four times") {
+TEST_CASE("head_sum_in_fp32: a BF16 gradient of the head is rounded at most four times") {
     const std::tuple<int64_t, int64_t, int64_t, bool, bool> cases[] = {
         {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
         {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
@@ -178,7 +178,7 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
         INFO(batch, " ", accumulate, " ", ranks, " ", tied);
         Setup s = setup_of("bf16", LLAMA_7B, batch, 2048, accumulate);
         s.config.tied = tied, s.ranks = ranks;
-        CHECK(head_sum_apart(s) == in_fp32);
+        CHECK(head_sum_in_fp32(s) == in_fp32);
     }
 }
 

@@ -61,8 +61,8 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     const Tensor device_bias(bias, out_format);
     Tensor out({p.M(), p.N()}, Quant{out_format});
     if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.quant).codes);
-    gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), accumulate,
-              with_bias ? device_bias.codes.get() : nullptr, nullptr);
+    gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), nullptr,
+              {.accumulate = accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 
     Doubles exact = operands.product();
     for (Doubles* x : {&operands.left, &operands.right})
@@ -144,7 +144,7 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
         REQUIRE(p.K() == K);
         const Operands operands(p, random_values(p.a.n()), E5M2_TENSOR, random_values(p.b.n()), E4M3_TENSOR);
         const Tensor out({p.M(), p.N()}, FP32);
-        gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), false, nullptr, nullptr);
+        gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), nullptr);
         const Doubles exact = operands.product();
         Doubles bounds = exact;  // which are positive
         for (double& bound : bounds) bound *= (K / 128 + 2) * 0x1p-24;
@@ -186,7 +186,7 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
                 {"groups", Gemm::Fprop, groups, groups, out}};
     for (const auto& row : rows) {
         CAPTURE(std::string(row.why));
-        auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.view(), false, nullptr, nullptr); };
+        auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.view(), nullptr); };
         const std::string first = error_of(run);
         CHECK(first != "");
         CHECK(error_of(run) == first);  // the failed GEMM has not been cached

@@ -1,0 +1,165 @@
+// gpu/linear.cpp - the GEMMs of a linear layer and their operands (gpu/linear.h).
+#include "linear.h"
+
+namespace coat::gpu {
+
+LinearLayer::LinearLayer(LinearContext& context, size_t weight)
+    : context_(context), weight_(weight), bias_(context_.parameters.bias_of(weight)),
+      out_(context_.parameters.params[weight].rows), in_(context_.parameters.params[weight].cols),
+      number_(context_.parameters.linear_layer(weight)),
+      x_scale_(context_.scales.of_operand(LinearOperand::X, number_)),
+      w_scale_(context_.scales.of_weight(weight, number_)),
+      g_scale_(context_.scales.of_operand(LinearOperand::G, number_)) {
+    if (context_.caches_weights) cached_w8_ = take_operand(LinearOperand::W, out_, Form::Both);
+}
+
+// FP8 GEMMs want a multiple of 16 rows. A micro-batch has that many, but a prompt may have any number: then
+// x8 and y have more rows than x, whose values nobody reads.
+static int64_t rows_of_gemm(const Quant& q, int64_t rows) {
+    return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The three GEMMs
+
+void LinearLayer::forward(const Lazy& x, const View& y) {
+    const Arena::Scope scope(arena());
+    const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
+    const Operand w8 = weight_operand(Gemm::Fprop);
+    const void* const bias = bias_ ? context_.exchange.weight(*bias_).data : nullptr;
+    View whole_y = y;
+    whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
+    context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
+}
+
+void LinearLayer::dgrad(const Operand& g8, const View& dx) {
+    const Arena::Scope scope(arena());
+    const Operand w8 = weight_operand(Gemm::Dgrad);
+    context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
+}
+
+void LinearLayer::wgrad(const Operand& g8, const Lazy& x) {
+    const Arena::Scope scope(arena());
+    const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
+    const View dw = context_.exchange.gradient(weight_);
+    context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Operands
+
+// Whether x is stored in the compute dtype: then it is its own operand in recipes without FP8.
+static bool is_dense(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
+
+// Memory for an operand with so many rows, in the caller's scope. codes: for the row-major codes, if they
+// need no memory of their own.
+Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form form, void* codes) const {
+    const Quant& q = quant_of(context_.formats, which);
+    const int64_t rows = rows_of_gemm(q, needed_rows);
+    const int64_t cols = which == LinearOperand::G ? out_ : in_;
+    if (!codes && form != Form::Transposed) codes = arena().take(q.operand_bytes(rows, cols));
+    void* transposed = nullptr;
+    if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
+
+    AmaxAndScale* const scales[] = {x_scale_, w_scale_, g_scale_};
+    AmaxAndScale* const scale = scales[static_cast<int>(which)];
+    if (q.granularity == PER_TENSOR)  // both forms have this scale
+        return {.view = {codes, scale, rows, cols, q},
+                .transposed = transposed,
+                .delayed = context_.scales.delayed()};
+    // The scales of rows and blocks lie right behind the codes to which they belong.
+    const int64_t code_bytes = q.code_bytes(rows, cols);
+    auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
+    return {.view = {codes, behind(codes), rows, cols, q},
+            .transposed = transposed,
+            .transposed_scales = behind(transposed),
+            .amax = scale};
+}
+
+void LinearLayer::quantize_operand(LinearOperand which, const Lazy& x, const Operand& x8) const {
+    quantize(x, x8, context_.device.statistics(report_kind(which)), stream());
+}
+
+// The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
+// of the weight, and wgrad over rows of the input.
+Operand LinearLayer::make_operand(LinearOperand which, const Lazy& x, Gemm reader) const {
+    const bool fp8 = quant_of(context_.formats, which).fp8();
+    if (!fp8 && is_dense(x)) return {x.input};
+    const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
+    const Operand operand = take_operand(which, x.rows, form);
+    quantize_operand(which, x, operand);
+    return operand;
+}
+
+// w8. It may be in the cache; it may have come from other GPUs as row-major codes; otherwise it is made here.
+Operand LinearLayer::weight_operand(Gemm reader) const {
+    if (context_.formats.w.fp8() && context_.caches_weights) return cached_w8_;
+    context_.exchange.gather_weights(Exchange::stage_of(number_),
+                                     reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
+    const View w = context_.exchange.weight(weight_);
+    if (!w.quant.fp8()) {
+        compute_weight_amax();
+        return make_operand(LinearOperand::W, stored(w), reader);
+    }
+    if (reader == Gemm::Fprop) return {w};
+    const Operand w8 = take_operand(LinearOperand::W, out_, Form::Transposed);
+    transpose_codes(w, w8.transposed, stream());
+    return w8;
+}
+
+void LinearLayer::make_cached_weight() {
+    compute_weight_amax();
+    quantize_operand(LinearOperand::W, stored(context_.exchange.weight(weight_)), cached_w8_);
+}
+
+Operand LinearLayer::gradient_memory(int64_t N, void* codes) const {
+    return take_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor, codes);
+}
+
+Operand LinearLayer::gradient_operand(const Lazy& g, Amax amax) {
+    if (!context_.formats.g.fp8() && is_dense(g)) {
+        if (bias_) add_bias_gradient(g, /*amax=*/nullptr);
+        return {g.input};
+    }
+    const Operand g8 = gradient_memory(g.rows);
+    write_gradient(g, amax, g8);
+    return g8;
+}
+
+void LinearLayer::write_gradient(const Lazy& g, Amax amax, const Operand& g8) {
+    if (!context_.formats.g.fp8()) {
+        // The gradient of the bias sums the values that were stored.
+        quantize_operand(LinearOperand::G, g, g8);
+        if (bias_) add_bias_gradient(stored(g8.view), /*amax=*/nullptr);
+        return;
+    }
+    // The gradient of the bias sums g as it is before it is rounded to FP8. The pass that computes the sum
+    // computes a missing amax, too.
+    AmaxAndScale* const missing = amax == Amax::Unknown ? g_amax() : nullptr;
+    if (bias_) add_bias_gradient(g, missing);
+    else compute_amax(g, missing);
+    quantize_operand(LinearOperand::G, g, g8);
+}
+
+// Adds the column sums of g to the gradient of the bias. amax: where that of g goes, or null.
+void LinearLayer::add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const {
+    const Arena::Scope scope(arena());
+    float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
+    column_sums(g, context_.exchange.gradient(*bias_), workspace, amax, stream());
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Amaxes
+
+void LinearLayer::compute_amax(const Lazy& x, AmaxAndScale* amax) const {
+    if (amax) gpu::amax(x, amax, stream());
+}
+
+// The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which
+// is computed here.
+void LinearLayer::compute_weight_amax() const {
+    if (context_.scales.delayed() && context_.needs_amaxes())
+        compute_amax(stored(context_.exchange.weight(weight_)), w_scale_);
+}
+
+}  // namespace coat::gpu

@@ -1,0 +1,105 @@
+// gpu/linear.h - a linear layer of the model, y = x w^T + bias, with x (N, in), w (out, in) and y (N, out):
+// its three GEMMs (gpu/gemm.h), and how their operands are made.
+//
+// x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them: FP8 codes, or
+// BF16 and FP32 values in recipes without FP8. An FP8 GEMM reads codes along the dimension that it reduces
+// over, so each operand has two forms:
+//
+//   GEMM    computes       reads row-major    reads transposed
+//   fprop   y = x w^T      x8, w8
+//   dgrad   dx = g w       g8                 w8
+//   wgrad   dw = g^T x                        g8, x8
+//
+// How long they live:
+//   x8   for one GEMM. What is kept from forward to backward is that which x is computed from (Lazy).
+//   w8   for one GEMM; or, in a cache, for a step.
+//   g8   for dgrad and wgrad: the caller decides when its memory is given back.
+#pragma once
+#include <optional>
+
+#include "gemm.h"
+#include "run.h"
+
+namespace coat::gpu {
+
+// What the linear layers of a model share.
+struct LinearContext {
+    Device& device;
+    const Parameters& parameters;
+    const Scales& scales;
+    Exchange& exchange;
+    Gemms& gemms;
+    const bool caches_weights;  // whether w8 is made once per step, in both forms
+    const LinearFormats formats = linear_formats(device.setup);
+    // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw.
+    bool overwrites_gradients = true;
+
+    // Whether the scales of operands come from their amaxes in this step: if there is one scale per tensor
+    // (in x, w and g, or in none of them), and scaling is just in time or a history of amaxes is still empty.
+    bool needs_amaxes() const {
+        const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
+        return per_tensor && (!scales.delayed() || scales.any_empty_history);
+    }
+};
+
+class LinearLayer {
+public:
+    // weight: the number of the parameter w.
+    LinearLayer(LinearContext& context, size_t weight);
+
+    // --- The three GEMMs
+    void forward(const Lazy& x, const View& y);
+    void dgrad(const Operand& g8, const View& dx);
+    void wgrad(const Operand& g8, const Lazy& x);
+
+    // --- g8
+    // Whether an earlier kernel has computed the amax of g already, in g_amax().
+    enum class Amax : uint8_t { Known, Unknown };
+    // Makes g8 of g (N, out), and adds to the gradient of the bias. Without FP8, a stored g is its own
+    // operand; any other takes memory in the caller's scope.
+    Operand gradient_operand(const Lazy& g, Amax amax);
+    // The same in two parts: the memory first. codes: where the row-major codes go; null: into memory that is
+    // taken, too.
+    Operand gradient_memory(int64_t N, void* codes = nullptr) const;
+    void write_gradient(const Lazy& g, Amax amax, const Operand& g8);
+
+    // --- w8, if weights are cached
+    void make_cached_weight();
+
+    // --- Amaxes. Null where they are not needed.
+    AmaxAndScale* x_amax() const { return context_.needs_amaxes() ? x_scale_ : nullptr; }
+    AmaxAndScale* g_amax() const { return context_.needs_amaxes() ? g_scale_ : nullptr; }
+    // For an x whose amax no earlier kernel has computed.
+    void compute_x_amax(const Lazy& x) const { compute_amax(x, x_amax()); }
+
+    // The bucket to which the gradients of w and of the bias belong.
+    int64_t bucket() const { return context_.parameters.params[weight_].bucket; }
+
+private:
+    enum class Form : uint8_t { RowMajor, Transposed, Both };
+
+    LinearContext& context_;
+    const size_t weight_;               // number of the parameter (out, in)
+    const std::optional<size_t> bias_;  // number of the parameter (out), if there is one
+    const int64_t out_, in_;
+    const int64_t number_;  // of this linear layer among all
+    // The amax of each operand, and the scale of one that has a single scale. (In other granularities the
+    // amax serves only to notice infinity and NaN.)
+    AmaxAndScale* const x_scale_;
+    AmaxAndScale* const w_scale_;
+    AmaxAndScale* const g_scale_;
+    Operand cached_w8_{};  // no tensor, if weights are not cached
+
+    Arena& arena() const { return context_.device.arena; }
+    cudaStream_t stream() const { return context_.device.stream; }
+
+    Operand take_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
+    void quantize_operand(LinearOperand which, const Lazy& x, const Operand& x8) const;
+    Operand make_operand(LinearOperand which, const Lazy& x, Gemm reader) const;
+    Operand weight_operand(Gemm reader) const;
+    void compute_amax(const Lazy& x, AmaxAndScale* amax) const;
+    void compute_weight_amax() const;
+    void add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const;
+};
+
+}  // namespace coat::gpu
