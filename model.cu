@@ -1,10 +1,22 @@
 // model.cu - one training step on the GPU, from the first token to the last update: Llama and GPT-2 in any
 // recipe, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in reference_model.cpp.
 //
-// The file has the order in which a step runs: step(), micro_batch(), forward, head and loss, backward. Then
-// come the other things that one asks of a model. At the end is what all of these use: where tensors are, and
-// the arguments of kernels. A layer's functions follow the table that --plan prints. Linear layers have their
-// own file, gpu/linear.h.
+// A step, in the order of this file:
+//
+//   step()
+//     begin_step()                 clears what the step will find out
+//     micro_batch()                for each
+//       forward()                  embedding; then for each layer
+//         attention_forward()        norm 1 -> q, k, v -> attention -> output projection -> residual sum
+//         mlp_forward()              norm 2 -> gate, up -> activation -> down projection -> residual sum
+//       loss_and_head_backward()   final norm -> logits -> loss, and back to the residual stream
+//       mlp_backward()             for each layer, from the last to the first,
+//       attention_backward()         the same in the opposite order
+//       embedding_backward()
+//     Parameters::update()         AdamW (gpu/run.cpp)
+//
+// Linear layers have their own file, gpu/linear.h. Behind the step come the other things that one asks of a
+// model, and at the end what all of these use: where tensors are, and the arguments of kernels.
 //
 // Three rules:
 //   - Memory is one allocation, the arena (gpu/run.h; run.cpp has the map). What lasts is taken at the
@@ -105,7 +117,7 @@ class Network final : public Model {
 
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
-    Network(const Setup& s, int64_t bytes, bool caches_weights, std::shared_ptr<Transport> transport)
+    Network(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : device_(s, bytes),
           exchange_(make_exchange(device_, memory_, parameters_, scales_, std::move(transport))),
           linear_{.device = device_,
@@ -113,7 +125,7 @@ public:
                   .scales = scales_,
                   .exchange = *exchange_,
                   .gemms = gemms_,
-                  .caches_weights = caches_weights} {
+                  .caches_weights = cache_weights} {
         clear(memory_.results, sizeof(Results), stream_);
         weights_changed();
         layers_.reserve(static_cast<size_t>(config_.L));
@@ -309,11 +321,12 @@ private:
     // (of the embedding), it is x[token] + branch[position].
     void add_to_residual(const View& x, const View& branch, const ResidualNorm& next,
                          const int32_t* tokens = nullptr) {
-        const View& saved = next.norm.in;
-        const View x_out = saved.quant.fp8() ? residual_stream_ : View{};
+        const View& saved_in = next.norm.in;
+        const View x_out = saved_in.quant.fp8() ? residual_stream_ : View{};
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
-        if (x_out.data) measure(stored(x_out), {saved}, device_.statistics(ReportKind::NormInput), stream_);
+        if (x_out.data)
+            measure(stored(x_out), {saved_in}, device_.statistics(ReportKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -614,8 +627,7 @@ private:
     // The residual stream (N, C) at a norm, in the compute dtype: the norm's saved input, or beside it, if
     // that is in groups.
     View residual_stream_at(const ResidualNorm& n) const {
-        const View& saved = n.norm.in;
-        return saved.quant.fp8() ? residual_stream_ : saved;
+        return n.norm.in.quant.fp8() ? residual_stream_ : n.norm.in;
     }
     // The output of a norm as the forward pass computes it: from the saved input, or (coat-saved) from the
     // residual stream beside it.
@@ -630,8 +642,9 @@ private:
     // The gradient of the residual stream (N, C). Until backward begins, the final norm's input is there.
     View dresidual() const { return view_at(memory_.residual, N_, config_.C); }
 
-    // Attention computes in the compute dtype. Where its inputs and output are saved in groups, it computes
-    // with what the groups hold: so the saved log-sum-exp belongs to what backward reads.
+    // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
+    // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
+    // belongs to what backward reads.
     View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
     void save_attention(const View& x, const View& saved) {
         if (!saved.quant.fp8()) return;  // x is `saved`

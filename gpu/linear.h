@@ -48,9 +48,9 @@ public:
     LinearLayer(LinearContext& context, size_t weight);
 
     // --- The three GEMMs
-    void forward(const Lazy& x, const View& y);
-    void dgrad(const Operand& g8, const View& dx);
-    void wgrad(const Operand& g8, const Lazy& x);
+    void forward(const Lazy& x, const View& y);     // y = x w^T + bias
+    void dgrad(const Operand& g8, const View& dx);  // dx = g w
+    void wgrad(const Operand& g8, const Lazy& x);   // dw = g^T x, or dw += g^T x
 
     // --- g8
     // Whether an earlier kernel has computed the amax of g already, in g_amax().
@@ -66,7 +66,7 @@ public:
     // --- w8, if weights are cached
     void make_cached_weight();
 
-    // --- Amaxes. Null where they are not needed.
+    // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
     AmaxAndScale* x_amax() const { return context_.needs_amaxes() ? x_scale_ : nullptr; }
     AmaxAndScale* g_amax() const { return context_.needs_amaxes() ? g_scale_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.

@@ -297,20 +297,24 @@ uint8_t* Parameters::gradient_sums(size_t i) const {
     return memory_.gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
+// The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
+// owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
 void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange) {
-    const size_t begin = buckets[first].first, end = buckets[last - 1].last;
-    const int n = static_cast<int>(end - begin);
+    const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
+    const int count = static_cast<int>(end - begin);
     const Range range{.first = shards[begin].at, .count = shards[end].at - shards[begin].at};
     const int64_t units = shards[end].shard_unit - shards[begin].shard_unit;
-    GradientState* const state = &memory_.results->outcome.gradients;
+    const Segment* const segments = memory_.segments + begin;
     const void* const gradients = gradient_sums(begin);
+    Outcome& outcome = memory_.results->outcome;
+    GradientState* const state = &outcome.gradients;
+
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
-    gradient_squares(memory_.segments + begin, n, gradients, gradient_quant.format, range.first,
-                     shards[begin].shard_unit, units, &memory_.results->outcome.checked_loss, own_squares,
-                     stream_);
+    gradient_squares(segments, count, gradients, gradient_quant.format, range.first, shards[begin].shard_unit,
+                     units, &outcome.checked_loss, own_squares, stream_);
     exchange.all_gather(memory_.squares, (1 + units) * static_cast<int64_t>(sizeof(double)));
     gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
-    adamw(a, setup.optimizer, memory_.segments + begin, n, range, memory_.weights,
+    adamw(a, setup.optimizer, segments, count, range, memory_.weights,
           rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state, stream_);
 }
 

@@ -139,7 +139,7 @@ struct Device {
 // Takes what lasts for the run.
 Memory take_memory(Device& device);
 
-// A grid has at most 65,535 tiles of 128 rows: a view that has more rows, in parts that have not.
+// A view in pieces that each fit a grid of tiles: it has at most 65,535 tiles of 128 rows.
 std::vector<View> pieces_for_grids(const View& v);
 
 // -----------------------------------------------------------------------------------------------------------
@@ -204,10 +204,11 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
-    const std::vector<ShardPlace> shards;
+    const std::vector<ShardPlace> shards;  // by parameter: what this rank owns; and one where the last ends
     const Quant weight_quant, gradient_quant;
     const int64_t weight_bytes, gradient_bytes;  // of one element
 
+    // The number of the parameter with this name.
     size_t index(const std::string& param) const { return find(param).param; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_of(size_t weight) const;
@@ -215,7 +216,7 @@ public:
     int64_t linear_layer(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
-    // The weights that this rank owns; with one rank, and of a vector, all of them.
+    // The weights of parameter i that this rank owns; with one rank, and of a vector, all of them.
     uint8_t* owned_weights(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + shards[i].at * weight_bytes;
     }
@@ -232,7 +233,8 @@ public:
         return {gradient_sums(i), nullptr, params[i].rows, params[i].cols, gradient_quant};
     }
 
-    // Updates the buckets [first, last), whose gradients are complete. AdamW leaves the new weights' amaxes.
+    // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
+    // of the new ones. Nothing is updated if something in the step was not finite.
     void update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange);
 
     // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
