@@ -69,10 +69,10 @@ class Network final : public Model {
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t stream_ = device_.stream;
     Arena& arena_ = device_.arena;
-    const Memory memory_ = take_memory(device_);
-    Scales scales_{device_, memory_};
-    Parameters parameters_{device_, memory_, scales_};
-    const std::unique_ptr<Exchange> exchange_;  // weights and gradients, also those of other GPUs
+    const Memory memory_ = take_memory(device_);        // where everything is that lasts for the run
+    Scales scales_{device_, memory_};                   // of FP8 operands
+    Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
+    const std::unique_ptr<Exchange> exchange_;          // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -152,9 +152,9 @@ public:
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *exchange_);
         weights_changed();
-        scales_.end_step(outcome());
+        scales_.end_step(outcome());  // for delayed scaling
 
-        const Outcome found = fetch_outcome();
+        const Outcome found = fetch_outcome();  // for this the host waits
         const bool skipped = found.gradients.skip != 0;
         if (!skipped && found.empty_histories == 0) scales_.any_empty_history = false;
         first_step_done_ = true;
