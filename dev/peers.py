@@ -10,12 +10,15 @@ BF16 weights with BF16 states, no master weights, no clipping. `fp8` computes th
 torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and fast accumulation in the forward pass, E5M2
 gradients and exact accumulation in the backward pass. Tokens are random.
 
+    python3 dev/peers.py attention                 attention of build/bench and of PyTorch in turn, by shape
+
 `fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed
 in FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.
 """
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 
@@ -26,6 +29,16 @@ SHAPES = {  # layers, hidden size, heads, key-value heads, feed-forward size
 }
 VOCABULARY, T = 32000, 2048
 WARM_UP, STEPS = 4, 20
+ATTENTION = [  # model, batch, tokens, heads, key-value heads, head size
+    ("llama-2-7b", 8, 2048, 32, 32, 128),
+    ("llama-3.1-8b", 4, 2048, 32, 8, 128),
+    ("llama-3.1-8b", 2, 8192, 32, 8, 128),
+    ("llama-3.1-8b", 1, 16384, 32, 8, 128),
+    ("gpt2", 64, 1024, 12, 12, 64),
+    ("tinyllama-1.1b", 16, 2048, 32, 4, 64),
+    ("llama-3.2-1b", 4, 8192, 32, 8, 64),
+]
+REPEATS = 21  # of a kernel, each time after the L2 cache was filled with other data
 
 
 def measure(model, recipe, batch):
@@ -160,7 +173,72 @@ def measure(model, recipe, batch):
             "note": f"torch {torch.__version__}, {SDPBackend(chosen).name}"}
 
 
+def attention_of_bench(model, batch, tokens):
+    """Microseconds of our kernels, forward and backward, as build/bench measures them."""
+    report = "build/attention.json"
+    subprocess.run(["build/bench", "--model", model, "--batch", str(batch), "--seq", str(tokens), "--only",
+                    "attention: ", "--json", report], check=True, stdout=subprocess.DEVNULL)
+    with open(report, encoding="utf-8") as file:
+        operators = json.load(file)["runs"][0]["operators"]
+    return [1e6 * operator["seconds"] for operator in operators]
+
+
+def attention_of_torch(backend, batch, tokens, heads, kv_heads, size):
+    """Microseconds of PyTorch's kernels, forward and backward, in memory laid out as ours."""
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import sdpa_kernel
+
+    numbers = (batch, tokens, heads + 2 * kv_heads, size)
+    qkv = torch.randn(numbers, device="cuda", dtype=torch.bfloat16)
+    parts = qkv.split([heads, kv_heads, kv_heads], 2)
+    q, k, v = (part.transpose(1, 2).detach().requires_grad_() for part in parts)
+    cold = torch.empty(64 << 20, device="cuda")  # 256 MB, more than the L2 cache holds
+
+    def microseconds(run):
+        times = []
+        for _ in range(WARM_UP + REPEATS):
+            cold.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+        return statistics.median(times[WARM_UP:])
+
+    def forward():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != heads)
+
+    with sdpa_kernel([backend]):
+        out = forward()
+        gradient = torch.randn_like(out)
+        backward = microseconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+        with torch.no_grad():
+            return [microseconds(forward), backward]
+
+
+def compare_attention():
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    rows = []
+    for model, *shape in ATTENTION:
+        row = {"model": model, "shape": shape, "ours": attention_of_bench(model, *shape[:2])}
+        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+            try:
+                row[name] = attention_of_torch(backend, *shape)
+            except RuntimeError as refused:  # this library has no such kernel
+                row[name] = None
+                print(f"{name}, {model}: {refused}", file=sys.stderr)
+        rows.append(row)
+    return {"rows": rows, "note": f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"}
+
+
 def main():
+    if sys.argv[1:] == ["attention"]:
+        print(json.dumps(compare_attention()))
+        return
     recipes = ("bf16", "fp8", "fsdp", "fsdp-float8")
     if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in recipes:
         sys.exit(__doc__.strip())

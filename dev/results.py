@@ -111,6 +111,9 @@ GROUPS = {
     "bench": Group(
         "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
         build="build/bench"),
+    "attention": Group(
+        "attention by shape, and PyTorch's", {"attention": "python3 dev/peers.py attention"},
+        build="build/bench"),
     "sizes": Group(
         "FP8 GEMMs against BF16's by size",
         {"sizes": "build/bench --only sizes --json build/s.json >&2 && cat build/s.json"}, build="build/bench"),
@@ -358,8 +361,23 @@ def sizes_table(rows):
         for row in rows["sizes"]["sizes"]]
 
 
-TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "convergence": convergence_table,
-          "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
+def attention_table(rows):
+    def cells(row, part):  # 0: forward, 1: backward
+        return [f"{row[program][part]:,.0f}" if row[program] else "-" for program in ("ours", "cudnn", "flash")]
+
+    table = []
+    for row in rows["attention"]["rows"]:
+        batch, tokens, heads, kv_heads, size = row["shape"]
+        of_keys = f" ({kv_heads} of keys)" if kv_heads != heads else ""
+        shape = f"{batch} x {tokens:,}, {heads} heads{of_keys} of {size}"
+        table.append([shape, *cells(row, 0), *cells(row, 1)])
+    names = ("ours", "cuDNN", "FlashAttention-2")
+    head = ["microseconds", *(f"{part}: {name}" for part in ("forward", "backward") for name in names)]
+    return head, table
+
+
+TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "attention": attention_table,
+          "convergence": convergence_table, "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
           "large": convergence_table, "memory": memory_table, "bench": bench_table, "sizes": sizes_table}
 
 
@@ -376,6 +394,8 @@ def renew_page():
 
     def one(match):
         group = match[1]
+        if group not in results:  # not measured yet
+            return match[0]
         rows, shared = results[group].values(), GROUPS[group].shared
         where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
         head, cells = TABLES[group](results[group])
