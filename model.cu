@@ -90,7 +90,7 @@ class Network final : public Model {
 
     // In backward, two gradients lie where gate and up of the layer are saved, which nobody reads any more.
     // First their own gradient, as an FP8 operand: if a code has as many bytes as a saved element, and there
-    // are no scales of blocks, which would lie on those of the groups. Then dqkv: if it fits.
+    // are no scales of blocks, which would lie on those of the groups. Then dqkv: if a row of it fits.
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
@@ -356,14 +356,16 @@ private:
             sum.data = arena_.take<float>(sum.rows * sum.cols);
             sum.quant = FP32;
         }
+        // Backward begins here: the weights that are gathered next are those of the last layer
         exchange_->gather_weights(exchange_->head_stage(), Pass::Backward);
+        // The gradient of the head's weight is written before the bucket of that weight begins
         exchange_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // What micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) head_piece_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
-        // final norm, which is in the bucket of the head: that of the head's weight is there already
+        // final norm, in one bucket with a head that is not tied, whose gradient is complete now
         complete_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
             norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax());
         });
@@ -426,7 +428,7 @@ private:
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand
         const Operand dgate_up =
             layer.gate_up.gradient_memory(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
-        Arena::Scope until_dgate_up(arena_);
+        Arena::Scope until_dgate_up(arena_);  // of dact, and of g8 of the down projection
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         View dact{};
         complete_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
@@ -441,7 +443,7 @@ private:
     }
     // Takes dact in the caller's scope.
     View down_backward(Layer& layer, const View& gate_up) {
-        // The norm above has computed the amax of g
+        // The norm behind this layer has computed the amax of g
         const Operand g8 = layer.down.gradient_operand(stored(dresidual()), LinearLayer::Amax::Known);
         layer.down.wgrad(g8, activation(gated_, gate_up));
         const View dact = take_view(N_, config_.F);
@@ -456,7 +458,7 @@ private:
         void* const gate_up = saved(layer, Saved::GateUp).data;
         const View dqkv =
             dqkv_in_place_ ? view_at(gate_up, N_, config_.qkv_cols()) : take_view(N_, config_.qkv_cols());
-        Arena::Scope until_dqkv(arena_);
+        Arena::Scope until_dqkv(arena_);  // of dout, and of what attention works with
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
         const View dout = take_view(N_, config_.q_cols());
         complete_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
@@ -464,9 +466,9 @@ private:
             // attention, rotary positions, norms of heads
             qkv_gradient(layer, dout, dqkv);
             until_dqkv.end();
-            // q, k, v projection, norm 1
-            const Operand g8 = layer.qkv.gradient_operand(
-                stored(dqkv), rope_is_last() ? LinearLayer::Amax::Known : LinearLayer::Amax::Unknown);
+            // q, k, v projection, norm 1. If rope() was the last to change dqkv, it has computed the amax
+            const auto amax = rope_is_last() ? LinearLayer::Amax::Known : LinearLayer::Amax::Unknown;
+            const Operand g8 = layer.qkv.gradient_operand(stored(dqkv), amax);
             linear_and_norm_backward(norm1_of(layer), g8, g_amax);
         });
     }
@@ -499,7 +501,7 @@ private:
     // statistics that norm_backward() writes, and all norms write theirs to the same place. So wgrad is here,
     // before another norm.
     void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, AmaxAndScale* g_amax) {
-        Arena::Scope until_dresidual(arena_);
+        Arena::Scope until_dresidual(arena_);  // of dx
         const View dx = take_view(N_, config_.C);
         n.reader->dgrad(g8, dx);
         norm_backward(n, dx, /*g_in=*/dresidual(), g_amax);
@@ -551,8 +553,8 @@ private:
     // so these begin at zero. Not that of the head's weight: a GEMM has written it before, also if the weight
     // is a tied embedding.
     void clear_added_gradients(int64_t bucket) const {
-        const auto [first, last, offset, elements] = parameters_.buckets[bucket];
-        for (size_t i = first; i < last; i++) {
+        const BucketRange& range = parameters_.buckets[bucket];
+        for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.linear && i != head_weight_)
                 clear(exchange_->gradient(i).data, p.padded_size() * parameters_.gradient_bytes, stream_);

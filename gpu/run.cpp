@@ -115,7 +115,7 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 //   [gradients of one micro-batch, with several ranks or --gradients none] | tokens, targets, token order |
 //   residual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
 //
-// Behind that lies what a step takes where it uses it (Arena::Scope in model.cu): the operands of one linear
+// Behind that lies what a step takes where it uses it (Arena::Scope): the operands of one linear
 // layer, gradients of activations, logits.
 //
 // Tensors that replace each other in one place, from left to right in the order of a step:
