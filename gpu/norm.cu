@@ -163,6 +163,35 @@ static __device__ void write_partials(const float4* sums, int C, float* partials
     }
 }
 
+// A chunk's part of the two sums over a row that dx needs. LayerNorm: of d and of d xhat; x becomes xhat.
+// RMSNorm: of x^2 and of d x, from which mean(d xhat) = mean(d x) / rms follows: so the threads of a row
+// exchange both sums at once.
+template <bool RMS>
+static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values& weight, float2 statistics,
+                                       float (&sum)[2]) {
+    for (int j = 0; j < CHUNK; j++) {
+        if (!RMS) x[j] = (x[j] - statistics.x) * statistics.y;
+        const float d = dy[j] * weight[j];
+        sum[0] = RMS ? __fmaf_rn(x[j], x[j], sum[0]) : sum[0] + d;
+        sum[1] += d * x[j];
+    }
+}
+
+// Adds a chunk's dx to g, as the equations above say. dy becomes dy xhat, its part of dweight. x: of RMSNorm
+// the input, of LayerNorm xhat.
+template <bool RMS>
+static __device__ void add_dx(const Values& x, Values& dy, const Values& weight, float2 statistics,
+                              float mean_d, float mean_d_xhat, Values& g) {
+    for (int j = 0; j < CHUNK; j++) {
+        const float xhat = RMS ? x[j] * statistics.y : x[j];
+        const float d = dy[j] * weight[j];
+        g[j] += statistics.y * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
+        dy[j] *= xhat;
+    }
+}
+
+// g_out = g_in + dx by rows (N, C); g_in may be no tensor. Also the row statistics, the amax of g_out, and
+// each block's sums for dweight and dbias: partials (blocks, C), for dweight and behind it for dbias.
 template <class Storage, bool RMS, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
@@ -206,19 +235,13 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         float2 statistics{};
         if (!RMS) statistics = row_statistics(x, C, false, n.eps);
 
-        // Sums over the row. LayerNorm: of d and d xhat. RMSNorm: of x^2 and d x, from which
-        // mean(d xhat) = mean(d x) / rms follows, so that the threads of a row exchange both sums at once.
+        // The sums over the row, by which all its threads learn the means.
         float sum[2] = {0, 0};
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values dy, weight;
             dy_and_weight(c, dy, weight);
-            for (int j = 0; j < CHUNK; j++) {
-                if (!RMS) x[c][j] = (x[c][j] - statistics.x) * statistics.y;
-                const float d = dy[j] * weight[j];
-                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + d;
-                sum[1] += d * x[c][j];
-            }
+            add_to_row_sums<RMS>(x[c], dy, weight, statistics, sum);
         }
         if (RMS && turn) row_sum<1>(sum);  // two places in turn
         else row_sum<2>(sum);
@@ -235,11 +258,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             dy_and_weight(c, dy, weight);
             g_in.values(raw_g[c], g);
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            for (int j = 0; j < CHUNK; j++) {
-                const float xhat = RMS ? x[c][j] * statistics.y : x[c][j], d = dy[j] * weight[j];
-                g[j] += statistics.y * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
-                dy[j] *= xhat;
-            }
+            add_dx<RMS>(x[c], dy, weight, statistics, mean_d, mean_d_xhat, g);
             add_columns(dweight, C, row_column(c), dy);
             g_out.from(element).round_and_store(offset(c), g, true);
             top = larger_magnitude(top, g);

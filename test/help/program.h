@@ -46,7 +46,8 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     const std::string program = fs::absolute(path ? path : "./train").string(),
                       printed = folder.path.string() + "-printed";
     write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
-                                    small_model() + "'\nalias train=\"'" + program + "'\"\n" + command);
+                                    small_model() + "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
+                                    command);
     // The program has the default signal handlers, also if the tests run under nohup.
     const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
                                           ".sh' > '", printed, ".out' 2> '", printed, ".err'")
@@ -133,15 +134,33 @@ inline int64_t last_step(const Folder& folder) {
 // its test fails.
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
-    return shell(folder, concat("mkfifo pipe; train ", flags, R"( > pipe & pid=$!; done=
-(sleep 240; kill -KILL $pid) > /dev/null 2>&1 & watch=$!
-while read -r line; do echo "$line"; [ -n "$done" ] || case $line in *')",
-                                part, R"('*) done=yes
-others=$(echo $(cat /proc/$pid/task/$pid/children)); )",
-                                action, R"(;; esac; done < pipe
-rm pipe; wait $pid; code=$?; kill $watch; n=0
-for p in $others; do while kill -0 $p 2> gone; do
-sleep 0.02; n=$((n + 1)); [ $n -lt 100 ] || exit 78; done; done
+    return shell(folder, concat(R"(
+children() { echo $(cat /proc/$1/task/$1/children); }
+mkfifo pipe
+timeout -s KILL 240 "$TRAIN" )",
+                                flags, R"( > pipe & limit=$!
+acted=
+while read -r line; do
+    echo "$line"
+    [ -z "$acted" ] || continue
+    case $line in *')",
+                                part, R"('*)
+        acted=yes
+        pid=$(children $limit)
+        others=$(children $pid)
+        )",
+                                action, R"(;;
+    esac
+done < pipe
+rm pipe
+wait $limit; code=$?
+for other in $others; do
+    for attempt in $(seq 100); do
+        kill -0 $other 2> gone || break
+        sleep 0.02
+    done
+    if kill -0 $other 2> gone; then exit 78; fi
+done
 exit $code)"));
 }
 
