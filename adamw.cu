@@ -32,15 +32,15 @@
 
 namespace coat::gpu {
 
-constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // 16
-constexpr int GROUPS_PER_STEP = 32 / GROUP_LANES;  // 2
-constexpr int STEPS = 4;
-constexpr int WINDOW = STEPS * GROUPS_PER_STEP;
-enum { M_MAX, M_K, V_MAX, V_K, SCALES };  // the scales of a group
+constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // that own a group: 16
+constexpr int GROUPS_PER_STEP = 32 / GROUP_LANES;  // of a warp: 2
+constexpr int STEPS = 4;                           // of a window
+constexpr int WINDOW = STEPS * GROUPS_PER_STEP;    // groups of a window: 8
+enum { M_MAX, M_K, V_MAX, V_K, SCALES };           // the scales of a group, and how many there are
 static_assert(STEPS * SCALES == GROUP_LANES, "a lane keeps one scale of a window");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-struct MomentScale {  // of one moment of a group
+struct MomentScale {  // the scales of a group's first moments, or of its second
     float max, k;
 };
 
@@ -50,21 +50,24 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper section 4.2)
 //
-// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
+// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh). FMAX and
+// FMIN are the largest and the smallest positive value of the format, f.fmax and f.fmin: 448 and 2^-9 for
+// E4M3.
 
-// Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, 448 / 2^-9 for E4M3, and
-// R_X = max / min that of the group, without its zeros. k is rounded to a multiple of 1/256, from 1/16 to 64.
-// If all magnitudes are equal it is 64; in a group of zeros it is 1.
-static __device__ float expansion_factor(const MomentFormat& f, float max, float min_nonzero) {
-    if (max == 0) return 1.0f;
-    const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);  // log2(R_X)
+// Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the group:
+// its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from 1/16 to
+// 64. If all magnitudes are equal it is 64; in a group of zeros it is 1.
+static __device__ float expansion_factor(const MomentFormat& f, float largest, float smallest) {
+    if (largest == 0) return 1.0f;
+    const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
     const float k = rintf(256.0f * f.log_range * fast_reciprocal(log_ratio)) * 0x1p-8f;
     return fminf(fmaxf(k, 0.0625f), 64.0f);
 }
 
-// Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0.
+// Expand: |y| = FMAX (|x| / max)^k, where max is that of the group. For x = 0 the logarithm is -infinity, and
+// y is 0.
 static __device__ float expand(const MomentFormat& f, float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_max));
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_fmax));
 }
 // 1 / max: the fast reciprocal, and one step of Newton's method.
 static __device__ float inverse_of(float max) {
@@ -72,51 +75,53 @@ static __device__ float inverse_of(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k). log_y is log2(|y| / FMAX).
+// Contract: |x| / max = (|y| / FMAX)^(1/k). log_y is log2(|y| / FMAX). The result is not multiplied by max:
+// see dequantize().
 static __device__ float contract(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
-// The careful path, for groups so wide or so small that a step of the equations above would leave the normal
-// numbers of FP32. All lanes of a group take it, or none. It is inlined although it is almost never taken: as
-// a function that is called, or in a loop that is not unrolled, it makes the fast path up to 24% slower.
+// The careful path, for groups so wide or so small that what the equations above compute on the way would
+// leave the normal numbers of FP32. All lanes of a group take it, or none. It is inlined although it is
+// almost never taken: as a function that is called, or in a loop that is not unrolled, it makes the fast path
+// up to 24% slower.
 
 // A group is wide if its magnitudes may differ by more than about 2^120.
-static __device__ bool wide(const MomentFormat& f, const MomentScale& s) {
-    return f.log_range > 120.0f * s.k;
+static __device__ bool is_wide(const MomentFormat& f, const MomentScale& group) {
+    return f.log_range > 120.0f * group.k;
 }
-static __device__ bool expands_fast(const MomentFormat& f, const MomentScale& s) {
-    return !wide(f, s) && (s.max >= 0x1p-100f || s.max == 0);  // 1 / max must be normal, too
+static __device__ bool expands_fast(const MomentFormat& f, const MomentScale& group) {
+    return !is_wide(f, group) && (group.max >= 0x1p-100f || group.max == 0);  // 1 / max must be normal, too
 }
-static __device__ float expand_carefully(const MomentFormat& f, const MomentScale& s, float x) {
-    return f.max * fast_exp2(s.k * (log2f(fabsf(x)) - log2f(s.max)));
+static __device__ float expand_carefully(const MomentFormat& f, const MomentScale& group, float x) {
+    return f.fmax * fast_exp2(group.k * (log2f(fabsf(x)) - log2f(group.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const MomentScale& s, float inverse_k, float log_y) {
+static __device__ float contract_carefully(const MomentScale& group, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
-    return root * s.max * root;
+    return root * group.max * root;
 }
 
 // ===========================================================================================================
 // 2. The eight moments of a thread
 
-// Their codes. A second moment is never negative, and one above zero must stay above zero. The fast path
-// needs no care for that: there max / min is below 2^120, and k at most 1/512 too large, so the smallest
-// moment becomes more than 0.85 of the smallest code.
+// The codes of eight moments x. A second moment is never negative, and one above zero must stay above zero.
+// The fast path needs no care for that: there R_X is below 2^120, and k at most 1/512 too large, so the
+// smallest moment becomes more than 0.85 of the smallest code.
 template <bool SECOND>
-static __device__ uint2 quantize(const MomentFormat& f, const MomentScale& s, const Values& x) {
-    Values y;
-    if (f.expand && expands_fast(f, s)) {
-        const float inverse_max = inverse_of(s.max);
-        for (int j = 0; j < CHUNK; j++) y[j] = expand(f, s.k, inverse_max, x[j]);
+static __device__ uint2 quantize(const MomentFormat& f, const MomentScale& group, const Values& x) {
+    Values y;  // the magnitudes that are encoded
+    if (f.expand && expands_fast(f, group)) {
+        const float inverse_max = inverse_of(group.max);
+        for (int j = 0; j < CHUNK; j++) y[j] = expand(f, group.k, inverse_max, x[j]);
     } else {
-        const float inverse_scale = __frcp_rn(scale_of(f.max, s.max));  // without expansion
+        const float inverse_scale = __frcp_rn(scale_of(f.fmax, group.max));  // without expansion
         for (int j = 0; j < CHUNK; j++) {
-            y[j] = f.expand ? expand_carefully(f, s, x[j]) : fabsf(x[j]) * inverse_scale;
-            if (SECOND && x[j] > 0 && y[j] < f.min) y[j] = f.min;
+            y[j] = f.expand ? expand_carefully(f, group, x[j]) : fabsf(x[j]) * inverse_scale;
+            if (SECOND && x[j] > 0 && y[j] < f.fmin) y[j] = f.fmin;
         }
     }
-    for (int j = 0; j < CHUNK; j++)
-        if (!SECOND) y[j] = copysignf(y[j], x[j]);
+    if (!SECOND)
+        for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     return encode(f.e5m2, y, 1.0f);
 }
 
@@ -124,34 +129,36 @@ static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// For each code log2(|y| / FMAX), or |y| without expansion. The table saves a thread 16 logarithms a step.
-constexpr int TABLE = 128;
+// For each code, without its sign, log2(|y| / FMAX) of its value y; or |y| where nothing is expanded. The
+// table saves a thread 16 logarithms a step.
+constexpr int MAGNITUDES = 128;  // codes without a sign
 static __device__ void fill_table(const MomentFormat& f, float* table) {
-    for (uint32_t code = threadIdx.x; code < TABLE; code += blockDim.x) {
+    for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
         const float y = decode2(f.e5m2, code).x;
-        table[code] = f.expand ? log2f(y) - log2f(f.max) : y;
+        table[code] = f.expand ? log2f(y) - log2f(f.fmax) : y;
     }
 }
 
-// Eight moments from their codes, but for a factor, which is returned: a moment is factor * x[j]. On the fast
-// path the factor is max. adamw_element() (gpu/adamw.cuh) multiplies by it in an operation that it has
-// anyway.
+// Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
+// not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
+// that decays the moment. The factor is the max of the group; on the careful path 1; and the scale where
+// nothing is expanded.
 template <bool SECOND>
-static __device__ float dequantize(const MomentFormat& f, const MomentScale& s, uint2 codes,
+static __device__ float dequantize(const MomentFormat& f, const MomentScale& group, uint2 codes,
                                    const float* table, Values& x) {
-    for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % TABLE];
-    const float inverse_k = fast_reciprocal(s.k);
+    for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % MAGNITUDES];
+    const float inverse_k = fast_reciprocal(group.k);
     float factor = 1;
     if (!f.expand) {
-        factor = scale_of(f.max, s.max);
-    } else if (wide(f, s)) {
-        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(s, inverse_k, x[j]);
+        factor = scale_of(f.fmax, group.max);
+    } else if (is_wide(f, group)) {
+        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(group, inverse_k, x[j]);
     } else {
-        factor = s.max;
+        factor = group.max;
         for (int j = 0; j < CHUNK; j++) x[j] = contract(inverse_k, x[j]);
     }
-    for (int j = 0; j < CHUNK; j++)
-        if (!SECOND) x[j] = copysignf(x[j], __uint_as_float(code_of(codes, j) << 24));
+    if (!SECOND)  // the sign of an FP8 code, moved to where FP32 has it
+        for (int j = 0; j < CHUNK; j++) x[j] = copysignf(x[j], __uint_as_float(code_of(codes, j) << 24));
     return factor;
 }
 
@@ -160,10 +167,11 @@ static __device__ float dequantize(const MomentFormat& f, const MomentScale& s, 
 
 // The scales of a group, from the new moments of its 16 lanes. Magnitudes are compared as bits: as integers
 // these have the same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves it out.
+// (In a group of zeros both magnitudes become 0.)
 static __device__ MomentScale group_scale(const MomentFormat& f, const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
-        const uint32_t bits = magnitude(x[j]);
+        const uint32_t bits = magnitude_bits(x[j]);
         top = max(top, bits);
         low_minus_1 = min(low_minus_1, bits - 1);
     }
@@ -171,8 +179,8 @@ static __device__ MomentScale group_scale(const MomentFormat& f, const Values& x
         top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
-    const float max = __uint_as_float(top), min_nonzero = __uint_as_float(low_minus_1 + 1);
-    return {max, f.expand ? expansion_factor(f, max, min_nonzero) : 1.0f};
+    const float largest = __uint_as_float(top), smallest = __uint_as_float(low_minus_1 + 1);
+    return {.max = largest, .k = f.expand ? expansion_factor(f, largest, smallest) : 1.0f};
 }
 
 // Which scale of a window this lane keeps (the second drawing), and where it is in memory.
@@ -201,7 +209,8 @@ struct ScaleOfLane {
     }
 };
 
-// The scale `which` of the group that this half of the warp updates in a step, from the lane that keeps it.
+// The scale `which` of the group that this half of the warp updates in a step, fetched from the lane that
+// keeps it in `kept`.
 static __device__ float scale_of_step(float kept, int step, int which) {
     return __shfl_sync(ALL_LANES, kept, step * SCALES + which, GROUP_LANES);
 }
@@ -305,10 +314,11 @@ static __device__ int segment_with(const AdamArguments& a, int64_t element) {
     return low;
 }
 
-// A block has consecutive groups, [begin, end). Within each segment among them its warps take turns.
+// A block has consecutive groups, [begin, end) in the rank's order. Within each segment among them its warps
+// take turns; there groups count from the segment's first.
 template <class W>
 static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
-    __shared__ float table_m[TABLE], table_v[TABLE];
+    __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
     if (a.state->skip) return;
     fill_table(a.m, table_m);
     fill_table(a.v, table_v);
@@ -319,11 +329,12 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     const int warp = threadIdx.x / 32;
     for (int s = segment_with(a, begin * MOMENT_GROUP); s < a.number_of_segments; s++) {
         const Segment segment = a.segments[s];
-        const int64_t start = segment.offset / MOMENT_GROUP;
-        const int64_t stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
-        if (start >= end) return;
+        const int64_t segment_begin = segment.offset / MOMENT_GROUP;
+        const int64_t segment_end = segment_begin + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
+        if (segment_begin >= end) return;
         if (!a.in_fp8_groups(segment)) continue;
-        const int64_t first = max(begin, start) - start, last = min(end, stop) - start;
+        const int64_t first = max(begin, segment_begin) - segment_begin;
+        const int64_t last = min(end, segment_end) - segment_begin;
         const int64_t first_window = (first + WINDOW - 1) / WINDOW + warp;
         const uint32_t top = update_windows<W>(a, segment, static_cast<int>(first_window) * WINDOW,
                                                static_cast<int>(last), table_m, table_v);
@@ -358,22 +369,22 @@ static Factors factors(const AdamW& a) {
 
 static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
     if (!is_scaled(format)) return {};
-    const double max = info(format).max, min = info(format).min;
+    const double fmax = info(format).max, fmin = info(format).min;
     return {.e5m2 = format == Format::E5M2,
             .expand = o.expands(format),
             .per_tensor = o.per_tensor,
-            .max = info(format).max,
-            .min = info(format).min,
-            .log_max = static_cast<float>(std::log2(max)),
-            .log_range = static_cast<float>(std::log2(max / min))};
+            .fmax = info(format).max,
+            .fmin = info(format).min,
+            .log_fmax = static_cast<float>(std::log2(fmax)),
+            .log_range = static_cast<float>(std::log2(fmax / fmin))};
 }
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool fp8_groups = optimizer.fp8_groups();
-    require(fp8_groups || optimizer.per_tensor || !(is_fp8(optimizer.m) || is_fp8(optimizer.v)),
-            "one of the moments is in FP8 groups and the other is not");
+    const bool scaled = is_scaled(optimizer.m) || is_scaled(optimizer.v);
+    require(fp8_groups || optimizer.per_tensor || !scaled, "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),
                                   .m = moment_format(optimizer.m, optimizer),
                                   .v = moment_format(optimizer.v, optimizer),

@@ -18,7 +18,6 @@
 //
 // dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
 #include "gpu/device.cuh"
-#include "gpu/other_scaling.cuh"
 
 namespace coat::gpu {
 
@@ -30,7 +29,7 @@ namespace coat::gpu {
 //
 // The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
 // has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
-// residual_add (gpu/norm.cu) writes all other groups in passing.
+// residual_add() (gpu/norm.cu) writes all other groups in passing.
 
 // The largest magnitude of `top` and of the activation's output for one row of the thread's values.
 template <int PLANES> static __device__ float amax_of_activation(float top, const Values (&v)[PLANES]) {
@@ -41,9 +40,11 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
     return top;
 }
 
+// write_back: x becomes what the groups hold. TAKES_AMAX: of_activation gets the amax of the activation's
+// output, computed from what the groups hold (reads_groups) or from x. No caller wants both.
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back, bool reads_saved,
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back, bool reads_groups,
                            AmaxAndScale* of_activation) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
@@ -52,7 +53,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        if (TAKES_AMAX && !reads_saved) top = amax_of_activation(top, v);
+        if (TAKES_AMAX && !reads_groups) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
@@ -60,25 +61,34 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             groups.from(first).round_and_store(offset, v[p], live);
             if (!TAKES_AMAX && write_back) x.in.from(first).round_and_store(offset, v[p], live);
         }
-        if (TAKES_AMAX && reads_saved) top = amax_of_activation(top, v);
+        if (TAKES_AMAX && reads_groups) top = amax_of_activation(top, v);
     });
-    if (TAKES_AMAX) update_amax_by_warp(&of_activation->amax, magnitude(top));
+    if (TAKES_AMAX) update_amax_by_warp(&of_activation->amax, magnitude_bits(top));
 }
 
-void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
-                     QuantStats* stats, cudaStream_t s) {
+// x in one plane, or (GATED) in the two planes of [gate | up].
+template <bool GATED, bool TAKES_AMAX>
+static void launch_quantize_groups(const View& x, const View& groups, bool write_back, bool reads_groups,
+                                   AmaxAndScale* of_activation, cudaStream_t s) {
+    using P = Producer<LazyOp::Stored, Dense<bf16>, GATED>;
+    const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
+    launch("quantize_groups", quantize_groups_kernel<P, TAKES_AMAX>, tile_grid(x.rows, producer.width),
+           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), write_back, reads_groups, of_activation);
+}
+
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
     measure(stored(x), {groups}, stats, s);
-    auto run = [&]<bool TAKES_AMAX>(auto producer) {
-        const auto kernel = quantize_groups_kernel<decltype(producer), TAKES_AMAX>;
-        launch("quantize_groups", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, groups_of(groups), write_back, activation.reads_saved, activation.amax_and_scale);
-    };
-    const Producer<LazyOp::Stored, Dense<bf16>> one_plane{dense<bf16>(x.data), x.cols, stored(x)};
-    const Producer<LazyOp::Stored, Dense<bf16>, true> two_planes{dense<bf16>(x.data), x.cols / 2, stored(x)};
-    if (!activation.amax_and_scale) run.template operator()<false>(one_plane);
-    else if (activation.gated) run.template operator()<true>(two_planes);
-    else run.template operator()<true>(one_plane);
+    launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
+}
+
+void quantize_activation_input(bool gated, const View& x, const View& groups, bool reads_groups,
+                               AmaxAndScale* amax, QuantStats* stats, cudaStream_t s) {
+    if (!amax) return quantize_groups(x, groups, false, stats, s);
+    require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
+    measure(stored(x), {groups}, stats, s);
+    if (gated) launch_quantize_groups<true, true>(x, groups, false, reads_groups, amax, s);
+    else launch_quantize_groups<false, true>(x, groups, false, reads_groups, amax, s);
 }
 
 // ===========================================================================================================
@@ -98,7 +108,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
-    update_amax_by_warp(&amax_and_scale->amax, magnitude(top));
+    update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
 }
 
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
@@ -111,25 +121,9 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // ===========================================================================================================
 // 3. Operands of GEMMs: one scale per tensor, just in time; codes by rows, and transposed
 //
-// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32.
-//
-// The transposed copy goes through shared memory: a thread has 8 columns of a row, but memory wants many rows
-// of a column. A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, and the n-th
-// word of every column lies in bank n. Thread (across, down) of the 16 x 16 owns rows 8 * down ... + 7 of
-// columns 8 * across ... + 7: to each of these it writes two words, down.0 (its first 4 rows) and down.1.
-//
-//                      piece 0: rows 0 ... 15    piece 1: rows 16 ... 31
-//   bank                0     1     2     3       4     5     6     7      ...    31
-//   columns  0 ... 7   0.0   0.1   1.1   1.0     2.0   2.1   3.1   3.0     ...   15.0    across = 0 writes it
-//   columns  8 ... 15  1.1   1.0   0.0   0.1     3.1   3.0   2.0   2.1     ...   14.1    across = 1
-//   columns 16 ... 23  2.0   2.1   3.1   3.0     0.0   0.1   1.1   1.0     ...   13.0    across = 2
-//   columns 24 ... 31  3.1   3.0   2.0   2.1     1.1   1.0   0.0   0.1     ...   12.1    across = 3
-//
-// Writing: a warp is 16 threads across and two down, say 0 and 1. At a time it writes all its 0.0 and 1.0,
-// one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
-// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece, 4
-// words or 16 rows of a column, and stores it with one instruction. 8 lanes read the 8 pieces of a column:
-// every bank once. TransposeTile::rows16() (gpu/device.cuh) orders the 4 words.
+// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32. The
+// transposed copy goes through shared memory (TransposeTile in gpu/device.cuh): a thread hands over the codes
+// of four of its rows at a time; when all threads have done so, the block writes its tile by columns.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
@@ -197,7 +191,10 @@ static void round_values(const Lazy& x, const View& out, cudaStream_t s) {
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
     if (!q.fp8()) return round_values(x, out.view, s);
-    if (q == E4M3_GROUP) return quantize_groups(x.input, out.view, false, {}, stats, s);
+    if (q == E4M3_GROUP) {
+        require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
+        return quantize_groups(x.input, out.view, false, stats, s);
+    }
     if (!(q.granularity == PER_TENSOR)) return quantize_in_blocks(x, out, stats, s);
     if (out.delayed) return quantize_delayed(x, out, stats, s);
     measure(x, out, stats, s);  // first, because the codes may overwrite x

@@ -29,7 +29,7 @@
 //     the tensor, or passes over it anyway, is given the place for its amax: x_amax() or g_amax() of the
 //     linear layer that will read it. Where there is no such kernel, compute_x_amax() is a pass of its own. A
 //     comment at each operand says who has computed the amax.
-#include "gpu/attention.cuh"
+#include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
 #include "gpu/ranks.h"
@@ -310,11 +310,8 @@ private:
     }
     void gate_up_to_groups(Layer& layer, const Lazy& x, const View& values, const View& groups) {
         layer.gate_up.forward(x, values);
-        const ActivationAmax amax{.amax_and_scale = layer.down.x_amax(),
-                                  .gated = gated_,
-                                  .reads_saved = recipe_.forward_reads_groups};
-        quantize_groups(values, groups, /*write_back=*/false, amax,
-                        device_.statistics(ReportKind::ActivationInput), stream_);
+        quantize_activation_input(gated_, values, groups, recipe_.forward_reads_groups, layer.down.x_amax(),
+                                  device_.statistics(ReportKind::ActivationInput), stream_);
     }
 
     // Saves x + branch as the input of the next norm, and leaves the amax of that norm's output. With tokens
@@ -650,8 +647,7 @@ private:
     View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
     void save_attention(const View& x, const View& saved) {
         if (!saved.quant.fp8()) return;  // x is `saved`
-        quantize_groups(x, saved, /*write_back=*/true, /*activation=*/{},
-                        device_.statistics(ReportKind::Attention), stream_);
+        quantize_groups(x, saved, /*write_back=*/true, device_.statistics(ReportKind::Attention), stream_);
     }
     View load_attention(const View& saved) {
         const View x = attention_buffer(saved);

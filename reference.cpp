@@ -196,9 +196,9 @@ static void compute_codes(const float* x, Quantized& q) {
         }
 }
 
-// Adds the errors of all elements of x (rows, cols) to statistics. Values up to half a step above FMAX s
-// still round to FMAX. The largest step is FMAX s / 2^(M + 1) or less; those beyond half of this count as
-// saturated.
+// Adds the errors of all elements of x (rows, cols) to statistics. A value a little above FMAX s is encoded
+// as FMAX without more error than rounding has elsewhere: up to half a step, and the step at FMAX is at least
+// FMAX / 2^(M + 1). A value that is further above counts as saturated.
 static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
     const FormatInfo& f = info(q.quant.format);
     const float beyond = f.max * (1 + std::ldexp(0.25f, -f.mantissa));
@@ -233,9 +233,10 @@ Floats dequantize(const Quantized& q) {
         for (int64_t col = 0; col < q.cols; col += width) {  // the part of a row that is in one block
             const float s = q.scale(row, col);
             const int64_t first = row * q.cols + col, end = first + std::min(width, q.cols - col);
-            for (int64_t i = first; i < end; i++)
-                x[i] =
-                    q.quant.fp8() ? values[q.codes[i]] * s : read_element(q.quant.format, q.codes.data(), i);
+            for (int64_t i = first; i < end; i++) {
+                if (q.quant.fp8()) x[i] = values[q.codes[i]] * s;
+                else x[i] = read_element(q.quant.format, q.codes.data(), i);
+            }
         }
     return x;
 }
@@ -461,8 +462,9 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
 
 // The mean of a row x (C), and rstd = 1 / sqrt(variance + eps). For RMSNorm the mean is taken as 0, so that
 // rstd = 1 / rms(x).
+template <class Real> struct RowStatistics { Real mean, rstd; };
 template <class Real>
-static std::pair<Real, Real> mean_and_rstd(bool rms, Real eps, int64_t C, const Real* x) {
+static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
     Real mean = 0, square = 0;
     if (!rms) {
 #pragma omp simd reduction(+ : mean)
@@ -471,7 +473,7 @@ static std::pair<Real, Real> mean_and_rstd(bool rms, Real eps, int64_t C, const 
     }
 #pragma omp simd reduction(+ : square)
     for (int64_t c = 0; c < C; c++) square += (x[c] - mean) * (x[c] - mean);
-    return {mean, 1 / std::sqrt(square / Real(C) + eps)};
+    return {.mean = mean, .rstd = 1 / std::sqrt(square / Real(C) + eps)};
 }
 
 // RMSNorm or LayerNorm of each row of x (N, C):  y = x^ weight + bias  with  x^ = (x - mean) rstd.
@@ -480,7 +482,7 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
                   const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        const auto [mean, rstd] = mean_and_rstd(rms, eps, C, x + n * C);
+        const auto [mean, rstd] = row_statistics(rms, eps, C, x + n * C);
         for (int64_t c = 0; c < C; c++)
             y[n * C + c] = (x[n * C + c] - mean) * rstd * weight[c] + (bias ? bias[c] : Real(0));
     }
@@ -492,10 +494,10 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
-    std::vector<std::pair<Real, Real>> statistics(N);  // mean and rstd of each row
+    std::vector<RowStatistics<Real>> statistics(N);  // of each row
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        statistics[n] = mean_and_rstd(rms, eps, C, x + n * C);
+        statistics[n] = row_statistics(rms, eps, C, x + n * C);
         const auto [mean, rstd] = statistics[n];
         Real mean_d = 0, mean_d_xhat = 0;
 #pragma omp simd reduction(+ : mean_d, mean_d_xhat)
@@ -516,7 +518,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
     for (int64_t first = 0; first < C; first += width)
         for (int64_t n = 0; n < N; n++)
             for (int64_t c = first; c < std::min(C, first + width); c++) {
-                dweight[c] += dy[n * C + c] * (x[n * C + c] - statistics[n].first) * statistics[n].second;
+                dweight[c] += dy[n * C + c] * (x[n * C + c] - statistics[n].mean) * statistics[n].rstd;
                 if (dbias) dbias[c] += dy[n * C + c];
             }
 }
@@ -571,9 +573,10 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, R
 }
 
 // The backward pass of activation_forward():
-//   dup = dact silu(gate),  dgate = dact up silu'(gate)     with silu'(a) = s (1 + a (1 - s)),  s =
-//   sigmoid(a) or dgate_up = dact gelu'(gate_up)                       with gelu'(a) = (1 + t + a t') / 2
-// where t is the tanh in gelu, and t' = (1 - t^2) sqrt(2 / pi) (1 + 3 * 0.044715 a^2).
+//   gated:  dup = dact silu(gate)               silu(a) = a s,  s = sigmoid(a)
+//           dgate = dact up silu'(gate)         silu'(a) = s (1 + a (1 - s))
+//   else:   dgate_up = dact gelu'(gate_up)      gelu'(a) = (1 + t + a t') / 2,  t = the tanh in gelu(a)
+//                                               t' = (1 - t^2) sqrt(2 / pi) (1 + 3 * 0.044715 a^2)
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
                          Real* dgate_up) {
@@ -662,8 +665,8 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
             const int64_t kv_head = head / (NH / c.NKV);
-            const Real* queries =
-                qkv + b * T * row + head * HS;  // (T, HS), rows `row` apart; so keys, values
+            // Each is (T, HS). Its rows are `row` elements apart.
+            const Real* queries = qkv + b * T * row + head * HS;
             const Real* keys = qkv + b * T * row + c.q_cols() + kv_head * HS;
             const Real* values = keys + c.kv_cols();
             const auto key_columns = transposed(keys, T, HS, row);

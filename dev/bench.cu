@@ -26,7 +26,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../gpu/attention.cuh"
+#include "../gpu/attention.h"
 #include "../gpu/gemm.h"
 #include "../gpu/operators.h"
 #include "../program/plan.h"
@@ -435,7 +435,7 @@ private:
                        saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_,
                  size(u) + size(saved), [&] {
-                     quantize_groups(u, saved, false, {slot_, c_.arch.gated, true}, nullptr, nullptr);
+                     quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr);
                  });
         } else {
             amax_pass(name, layers_, h);

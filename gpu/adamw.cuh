@@ -26,9 +26,9 @@ struct Factors {
     float root_factor, scaled_eps;
 };
 
-// On entry m lacks a factor, with which it was not multiplied when it was decoded: a scale, or the max of its
-// group. keep_m is b1 times that factor, so that one operation decays m and completes it. The same holds for
-// v. decay is that of the parameter, which may be 0.
+// On entry the old first moment is factor_m * m: decoding leaves the product to this function. The factor is
+// a scale, or the max of a group. keep_m = b1 * factor_m, so that one operation multiplies by both. On return
+// m is the new moment itself. The same holds for v. decay is that of the parameter, which may be 0.
 inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
                                      float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -114,7 +114,7 @@ struct FloatWeights {
     __device__ void values(const Raw& raw, Values& v) const { weights.values(raw, v); }
     __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top) const {
         weights.round_and_store(i, v, live);
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude_bits(v[j]));
     }
 };
 
@@ -131,8 +131,8 @@ template <class F> void with_weights(const Weights& w, F f) {
 // How one of the moments is stored in FP8 or FP16, as the kernels need it. For FP32 and BF16 it says nothing.
 struct MomentFormat {
     bool e5m2 = false, expand = false, per_tensor = false;
-    float max = 1, min = 1;            // FMAX and FMIN
-    float log_max = 0, log_range = 1;  // log2(FMAX) and log2(FMAX / FMIN)
+    float fmax = 1, fmin = 1;           // the largest and the smallest positive value of the format
+    float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
 };
 
 // Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
@@ -142,7 +142,7 @@ inline __device__ bool scaled(const MomentView& m) {
 
 struct AdamArguments {
     Factors f;
-    MomentFormat m, v;
+    MomentFormat m, v;  // of segments whose moments have scales
     const Segment* segments;
     int number_of_segments;
     int64_t first, groups;  // of the range: its first element, and how many groups it has
@@ -151,6 +151,7 @@ struct AdamArguments {
     EitherDense gradients;  // of the range
     const GradientState* state;
 
+    // v is in groups where m is (coat.h, OptimizerFormat::fp8_groups).
     __device__ bool in_fp8_groups(const Segment& s) const { return scaled(s.m) && !m.per_tensor; }
 };
 

@@ -1,7 +1,7 @@
 // attention_common.cuh - what attention.cu and attention_sm90.cu share: the online softmax on the registers
 // of a tensor core, and what backward prepares.
 #pragma once
-#include "attention.cuh"
+#include "attention.h"
 #include "device.cuh"
 
 namespace coat::flash {

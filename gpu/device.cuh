@@ -3,8 +3,8 @@
 //   1. launching a kernel
 //   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
 //   3. storage: how a thread loads and stores eight neighbouring elements
-//   4. tiles: how the threads of a block share out a tensor; transposed codes
-//   5. producers: a tensor that is not stored, computed on the fly (Lazy in operators.h)
+//   4. producers: a tensor that is not stored, computed on the fly (Lazy in operators.h)
+//   5. tiles: how the threads of a block share out a tensor; transposed codes
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes, the widest access of a GPU.
@@ -48,12 +48,13 @@ inline __device__ int64_t thread_of_grid() {
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
-using Values = float[CHUNK];  // nvcc unrolls short loops by itself; a pragma stands where it would not.
+using Values = float[CHUNK];  // of a chunk
+// (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above
-// infinity.
+// The largest magnitude so far, `top` in most kernels, is kept as a value or as bits. The bits of |x|, read
+// as an integer, have the same order as |x|, with NaN above infinity.
 
-inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|); NaN if either is NaN
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
@@ -64,7 +65,8 @@ template <int N> __device__ float larger_magnitude(float top, const float (&v)[N
     return top;
 }
 
-// *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
+// *amax = max(*amax, the value with these bits). Most blocks find it large enough already and skip the
+// atomic.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
@@ -310,148 +312,7 @@ inline EitherDense either_dense(const void* data, Format f) {
 inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.quant.format); }
 
 // ===========================================================================================================
-// 4. Tiles
-//
-//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
-//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
-//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
-//   | x 128 |       |       |         ...                             ...
-//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
-//
-// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
-// BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
-
-constexpr int TILE = 128;             // rows and columns of a tile
-constexpr int ROWS = 8;               // of one thread
-constexpr int ACROSS = TILE / CHUNK;  // a block has ACROSS x ACROSS threads
-constexpr int TILE_THREADS = ACROSS * ACROSS;
-// Blocks that a multiprocessor has at once, which leaves 64 registers a thread; 3 and 5 were slower.
-constexpr int TILE_BLOCKS = 4;
-
-struct TilePlace {
-    int across, down;
-    int64_t row, col;  // the thread's first
-    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
-        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * ROWS),
-          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
-    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
-};
-inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
-
-// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
-inline __device__ uint32_t row_offset(int i, int64_t width) {
-    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
-}
-
-// How many of a thread's rows are loaded at once, if each takes so many bytes of registers.
-constexpr __host__ __device__ int rows_in_flight(int bytes) {
-    if (bytes <= 16) return 8;
-    return bytes <= 32 ? 4 : 2;
-}
-
-// Calls use(i, values, live) for the thread's 8 rows of x, a producer (part 5), in turn, with the loads of
-// several rows in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). All lanes call
-// it: a place outside the tensor has live = false and reads the last row or chunk again, so that no load has
-// a condition.
-template <class Producer, class Use>
-__device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
-    constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    const int64_t row = at.row < rows ? at.row : rows - 1;
-    const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
-    const auto cursor = x.cursor(row, col);
-    const int inside = static_cast<int>(min(max(rows - at.row, int64_t{0}), int64_t{ROWS}));
-    const int live_rows = at.col < x.width ? inside : 0;
-#pragma unroll
-    for (int first = 0; first < ROWS; first += IN_FLIGHT) {
-        typename Producer::Raw raw[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(inside - 1, 0)));
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            Values v[Producer::PLANES];
-            x.compute(raw[i], cursor, v);
-            use(first + i, v, first + i < live_rows);
-        }
-    }
-}
-
-// Every thread has a number for each of its 8 columns. They are combined over the block's 16 rows of threads,
-// in order: take(column, result).
-template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& x, const TilePlace& at,
-                                const Number (&mine)[Producer::PLANES][CHUNK],
-                                Number (&columns)[ACROSS][TILE + 1], Combine combine, Take take) {
-    for (int p = 0; p < Producer::PLANES; p++) {
-        __syncthreads();
-        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
-        __syncthreads();
-        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= x.width) continue;
-        Number all = 0;
-        for (int i = 0; i < ACROSS; i++) all = combine(all, columns[i][threadIdx.x]);
-        take(p * x.width + col, all);
-    }
-}
-
-// Four rows of four bytes become four columns of four bytes.
-inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
-    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
-    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
-    out[0] = __byte_perm(ab01, cd01, 0x5410);
-    out[1] = __byte_perm(ab01, cd01, 0x7632);
-    out[2] = __byte_perm(ab23, cd23, 0x5410);
-    out[3] = __byte_perm(ab23, cd23, 0x7632);
-}
-
-// The codes of a tile in shared memory, by columns (why: rungs 2, 6 and 7 of the ladder). A word holds four
-// rows of a column. A column has 32 words, as many as there are banks, so that word b of any column lies in
-// bank b. The drawing in coat.cu, part 3, shows which word is where, and why no two lanes meet in a bank.
-struct TransposeTile {
-    static constexpr int WORDS = TILE / 4;  // of a column
-    uint32_t words[TILE][WORDS];
-
-    // A thread calls it twice: for its rows 0 ... 3 (half 0) and 4 ... 7 (half 1), for its eight columns.
-    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
-        uint32_t columns[CHUNK / 4][4];
-        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
-        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int unswizzled = 2 * at.down + half;
-        const int bank = unswizzled ^ (2 * at.across) ^ (at.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
-    }
-    // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows: d.0, d.1
-    // of a thread whose `down` is even, and e.0, e.1 of the next one. In columns of an even chunk they lie as
-    // d.0 d.1 e.1 e.0, of an odd chunk as e.1 e.0 d.0 d.1.
-    __device__ uint4 rows16(int col, int piece) const {
-        const int chunk = col / CHUNK;
-        const int bank = 4 * (piece ^ (chunk / 2));
-        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
-        const uint4 of_even{four.x, four.y, four.w, four.z};
-        const uint4 of_odd{four.z, four.w, four.y, four.x};
-        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
-    }
-};
-
-// Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.
-template <int PLANES>
-__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
-                                 uint8_t* out) {
-    __syncthreads();
-    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE,
-                  col0 = static_cast<int64_t>(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(int64_t{TILE}, width - col0));
-#pragma unroll
-    for (int p = 0; p < PLANES; p++)
-        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
-            const int col = i / PIECES, piece = i % PIECES;
-            const int64_t row = row0 + piece * 16;
-            if (col >= cols || row >= rows) continue;
-            put(out + (p * width + col0 + col) * rows + row, tiles[p].rows16(col, piece));
-        }
-}
-
-// ===========================================================================================================
-// 5. Producers
+// 4. Producers
 //
 // A producer computes a tensor that is not stored, while a kernel needs it: what a Lazy (operators.h)
 // describes. For 8 columns of one row,
@@ -462,6 +323,11 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
 // of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
 // Additions and multiplications are spelled out (__fadd_rn, __fmul_rn), so that the compiler joins them the
 // same way in every kernel: a tensor has the same bits wherever it is computed.
+
+// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
+inline __device__ uint32_t row_offset(int i, int64_t width) {
+    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
+}
 
 // A norm: y = (x - mean) / std * weight + bias.
 inline __device__ float normalized(float x, float2 statistics, float weight, float bias) {
@@ -474,18 +340,19 @@ __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Valu
     if (n.bias) Dense<Element>::values(dense<Element>(n.bias).load(col).words, bias);
 }
 
-// GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
-// sigmoid(2z).
+// GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
+// 1 + tanh(z) = 2 sigmoid(2z).
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
     return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
-template <bool GATED> __device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
+// GATED: silu(first) * second, of gate and up. Else gelu(first), and there is no second.
+template <bool GATED> __device__ float activated(float first, float second) {
     if (GATED) return __fmul_rn(__fmul_rn(first, sigmoid(first)), second);
     return __fmul_rn(first, gelu_sigmoid(first));
 }
-// The gradients of gate and up, or (one plane) of u, from d, that of the activation's output.
+// The gradients of first and second, from d, that of the activation's output.
 template <bool GATED>
 __device__ void activated_backward(float first, float second, float d, float& d_first, float& d_second) {
     if (GATED) {  // silu'(u) = s + u s (1 - s)
@@ -500,6 +367,8 @@ __device__ void activated_backward(float first, float second, float d, float& d_
     }
 }
 
+// The producer of a Lazy whose op is OP and whose input is stored in a Storage. GATED: the input has two
+// planes.
 template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
@@ -541,10 +410,11 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
         return raw;
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
-        Values x[INPUT_PLANES], d;
+        Values x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) in.values(raw.in[p], x[p]);
         if (BACKWARD) at.dact.values(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
+            // With a single plane, the second is the first.
             const float first = x[0][j], second = x[INPUT_PLANES - 1][j];
             float &result = v[0][j], &second_result = v[PLANES - 1][j];
             if (NORM) {
@@ -576,6 +446,160 @@ template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f
         else if (x.gated) f(Producer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
         else f(Producer<LazyOp::ActivationBackward, Storage>{in, cols, x});
     });
+}
+
+// ===========================================================================================================
+// 5. Tiles
+//
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
+//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
+//   | x 128 |       |       |         ...                             ...
+//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
+//
+// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
+// BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
+
+constexpr int TILE = 128;             // rows and columns of a tile
+constexpr int THREAD_ROWS = 8;        // rows of a tile that a thread has
+constexpr int ACROSS = TILE / CHUNK;  // a block has ACROSS x ACROSS threads
+constexpr int TILE_THREADS = ACROSS * ACROSS;
+// Blocks that a multiprocessor has at once, which leaves 64 registers a thread. (With 3 or 5 it was slower.)
+constexpr int TILE_BLOCKS = 4;
+
+// Where a thread is: its number across and down the block's threads, and its first element in the tensor.
+struct TilePlace {
+    int across, down;
+    int64_t row, col;
+    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * THREAD_ROWS),
+          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
+    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
+};
+inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
+
+// How many of a thread's rows are loaded at once, if each takes so many bytes of registers.
+constexpr __host__ __device__ int rows_in_flight(int bytes) {
+    if (bytes <= 16) return 8;
+    return bytes <= 32 ? 4 : 2;
+}
+
+// Calls use(i, values, live) for the thread's 8 rows of x, a producer, in turn, with the loads of several
+// rows in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A place outside the
+// tensor has live = false and reads the last row or chunk again, so that no load has a condition.
+template <class Producer, class Use>
+__device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
+    const int64_t row = at.row < rows ? at.row : rows - 1;
+    const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
+    const auto cursor = x.cursor(row, col);
+    const int rows_inside = static_cast<int>(min(max(rows - at.row, int64_t{0}), int64_t{THREAD_ROWS}));
+    const int live_rows = at.col < x.width ? rows_inside : 0;
+#pragma unroll
+    for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
+        typename Producer::Raw raw[IN_FLIGHT];
+        for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            Values v[Producer::PLANES];
+            x.compute(raw[i], cursor, v);
+            use(first + i, v, first + i < live_rows);
+        }
+    }
+}
+
+// Combines numbers over the block's 16 rows of threads, in order, beginning with 0. Each thread has one for
+// each of its 8 columns: `mine`. take(column, result) is called once for each column of the block. `columns`
+// is shared memory.
+template <class Producer, class Number, class Combine, class Take>
+__device__ void combine_columns(const Producer& x, const TilePlace& at,
+                                const Number (&mine)[Producer::PLANES][CHUNK],
+                                Number (&columns)[ACROSS][TILE + 1], Combine combine, Take take) {
+    for (int p = 0; p < Producer::PLANES; p++) {
+        __syncthreads();
+        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
+        __syncthreads();
+        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        Number all = 0;
+        for (int i = 0; i < ACROSS; i++) all = combine(all, columns[i][threadIdx.x]);
+        take(p * x.width + col, all);
+    }
+}
+
+// Four rows of four bytes become four columns of four bytes.
+inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab01, cd01, 0x5410);
+    out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410);
+    out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// The codes of a tile in shared memory, on their way to a transposed copy: a thread has 8 columns of a row,
+// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of the ladder.)
+//
+// A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, as many as there are banks of
+// shared memory, so that the n-th word of every column lies in bank n. Thread (across, down) of the 16 x 16
+// has rows 8 * down ... + 7 of columns 8 * across ... + 7. To each of these columns it writes two words:
+// down.0, which has its first 4 rows, and down.1. They lie so:
+//
+//                      piece 0: rows 0 ... 15    piece 1: rows 16 ... 31
+//   bank                0     1     2     3       4     5     6     7      ...    31
+//   columns  0 ... 7   0.0   0.1   1.1   1.0     2.0   2.1   3.1   3.0     ...   15.0    across = 0 writes it
+//   columns  8 ... 15  1.1   1.0   0.0   0.1     3.1   3.0   2.0   2.1     ...   14.1    across = 1
+//   columns 16 ... 23  2.0   2.1   3.1   3.0     0.0   0.1   1.1   1.0     ...   13.0    across = 2
+//   columns 24 ... 31  3.1   3.0   2.0   2.1     1.1   1.0   0.0   0.1     ...   12.1    across = 3
+//
+// Writing: a warp is 16 threads across and two down, say 0 and 1. At a time it writes all its 0.0 and 1.0,
+// one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
+// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece, 4
+// words or 16 rows of a column, and stores it with one instruction. 8 lanes read the 8 pieces of a column:
+// every bank once.
+struct TransposeTile {
+    static constexpr int WORDS = TILE / 4;  // of a column
+    uint32_t words[TILE][WORDS];
+
+    // A thread calls it twice, with its eight columns of its rows 0 ... 3 (half 0) and 4 ... 7 (half 1).
+    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];
+        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
+        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
+        const int unswizzled = 2 * at.down + half;
+        const int bank = unswizzled ^ (2 * at.across) ^ (at.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
+    }
+    // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows. They come
+    // from a thread whose `down` is even, say 0, and the next one. In columns of an even chunk they lie as
+    // 0.0 0.1 1.1 1.0, of an odd chunk as 1.1 1.0 0.0 0.1.
+    __device__ uint4 rows16(int col, int piece) const {
+        const int chunk = col / CHUNK;
+        const int bank = 4 * (piece ^ (chunk / 2));
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
+        const uint4 of_even{four.x, four.y, four.w, four.z};
+        const uint4 of_odd{four.z, four.w, four.y, four.x};
+        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
+    }
+};
+
+// Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.
+template <int PLANES>
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
+                                 uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE,
+                  col0 = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t{TILE}, width - col0));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+            const int col = i / PIECES, piece = i % PIECES;
+            const int64_t row = row0 + piece * 16;
+            if (col >= cols || row >= rows) continue;
+            put(out + (p * width + col0 + col) * rows + row, tiles[p].rows16(col, piece));
+        }
 }
 
 }  // namespace coat::gpu

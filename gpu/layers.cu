@@ -80,7 +80,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
         }
     }
-    if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
+    if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
 }
 
 void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s) {
@@ -322,7 +322,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
                     top = larger_magnitude(top, v[p][j]);
                 }
         });
-    if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
+    if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
     combine_columns(
         x, at, sum, sums, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {

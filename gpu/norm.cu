@@ -13,7 +13,8 @@ namespace coat::gpu {
 // Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
 // a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
 
-constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
+constexpr int ROW_CHUNKS = 4;  // of a thread, at most
+constexpr int ROW_WARPS = 16;  // of a block, at most
 
 // As few warps as hold a row of C columns; several rows in a block where a row is short.
 static dim3 row_block(int64_t C) {
@@ -25,9 +26,9 @@ static __device__ int64_t row_column(int chunk) {
     return (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * CHUNK;
 }
 
-// Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
-// call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
-// the first when another writes the second.
+// x[i] becomes the sum of the x[i] of all threads of a row, in a fixed order, with the same bits in each of
+// them. All threads of the block call it. Each PLACE has shared memory of its own. Two successive calls need
+// different ones, because a thread may still be reading the first when another writes the second.
 template <int PLACE, int COUNT> static __device__ void row_sum(float (&x)[COUNT]) {
     __shared__ float parts[COUNT][ROW_WARPS];
     for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
@@ -47,8 +48,8 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
-// the same bits.
+// {mean, 1 / std} of a row whose chunks are x, or {0, 1 / rms}. Forward and backward have the same chunks in
+// the same threads, and so get the same bits.
 static __device__ float2 row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
@@ -70,10 +71,10 @@ static __device__ float2 row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C
 // ===========================================================================================================
 // Residual and norm, forward
 
-// sum = x + branch, by rows (N, C). branch may be no tensor. With tokens (N) the sum is
-// x[token] + branch[position], where the position of a row is row % period.
-// Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the row
-// statistics of the norm, and the amax of its output.
+// sum = x + branch, by rows (N, C). branch may be no tensor. With tokens (N) the sum is x[token] +
+// branch[position], where the position of a row is row % period. The kernel writes the sum to x_out, if that
+// is a tensor, and to the norm's input. It leaves what the next GEMM's quantizer needs: the row statistics of
+// the norm, and the amax of its output.
 template <class Storage, bool READS_SAVED, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
@@ -117,7 +118,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         Values weight, bias;
         load_parameters<Element>(next, row_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
-            top = max(top, magnitude(normalized(v[c][j], statistics, weight[j], bias[j])));
+            top = max(top, magnitude_bits(normalized(v[c][j], statistics, weight[j], bias[j])));
     }
     update_amax_by_warp(&y_amax->amax, top);
 }
@@ -142,8 +143,9 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 // A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
 // in order.
 
-// sums += v, at a thread's own columns of a parameter gradient in shared memory. The two halves of a chunk
-// lie apart, so that neighbouring threads use different banks: (2, C / CHUNK) of four floats each.
+// sums += v, at a thread's own columns of a parameter gradient (C) in shared memory. The two halves of a
+// chunk lie apart, so that neighbouring threads use different banks: first the first halves of all chunks,
+// then the second halves, four floats each.
 static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
     float4 &a = sums[col / CHUNK], &b = sums[(C + col) / CHUNK];
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
@@ -208,7 +210,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (!RMS) dbias[i] = float4{};
     }
     __syncthreads();
-    const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
+    const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
     bool turn = false;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
@@ -243,13 +245,14 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             dy_and_weight(c, dy, weight);
             add_to_row_sums<RMS>(x[c], dy, weight, statistics, sum);
         }
-        if (RMS && turn) row_sum<1>(sum);  // two places in turn
+        // Two places in turn. (Of LayerNorm, row_statistics() uses others between two of these sums.)
+        if (RMS && turn) row_sum<1>(sum);
         else row_sum<2>(sum);
         turn = !turn;
         if (RMS) statistics.y = inverse_root(sum[0], C, n.eps);
         if (row < rows && threadIdx.x == 0) n.row_statistics[row] = statistics;
-        const float mean_d = sum[0] * per_column;  // LayerNorm's
-        const float mean_d_xhat = sum[1] * per_column * (RMS ? statistics.y : 1.0f);
+        const float mean_d = sum[0] * inverse_C;  // LayerNorm's
+        const float mean_d_xhat = sum[1] * inverse_C * (RMS ? statistics.y : 1.0f);
 
         // dx, and the sums of dweight and dbias.
         for (int c = 0; c < ROW_CHUNKS; c++) {
@@ -264,7 +267,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             top = larger_magnitude(top, g);
         }
     }
-    if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude(top));
+    if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude_bits(top));
     __syncthreads();
     write_partials(sums, C, partials);
     if (!RMS) write_partials(sums + blockDim.y * quarter, C, partials + gridDim.x * C);

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "../model.h"
-#include "plan.h"
 #include "cuda.h"
 
 namespace coat::gpu {
@@ -89,7 +88,7 @@ struct Lazy {
     View input{};        // the stored tensor; of the norm; gate_up of the activation
     View dact{};         // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    gpu::Norm norm{};
+    Norm norm{};
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
@@ -133,7 +132,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 // Writes x as out says:
 //   FP8 per tensor             just in time, from the amax in amax_and_scale(out.view); or out.delayed
 //   FP8 per row, 1x128, 128x128  just in time, with the scales, which are computed first
-//   E4M3 in 1x16 groups        if x is stored in BF16
+//   E4M3 in 1x16 groups        x must be a tensor that is stored in BF16
 //   BF16 or FP32
 // FP8 is made of BF16 tensors and of groups, not of FP32. The output may be written over the input if a code
 // has as many bytes as a stored input element: a thread loads its elements before it stores their codes. What
@@ -142,15 +141,13 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
-// very values that backward will read. If x (N, 2F) or (N, F) is the input of an activation, whose output is
-// the next GEMM's operand, the amax of that output is taken in the same pass. The activation then reads the
-// groups (reads_saved), or x (coat.h, forward_reads_groups).
-struct ActivationAmax {
-    AmaxAndScale* amax_and_scale = nullptr;  // null: no amax
-    bool gated = false, reads_saved = false;
-};
-void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
-                     QuantStats* stats, cudaStream_t s);
+// very values that backward will read.
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
+// The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
+// next GEMM's operand. Its amax is taken in the same pass, if amax is not null: the amax of what the
+// activation computes from the groups (reads_groups), or from x (coat.h, forward_reads_groups).
+void quantize_activation_input(bool gated, const View& x, const View& groups, bool reads_groups,
+                               AmaxAndScale* amax, QuantStats* stats, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, in the same shape. Groups are dequantized.
 void convert(const View& x, const View& out, cudaStream_t s);
@@ -272,9 +269,9 @@ struct Segment {
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
 
-// The first values of what a rank owns of a parameter (model.h, first_value()). used: used_elements() of
-// coat.h; the rest is 0.
-void initialize(const Weights& w, const Param& p, const ShardPlace& place, uint64_t index, int64_t used,
+// The first values of what this rank owns of a parameter (model.h, first_value()), which begin with element
+// `at` of the rank's order. index: number of the parameter. used: used_elements() of coat.h.
+void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 
 // Whether this GPU can run the program's kernels; else the reason.
@@ -323,7 +320,13 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const GradientState* state, cudaStream_t s);
 
 // ===========================================================================================================
-// 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu)
+// 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu; what several GPUs
+// need of it: gpu/parameters.cu)
+
+// What quantize() calls. Codes per row, 1x128 or 128x128, with scales of their own, just in time (*out.amax
+// is updated); and codes per tensor with a delayed scale, while the amax is taken for later.
+void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
 // is from_history = max(history) / FMAX. A maximum that is 0 or not finite leaves it as it was, and

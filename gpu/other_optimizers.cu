@@ -8,7 +8,8 @@
 
 namespace coat::gpu {
 
-// Writes eight values of a moment to x, but for a factor that it returns.
+// Decodes eight values of a moment in two parts: x, and the factor that it returns. Value j is factor * x[j],
+// as adamw_element() wants it.
 static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
@@ -21,13 +22,13 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
     } else {
         decode(f.e5m2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
     }
-    return scale_of(f.max, m.max[0]);
+    return scale_of(f.fmax, m.max[0]);
 }
 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
-    const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
+    const float inverse = __frcp_rn(scale_of(f.fmax, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
     alignas(16) __half fp16[CHUNK];
     for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);
@@ -54,8 +55,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            top_m = max(top_m, magnitude(m[j]));
-            top_v = max(top_v, magnitude(v[j]));
+            top_m = max(top_m, magnitude_bits(m[j]));
+            top_v = max(top_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
         weights.store(i, w, a.rounding, segment.offset + segment.to_flat_order + i, true, top_w);

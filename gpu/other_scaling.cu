@@ -1,5 +1,5 @@
-// gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with. Its
-// quantizers are that of coat.cu, part 3, where it is explained, with other scales.
+// gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with: te,
+// rowwise and deepseek. Its quantizers are that of coat.cu, part 3, where it is explained, with other scales.
 #include "other_scaling.cuh"
 
 namespace coat::gpu {
@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         for (int p = 0; p < PLANES; p++) {
             uint32_t top = 0;
             for (int j = 0; j < CHUNK; j++) {
-                const uint32_t bits = magnitude(v[p][j]);  // a place outside copies its block's last row
+                const uint32_t bits = magnitude_bits(v[p][j]);  // a place outside copies its block's last row
                 top = max(top, bits);
                 tops[p][j] = max(tops[p][j], bits);
             }
@@ -72,7 +72,7 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    if (whole) update_amax_by_warp(&whole->amax, magnitude(amax));
+    if (whole) update_amax_by_warp(&whole->amax, magnitude_bits(amax));
 }
 
 // The scales of x, of both sets that out wants; *out.amax is updated.
@@ -168,7 +168,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             }
         });
     if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
-    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude(top));
+    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
@@ -196,7 +196,7 @@ static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, 
     uint32_t most = 0;
     for (int j = length - 1; j >= 0; j--) {
         history[j] = j == 0 ? mine.amax : history[j - 1];
-        most = max(most, magnitude(history[j]));
+        most = max(most, magnitude_bits(history[j]));
     }
     const float wanted = __uint_as_float(most);
     if (wanted > 0 && wanted < INFINITY) mine.from_history = scale_of(fmax, wanted);

@@ -1,5 +1,4 @@
-// gpu/other_scaling.cuh - the quantizers of te, rowwise and deepseek, which quantize() in coat.cu calls, and
-// where these recipes' scales are.
+// gpu/other_scaling.cuh - where the scales of the recipes rowwise and deepseek are.
 #pragma once
 #include "device.cuh"
 
@@ -17,10 +16,5 @@ struct ScaleGrid {
 };
 // The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
 ScaleGrid scale_grid(const Operand& out, bool transposed);
-
-// Codes per row, 1x128 or 128x128, with scales of their own, just in time (*out.amax is updated); and codes
-// per tensor with a delayed scale, while the amax is taken for later.
-void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
-void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -22,11 +22,11 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
     if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, const Param& p, const ShardPlace& place, uint64_t index, int64_t used,
+void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
-    const int64_t n = padded(place.own);
-    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, place.at, place.own, n,
-           p.init_std, p.role.ones, used, seed, index);
+    const int64_t n = padded(own);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, own, n, p.init_std,
+           p.role.ones, used, seed, index);
 }
 
 cudaError_t find_kernels() {
@@ -183,7 +183,7 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAnd
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     uint32_t top = 0;
-    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
+    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude_bits(theirs[r * n + i].amax));
     AmaxAndScale& mine = scales[i];
     mine.amax = __uint_as_float(top);
     mine.scale = mine.from_history > 0 ? mine.from_history : scale_of(fmax, mine.amax);
@@ -200,11 +200,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
-    uint2 raw[ROWS / 4][4] = {};
-    for (int i = 0; i < ROWS; i++)
+    uint2 raw[THREAD_ROWS / 4][4] = {};
+    for (int i = 0; i < THREAD_ROWS; i++)
         if (at.row + i < rows && at.col < cols)
             raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
+    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
     store_transposed(tiles, rows, cols, transposed);
 }
 

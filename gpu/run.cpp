@@ -272,8 +272,8 @@ void Parameters::initialize() {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const auto& [own, at, unit] = shards[i];
-        gpu::initialize(memory_.weights, p, shards[i], i, used_elements(setup.config, p), setup.seed,
-                        stream_);
+        gpu::initialize(memory_.weights, p, shards[i].own, shards[i].at, i, used_elements(setup.config, p),
+                        setup.seed, stream_);
         refresh_amax(i);
         const MomentView &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})

@@ -81,3 +81,19 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
         }
     }
 }
+
+TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
+    // A dry run calls the same functions without a GPU.
+    auto update = [](Format m, Format v) {
+        const OptimizerFormat optimizer{.name = "", .m = m, .v = v};
+        const gpu::Weights none{nullptr, nullptr, Format::BF16};
+        gpu::adamw(STEP, optimizer, nullptr, 0, {0, 0}, none, 0, nullptr, Format::BF16, nullptr,
+                   gpu::DRY_RUN);
+    };
+    CHECK_NOTHROW(update(Format::E4M3, Format::E5M2));
+    CHECK_NOTHROW(update(Format::BF16, Format::F32));
+    CHECK_THROWS_AS(update(Format::E4M3, Format::BF16), Error);
+    CHECK_THROWS_AS(update(Format::E4M3, Format::F16), Error);
+    CHECK_THROWS_AS(update(Format::F16, Format::F16), Error);
+    CHECK_THROWS_AS(update(Format::BF16, Format::E4M3), Error);
+}

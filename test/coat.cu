@@ -37,7 +37,7 @@ void check_groups(const Floats& x, const Tensor& groups) {
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, BF16), again(s, E4M3_GROUP);
-    gpu::quantize_groups(in.view(), again.view(), true, {}, nullptr, 0);
+    gpu::quantize_groups(in.view(), again.view(), true, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
@@ -197,7 +197,7 @@ GPU_TEST_CASE("activation and activation_backward: values and everything that is
         }
 }
 
-GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input and the amax of its output") {
+GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activation's output") {
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
         for (bool reads_saved : {true, false})
@@ -208,10 +208,10 @@ GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input and the am
                 if (s.rows == 1) x.assign(32, 0), x[0] = 400, x[8] = 15, x[24] = 1;
                 const Tensor gate_up(x, s, BF16), groups(s, E4M3_GROUP);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
-                gpu::quantize_groups(gate_up.view(), groups.view(), false,
-                                     {fused.slot.get(), gated, reads_saved}, nullptr, 0);
+                gpu::quantize_activation_input(gated, gate_up.view(), groups.view(), reads_saved,
+                                               fused.slot.get(), nullptr, 0);
                 check_quantized(groups, x);
-                gpu::quantize_groups(gate_up.view(), groups.view(), false, {}, nullptr, 0);
+                gpu::quantize_groups(gate_up.view(), groups.view(), false, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
                 const View read = reads_saved ? groups.view() : gate_up.view();
                 gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
@@ -291,4 +291,11 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 CHECK(histories.read() == wanted_histories());
             }
         }
+}
+
+// A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
+TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
+    const View x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
+    CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
+    CHECK_THROWS_AS(gpu::quantize(gpu::activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
 }

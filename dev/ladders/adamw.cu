@@ -626,9 +626,9 @@ public:
     // their moments stay zero.
     void reset() {
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
-        const ShardPlace all{{0, n_}, 0, 0};
-        gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, all, 0, n_, 1, nullptr);
-        gpu::initialize({gradient_.get(), nullptr, Format::BF16}, p, all, 1, n_, 1, nullptr);
+        const Range all{0, n_};
+        gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, all, 0, 0, n_, 1, nullptr);
+        gpu::initialize({gradient_.get(), nullptr, Format::BF16}, p, all, 0, 1, n_, 1, nullptr);
         gpu::check(cudaMemset(gradient_.get() + 3 * GROUP, 0, 2 * GROUP * sizeof(uint16_t)),
                    "Clearing failed");
         m_.fill(0);

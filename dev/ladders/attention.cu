@@ -55,7 +55,7 @@
 //
 // The output is compared with the CPU reference in FP32. FLOPs are 4 B NH T^2 HS / 2; the masked half is not
 // counted.
-#include "gpu/attention.cuh"
+#include "gpu/attention.h"
 #include "ladder.h"
 
 using namespace ladder;

@@ -101,7 +101,7 @@ __global__ void norm_by_thread(Tensors t) {
 __global__ void amax(Tensors t) {
     const int64_t i = thread_of_grid();
     const float y = i < t.rows * t.cols ? t.y[i] : 0.0f;
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude(y));
+    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(y));
 }
 __global__ void quantize(Tensors t) {
     const int64_t i = thread_of_grid();
@@ -162,7 +162,7 @@ template <bool STORES_Y> __global__ void first_pass(Tensors t) {  // rungs 3 and
         if (STORES_Y) t.y[first + c] = y;
         top = gpu::larger_magnitude(top, y);
     }
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude(top));
+    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(top));
     if (!STORES_Y && threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 
@@ -231,7 +231,7 @@ template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tens
         normalize8(t, col, inverse, x[c]);
         top = gpu::larger_magnitude(top, x[c]);
     }
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude(top));
+    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(top));
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)

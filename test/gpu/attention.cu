@@ -3,7 +3,7 @@
 // The tolerance of every element follows from what the kernels round: p and ds to BF16 before they enter a
 // tensor core, sums to FP32, and the result to BF16. See Bounds. These tests seldom notice a missing wait in
 // a kernel: after a change of one, dev/gpu.sh races runs them under racecheck.
-#include "../../gpu/attention.cuh"
+#include "../../gpu/attention.h"
 
 #include "../help/gpu.h"
 

@@ -17,7 +17,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
             const int64_t used = used_elements(c, p);
-            gpu::initialize({values.codes.get(), rest, f}, p, {{0, p.size()}, p.offset, 0}, i, used, 7, 0);
+            gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.offset, i, used, 7, 0);
             for (int64_t e = 0; e < p.size(); e++)
                 expected[p.offset + e] = first_value(p.init_std, p.role.ones, used, 7, i, e);
         }

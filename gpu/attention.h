@@ -1,4 +1,4 @@
-// attention.cuh - causal attention on the GPU, forward and backward, as flash attention: no T x T
+// gpu/attention.h - causal attention on the GPU, forward and backward, as flash attention: no T x T
 // matrix is ever stored.
 //
 // For each sequence and query head, with k and v of its key/value head (NH / NKV query heads share one):
