@@ -1,6 +1,6 @@
-// adamw.cu - AdamW on the GPU (../adamw.cu, gpu/other_optimizers.cu) against the same step in double and in
-// the CPU reference; and the report's measurement of moments (gpu/report.cu). How values are compared:
-// help/adamw.h.
+// adamw.cu - tests of AdamW on the GPU (../adamw.cu, gpu/other_optimizers.cu), and of the report's
+// measurement of moments (gpu/report.cu). A step is compared with the same step in double and in the CPU
+// reference; help/adamw.h says how.
 #include "help/adamw.h"
 
 using namespace coat;
@@ -13,17 +13,26 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
     const struct {
         Format compute;
         bool has_master;
-        Format gradients;  // FP32: values that BF16 would round
-        const char* only;  // this distribution; or null
+        Format gradients;          // FP32 gradients have values that BF16 would round
+        const char* distribution;  // that they are drawn from; null: each in turn
     } rows[] = {
-        {Format::BF16, true, Format::BF16, nullptr},         {Format::BF16, true, Format::F32, "normal"},
-        {Format::BF16, false, Format::BF16, "mostly zeros"}, {Format::BF16, false, Format::F32, "normal"},
-        {Format::F32, true, Format::F32, "exp of normal"},   {Format::F32, true, Format::F32, "normal"}};
+        {.compute = Format::BF16, .has_master = true, .gradients = Format::BF16, .distribution = nullptr},
+        {.compute = Format::BF16, .has_master = true, .gradients = Format::F32, .distribution = "normal"},
+        {.compute = Format::BF16,
+         .has_master = false,
+         .gradients = Format::BF16,
+         .distribution = "mostly zeros"},
+        {.compute = Format::BF16, .has_master = false, .gradients = Format::F32, .distribution = "normal"},
+        {.compute = Format::F32,
+         .has_master = true,
+         .gradients = Format::F32,
+         .distribution = "exp of normal"},
+        {.compute = Format::F32, .has_master = true, .gradients = Format::F32, .distribution = "normal"}};
     for (const auto& row : rows)
         for (const OptimizerFormat& o : optimizers())
             for (const Distribution& d : distributions()) {
-                if (row.only ? d.name != row.only : d.name == "huge" || d.name == "any magnitude")
-                    continue;  // squares of the last two overflow
+                if (row.distribution && d.name != row.distribution) continue;
+                if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares overflow
                 CAPTURE(d.name);
                 check_adamw(Run(rng, o, row.compute, row.has_master, row.gradients, d), STEP);
             }
@@ -40,8 +49,9 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
     }
 }
 
-// On the GPU are the old moments and the gradient. The errors are exactly the reference's, because it is the
-// reference that measures; of a large parameter it has 128 pieces of 2048 elements, evenly spread.
+// measure_moments() copies the old moments and the gradient from the GPU, and the reference measures them: so
+// the errors are exactly the reference's. Of a large parameter it measures 128 pieces of 2048 elements,
+// evenly spread.
 GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
@@ -56,7 +66,8 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
             QuantReport report;
             gpu::measure_moments(o, m.view(), v.view(), g.codes.get(), Format::BF16, n, report, 0);
 
-            Floats x[2] = {load(p.m), load(p.v)}, weights(n);
+            Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
+            Floats weights(n);
             reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, run.gradient.data(),
                              weights.data(), x[0].data(), x[1].data());
             const bool in_part = n > 1 << 18;

@@ -1,5 +1,8 @@
-// coat.cu - the quantizers and fused kernels of ../coat.cu against the CPU reference, byte for byte (but for
-// codes of NaN); with the scales of gpu/other_scaling.cu and the statistics of gpu/report.cu.
+// coat.cu - tests of the quantizers in ../coat.cu and gpu/other_scaling.cu, and of the statistics in
+// gpu/report.cu. Codes and scales must equal the CPU reference's byte for byte; the codes of NaN may differ.
+//
+// To add a test of a kernel, begin with gpu/first.cu. Tensors of any format and the comparisons are in
+// help/gpu.h.
 #include "help/gpu.h"
 
 using namespace coat;
@@ -10,24 +13,28 @@ namespace {
 const std::vector<Shape> SHAPES =
     shapes({{1, 16}, {7, 48}, {16, 128}, {100, 112}, {144, 144}, {128, 256}, {257, 400}, {272, 400}});
 
-// Statistics of errors. They are added to what is there: to that of another tensor, which `got` starts from.
-constexpr QuantStats BEFORE{0.5, 0.25, 3, 2, 1};
+// A quantizer adds its statistics of errors to those of earlier tensors. In these tests they begin with
+// BEFORE.
+constexpr QuantStats BEFORE{.signal = 0.5, .noise = 0.25, .elements = 3, .saturated = 2, .flushed = 1};
 void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted) {
     const QuantStats got = stats.read()[0];
     CHECK(got.elements == BEFORE.elements + wanted.elements);
     CHECK(got.saturated == BEFORE.saturated + wanted.saturated);
     CHECK(got.flushed == BEFORE.flushed + wanted.flushed);
-    if (!std::isfinite(wanted.noise)) return;  // else sums of doubles, in another order
+    if (!std::isfinite(wanted.noise)) return;
+    // These are sums of doubles, which the GPU adds in another order.
     CHECK(got.signal == doctest::Approx(BEFORE.signal + wanted.signal).epsilon(1e-10));
     CHECK(got.noise == doctest::Approx(BEFORE.noise + wanted.noise).epsilon(1e-10));
 }
 
+// Quantizes a stored tensor. With one scale per tensor its amax is taken first.
 void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
     if (out.per_tensor()) gpu::amax(gpu::stored(x), out.slot.get(), 0);
     gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
 }
 
-// 1x16 groups: what they hold is decoded, written back, and quantized again.
+// `groups` are x in 1x16 groups. The values that they hold must come back from convert(), be written back by
+// quantize_groups(), and be what an operand is quantized from.
 void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
@@ -37,7 +44,8 @@ void check_groups(const Floats& x, const Tensor& groups) {
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, BF16), again(s, E4M3_GROUP);
-    gpu::quantize_groups(in.view(), again.view(), true, nullptr, 0);
+    const bool write_back = true;
+    gpu::quantize_groups(in.view(), again.view(), write_back, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
@@ -46,7 +54,7 @@ void check_groups(const Floats& x, const Tensor& groups) {
     check_quantized(operand, values);
 }
 
-// Codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
+// Checks codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, BF16);
     std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
@@ -69,7 +77,8 @@ void check_all_formats(const Floats& x, Shape s) {
     }
 }
 
-// Both passes of an activation with input `values`, stored as the recipe says, and gradient d of its output.
+// Checks both passes of an activation. `values` are its input, which is stored as the recipe says, and d is
+// the gradient of its output.
 void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
     const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
     const Tensor dact(d, s, Quant{formats.compute});
@@ -106,7 +115,7 @@ GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
             check_all_formats(x, s);
         }
     }
-    Floats every;  // BF16 value up to 448: the scale is 1
+    Floats every;  // BF16 value of at most 448, so that the scale is 1
     for (uint32_t bits = 0; bits < 65536; bits++)
         if (const float x = reference::from_bf16(uint16_t(bits)); std::abs(x) <= 448) every.push_back(x);
     every.resize(round_up(int64_t(every.size()), 16), 0.0f);
@@ -158,7 +167,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     const int64_t rows = 21, padded = 32, cols = 272;
     Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, {rows, cols}, BF16);
-    x.resize(padded * cols);  // the padding counts as zeros, but its codes are not written
+    x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
     for (Quant q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
@@ -204,14 +213,21 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
             for (Shape s : shapes({{1, 32}, {33, 96}, {130, 288}, {256, 704}})) {
                 INFO(s.cols, gated ? " gated" : "", reads_saved ? " reads what is saved" : "");
                 Floats x = heavy(rng, Format::BF16, s.n());
-                // A lane behind the end copies eight columns, whose group then keeps 15 exactly: not counted.
-                if (s.rows == 1) x.assign(32, 0), x[0] = 400, x[8] = 15, x[24] = 1;
+                // A thread beyond the end of this row loads eight columns that another thread has. In the
+                // other's group 15 is rounded; in its own it would be exact, and must not enter the amax.
+                if (s.rows == 1) {
+                    x.assign(32, 0);
+                    x[0] = 400;
+                    x[8] = 15;
+                    x[24] = 1;
+                }
                 const Tensor gate_up(x, s, BF16), groups(s, E4M3_GROUP);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
                 gpu::quantize_activation_input(gated, gate_up.view(), groups.view(), reads_saved,
                                                fused.slot.get(), nullptr, 0);
                 check_quantized(groups, x);
-                gpu::quantize_groups(gate_up.view(), groups.view(), false, nullptr, 0);
+                const bool write_back = false;
+                gpu::quantize_groups(gate_up.view(), groups.view(), write_back, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
                 const View read = reads_saved ? groups.view() : gate_up.view();
                 gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
@@ -221,10 +237,10 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 }
 
 GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the input values") {
-    // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At
-    // the end of the tensor it may read its last row again after it has written codes there. The inputs are
-    // such that this would change the amax: small gates share a group with a large one, their gradients have
-    // large codes, and these would be read as gates. dup = dact silu(gate), dgate = dact up silu'(gate).
+    // dup = dact silu(gate) and dgate = dact up silu'(gate); their codes replace those of gate and up, from
+    // which they are computed. A thread handles eight rows. At the end of the tensor it must not read its
+    // last row again, after it has written codes there. With these inputs that would change the amax: small
+    // gates share a group with a large one, and the large codes of their gradients would be read as gates.
     const int64_t F = 64;
     for (int64_t rows : {3, 130, 131, 133}) {
         CAPTURE(rows);
@@ -238,8 +254,8 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         const Tensor exact({rows, 2 * F}, FP32);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
-        const float amax = reference::amax(values.data(), rows * 2 * F),
-                    scale = reference::scale_of(E5M2_TENSOR, amax);
+        const float amax = reference::amax(values.data(), rows * 2 * F);
+        const float scale = reference::scale_of(E5M2_TENSOR, amax);
         const Tensor out({rows, 2 * F}, E5M2_TENSOR, scale);
         Operand operand = out.operand();
         operand.view.data = in.codes.get();

@@ -78,7 +78,8 @@ template <class Check> void for_every_setup(Check check) {
 TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators need only while they run") {
     for_every_setup([](Setup setup) {
         for (const int64_t ranks : {1, 2, 5}) {
-            setup.ranks = ranks, setup.rank = ranks - 1;
+            setup.ranks = ranks;
+            setup.rank = ranks - 1;
             if (!supported(setup)) continue;
             const std::vector<MemoryRow> plan = gpu_memory_plan(setup);
             const int64_t bytes = arena_bytes(setup, caches_weights(setup));
@@ -93,7 +94,8 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
     Setup s = setup_of("coat", tiny_config(LLAMA, true), 1, 16);
     s.config.L = 4096;
-    s.config.C = s.config.F = 64, s.config.NH = s.config.NKV = 4;
+    s.config.C = s.config.F = 64;
+    s.config.NH = s.config.NKV = 4;
     validate(s);
     const auto before = std::chrono::steady_clock::now();
     CHECK(arena_bytes(s, false) > total_bytes(memory_plan(s)));
@@ -110,10 +112,13 @@ TEST_CASE("arena_bytes: the host's work for 1024 ranks grows with their number a
 
 TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of kernels") {
     Setup s = setup_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
-    s.config.L = 1, s.config.NH = s.config.NKV = 128;
-    s.config.C = 1 << 14, s.config.F = 3 << 15;  // gate and up: 3 * 2^30
+    s.config.L = 1;
+    s.config.NH = s.config.NKV = 128;
+    s.config.C = 1 << 14;
+    s.config.F = 3 << 15;  // gate and up have 3 * 2^30 elements
     for (const int64_t ranks : {1, 2}) {
-        s.ranks = ranks, s.rank = ranks - 1;
+        s.ranks = ranks;
+        s.rank = ranks - 1;
         validate(s);
         CHECK(arena_bytes(s, false) > s.config.F * s.config.C);
     }
@@ -129,7 +134,8 @@ GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and m
         t.model = gpu_model(setup, bytes, cached);
         CHECK(std::isfinite(t.step().loss));
         CHECK(std::isfinite(t.evaluate()));
-        t.next_logits(1), t.next_logits(setup.T);
+        t.next_logits(1);
+        t.next_logits(setup.T);
         CHECK(t.report().kinds[0].elements >= 0);
     });
 }
