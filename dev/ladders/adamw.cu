@@ -762,7 +762,7 @@ int main(int argc, char** argv) try {
     Optimizer small(SMALL), large(LARGE);
     printf("FP8 AdamW, 2^28 parameters of 14.25 bytes; codes of 2^20: ");
     return climb(
-        RUNGS, 14.25 * LARGE, argc, argv,
+        RUNGS, copying(14.25 * LARGE), argc, argv,
         [&](int rung) {
             large.reset();  // what a wrong rung leaves behind would change the time of the next
             return small.against_reference(rung);

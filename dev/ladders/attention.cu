@@ -1,24 +1,373 @@
-// attention.cu - a ladder of four kernels: causal attention forward, from naive to fast. Kernels 3 and 4
-// are the ones that train (attention.cu, attention_sm90.cu), each on the GPUs that support it.
+// attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
+// says what changes and why, what limits a rung, and a prediction. Cover the measured times with a hand,
+// predict, and then look. Up to rung 4 each makes one change. Tensor cores change the whole kernel: what they
+// need is the subject of attention.cu and attention_sm90.cu in gpu/.
 //
-//   make build/ladder_attention && build/ladder_attention
+//   make build/ladder_attention && build/ladder_attention                        all rungs
+//   build/ladder_attention 4                           rung 4 alone, for instance under a profiler
 //
-// 1  As the formula reads: s = q k^T, p = softmax(s) and p v, one kernel each. The T x T matrix goes through
-//    memory four times.
-// 2  Online softmax: one thread per query walks over the keys with a running maximum and sum, so no T x T
-//    matrix exists. It is bound by the loads of k and v, which every thread repeats, and by a query and an
-//    output that do not fit into registers.
-// 3  Tensor cores (mma.sync): a warp owns 16 queries, p stays in registers between the two matmuls, and tiles
-//    are copied ahead (cp.async).
-// 4  Hopper: matmuls run asynchronously on operands in shared memory (wgmma), a dedicated thread moves tiles
-//    (TMA), and the exponentials of one warpgroup overlap with the matmuls of another.
+// H200, B 4, T 2048, 32 heads of 128. The program prints this table. In the last column: the largest
+// difference to the CPU reference in FP32, divided by the largest output. BF16 alone may make it
+// 2^-8, 3.9e-03.
 //
-// H200, B 4, T 2048, 32 heads of 128, L2 flushed:
-//   kernel  error      ms      TFLOP/s
-//   1       2.6e-03   317.3        0.4
-//   2       2.6e-03    40.5        3.4
-//   3       2.6e-03     0.527      261
-//   4       2.6e-03     0.261      527
+//   rung                                                           us  % of GEMM  speed-up  codes
+//    1  as the formula reads: three kernels, T x T scores            -          -         -  -
+//    2  online softmax: a thread for a query                         -          -         -  -
+//    3  keys and values through shared memory                        -          -         -  -
+//    4  four lanes for a query                                       -          -         -  -
+//    5  tensor cores (mma.sync): attention.cu                        -          -         -  -
+//    6  Hopper (wgmma, TMA): attention_sm90.cu                       -          -         -  -
+//
+// The work is 4 B NH T^2 HS / 2 = 137 GFLOP: two matmuls, q k^T and p v, without the half that is masked.
+//
+// What limits a rung. An H200 has 132 multiprocessors at about 1.8 GHz, so for this shape
+//
+//   tensor cores     the two matmuls at 823 TFLOP/s, the rate of a large BF16 GEMM                167 us
+//   FP32 units       the same at 61 TFLOP/s: 128 lanes of a multiprocessor, an FMA each clock   2,260 us
+//   instructions     4 a clock and multiprocessor. 268 million pairs of a query and a key that it sees:
+//                    8.8 us for each instruction that every pair takes
+//   sectors          about one of 32 bytes a clock and multiprocessor: 1,130 us for each that every pair
+//                    takes
+//
+// q, k and v are rows of one tensor (B, T, 3 heads 128), so a key's 128 numbers are 256 bytes, and the next
+// key is 24 KB away.
+#include "gpu/attention.h"
+#include "ladder.h"
+
+using namespace ladder;
+
+namespace {
+
+constexpr int HEAD = 128;  // size of a head
+constexpr int CHUNK = 8;   // BF16 numbers that one instruction loads
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+struct Shape {
+    int B, T, heads;
+    __host__ __device__ int cols() const { return 3 * heads * HEAD; }
+    AttentionShape attention() const { return {B, T, heads, heads, HEAD, Format::BF16}; }
+};
+
+enum { Q, K, V };
+// The 128 numbers of q, k or v of one position. bh: the head, counted over the sequences of the batch.
+__device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {
+    const int64_t token = static_cast<int64_t>(bh / s.heads) * s.T + t;
+    return qkv + token * s.cols() + (which * s.heads + bh % s.heads) * HEAD;
+}
+__device__ bf16* out_row(const Shape& s, bf16* out, int bh, int t) {
+    const int64_t token = static_cast<int64_t>(bh / s.heads) * s.T + t;
+    return out + (token * s.heads + bh % s.heads) * HEAD;
+}
+
+// ===========================================================================================================
+// Rung 1: as the formula reads
+//
+// s = q k^T / sqrt(128), p = softmax(s), o = p v: a kernel each, with s and p in memory, (B, heads, T, T)
+// FP32. In the first one a thread has one score. The lanes of a warp have neighbouring keys:
+//
+//   k     key  0   byte 0 - 1   lane 0           one load: 32 sectors of 32 bytes, of which 2 are used
+//         key  1   byte 0 - 1   lane 1
+//         ...
+//         key 31   byte 0 - 1   lane 31
+//
+// Limit: sectors. A score takes 128, and the masked half is computed, too: 128 x 2 x 1,130 us = 290,000 us.
+// The scores themselves are 2.1 GB; written once, and read and written again by softmax, they take a few
+// thousand us.
+//
+// Prediction: 300,000 us.
+__global__ void scores_rung1(Shape s, const bf16* qkv, float* scores) {  // grid (T / 256, T, B heads)
+    const int key = blockIdx.x * blockDim.x + threadIdx.x;
+    const int query = blockIdx.y;
+    const int bh = blockIdx.z;
+    if (key >= s.T) return;
+    const bf16* q = row(s, qkv, Q, bh, query);
+    const bf16* k = row(s, qkv, K, bh, key);
+    float sum = 0;
+    for (int i = 0; i < HEAD; i++) sum += __bfloat162float(q[i]) * __bfloat162float(k[i]);
+    const float score = sum / sqrtf(static_cast<float>(HEAD));
+    scores[(static_cast<int64_t>(bh) * s.T + query) * s.T + key] = key <= query ? score : -INFINITY;
+}
+__global__ void softmax_rung1(Shape s, float* scores) {  // a thread for a query
+    const int64_t query = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (query >= static_cast<int64_t>(s.B) * s.heads * s.T) return;
+    float* p = scores + query * s.T;
+    float max = -INFINITY, sum = 0;
+    for (int i = 0; i < s.T; i++) max = fmaxf(max, p[i]);
+    for (int i = 0; i < s.T; i++) {
+        p[i] = expf(p[i] - max);
+        sum += p[i];
+    }
+    for (int i = 0; i < s.T; i++) p[i] /= sum;
+}
+__global__ void output_rung1(Shape s, const bf16* qkv, const float* scores, bf16* out) {
+    const int query = blockIdx.x;  // grid (T, B heads), a thread for a number of the head
+    const int bh = blockIdx.y;
+    const int i = threadIdx.x;
+    const float* p = scores + (static_cast<int64_t>(bh) * s.T + query) * s.T;
+    float sum = 0;
+    for (int key = 0; key <= query; key++) sum += p[key] * __bfloat162float(row(s, qkv, V, bh, key)[i]);
+    out_row(s, out, bh, query)[i] = __float2bfloat16(sum);
+}
+
+// ===========================================================================================================
+// Rung 2: online softmax, a thread for a query
+//
+// What changes: one kernel, and no scores in memory. A thread walks over the keys and remembers the largest
+// score so far, the sum of exp(score - largest), and the sum of exp(score - largest) v. When a larger score
+// comes, both sums are multiplied by exp(old largest - new largest), as if that had been the largest from the
+// start.
+//
+//   key              0      1      2      3
+//   score            1      3      2      5
+//   largest          1      3      3      5
+//   both sums times         e^-2          e^-2
+//
+// Now all lanes of a warp read the same number of the same key: one sector in place of 32, but each load
+// still brings a lane 2 bytes.
+//
+// Limit: instructions. For a pair 256 loads, conversions and FMAs each, and 128 multiplications, about 1,000:
+// that would be 9,000 us. But q and the output are 256 numbers of a thread, which has 255 registers at most:
+// the rest is loaded and stored again and again, and only 256 such threads fit on a multiprocessor.
+//
+// Prediction: several times 9,000 us.
+__global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B heads)
+    const int query = blockIdx.x * blockDim.x + threadIdx.x;
+    const int bh = blockIdx.y;
+    if (query >= s.T) return;
+    float q[HEAD], o[HEAD] = {}, max = -INFINITY, sum = 0;
+    for (int i = 0; i < HEAD; i++)
+        q[i] = __bfloat162float(row(s, qkv, Q, bh, query)[i]) / sqrtf(static_cast<float>(HEAD));
+    for (int key = 0; key <= query; key++) {
+        const bf16* k = row(s, qkv, K, bh, key);
+        const bf16* v = row(s, qkv, V, bh, key);
+        float score = 0;
+        for (int i = 0; i < HEAD; i++) score += q[i] * __bfloat162float(k[i]);
+        const float larger = fmaxf(max, score);
+        const float shrink = expf(max - larger);
+        const float p = expf(score - larger);
+        max = larger;
+        sum = sum * shrink + p;
+        for (int i = 0; i < HEAD; i++) o[i] = o[i] * shrink + p * __bfloat162float(v[i]);
+    }
+    for (int i = 0; i < HEAD; i++) out_row(s, out, bh, query)[i] = __float2bfloat16(o[i] / sum);
+}
+
+// ===========================================================================================================
+// Rung 3: keys and values through shared memory
+//
+// What changes: a block of 64 queries copies 32 keys and their values to shared memory, 16 bytes a thread,
+// and then all its threads use them. Global memory is asked once in place of 64 times, and a load from shared
+// memory brings a lane 8 numbers. A masked key has the score -infinity, so it adds exp(-infinity) = 0.
+//
+//   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:
+//             key  1   256 bytes: threads 16 ... 31                         one access
+//             ...
+//
+// The kernel is also that of rung 4: LANES is how many lanes share a query, here 1.
+//
+// Limit: as rung 2, with 32 loads for a pair in place of 256. q and the output still do not fit into
+// registers.
+//
+// Prediction: half the time of rung 2.
+constexpr int QUERIES = 64;  // of a block
+constexpr int KEYS = 32;     // in shared memory
+
+template <int LANES, int THREADS = QUERIES* LANES>
+__global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv, bf16* out) {
+    constexpr int CHUNKS = HEAD / LANES / CHUNK;  // of a lane
+    __shared__ __align__(16) bf16 k[KEYS][HEAD], v[KEYS][HEAD];
+    const int bh = blockIdx.y;
+    const int part = threadIdx.x % LANES;
+    const int query = blockIdx.x * QUERIES + threadIdx.x / LANES;
+    const int last = min(static_cast<int>(blockIdx.x + 1) * QUERIES, s.T) - 1;  // query of the block
+    auto first_of = [&](int chunk) { return (chunk * LANES + part) * CHUNK; };
+
+    float q[CHUNKS][CHUNK], o[CHUNKS][CHUNK] = {}, max = -INFINITY, sum = 0;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        // A thread behind the last query computes that one again, and stores nothing.
+        const auto x = Piece<bf16, CHUNK>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
+        for (int j = 0; j < CHUNK; j++) q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
+    }
+    for (int first = 0; first <= last; first += KEYS) {
+        __syncthreads();  // the keys before are no longer needed
+        for (int i = threadIdx.x; i < KEYS * HEAD / CHUNK; i += THREADS) {
+            const int key = i / (HEAD / CHUNK);
+            const int column = i % (HEAD / CHUNK) * CHUNK;
+            const int t = min(first + key, s.T - 1);
+            Piece<bf16, CHUNK>::load(row(s, qkv, K, bh, t) + column).store(&k[key][column]);
+            Piece<bf16, CHUNK>::load(row(s, qkv, V, bh, t) + column).store(&v[key][column]);
+        }
+        __syncthreads();
+        for (int key = 0; key < KEYS; key++) {
+            float score = 0;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const auto x = Piece<bf16, CHUNK>::load(&k[key][first_of(c)]);
+                for (int j = 0; j < CHUNK; j++) score += q[c][j] * __bfloat162float(x[j]);
+            }
+            for (int lanes = 1; lanes < LANES; lanes *= 2) score += __shfl_xor_sync(ALL_LANES, score, lanes);
+            if (first + key > query) score = -INFINITY;
+            const float larger = fmaxf(max, score);
+            const float shrink = expf(max - larger);
+            const float p = expf(score - larger);
+            max = larger;
+            sum = sum * shrink + p;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const auto x = Piece<bf16, CHUNK>::load(&v[key][first_of(c)]);
+                for (int j = 0; j < CHUNK; j++) o[c][j] = o[c][j] * shrink + p * __bfloat162float(x[j]);
+            }
+        }
+    }
+    if (query > last) return;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        Piece<bf16, CHUNK> x;
+        for (int j = 0; j < CHUNK; j++) x[j] = __float2bfloat16(o[c][j] / sum);
+        x.store(out_row(s, out, bh, query) + first_of(c));
+    }
+}
+
+// ===========================================================================================================
+// Rung 4: four lanes for a query
+//
+// What changes: rungs3_and_4<4>. Four neighbouring lanes share a query. Each has 32 of the 128 numbers of q
+// and of the output, which fit into registers, and adds up a quarter of the score; two shuffles add the
+// quarters.
+//
+//   numbers of a head     0 - 7   8 - 15   16 - 23   24 - 31   32 - 39  ...
+//   lane of the query       0        1        2         3         0           64 neighbouring bytes a load
+//
+// Limit: instructions, about 190 a lane, so 760 for a pair, which take 6,700 us. Most are conversions and
+// FMAs. The FP32 units alone would take 2,260 us.
+//
+// Prediction: 8,000 us.
+
+// ===========================================================================================================
+// Rungs 5 and 6: tensor cores
+//
+// What changes: everything but the online softmax. A tensor core multiplies tiles of 16 x 16 and more in one
+// instruction, 13 times as fast as the FP32 units, so the whole kernel is arranged around it.
+//   5  gpu/attention.cu: a warp owns 16 queries, p stays in registers between the two matmuls, and tiles of
+//   keys
+//      are copied ahead (cp.async).
+//   6  gpu/attention_sm90.cu: matmuls run asynchronously on operands in shared memory (wgmma), a thread of
+//   its own
+//      moves tiles (TMA), and the exponentials of one group of warps overlap with the matmuls of another.
+//
+// Limit: tensor cores, 167 us, and 268 million exponentials on the special function units (16 lanes a clock):
+// 71 us, if they overlap.
+//
+// Prediction: 2 to 4 times 167 us for rung 5, and less than 2 times for rung 6.
+
+// ===========================================================================================================
+// Your rung
+//
+// Cover rungs 3 and 4, and write a kernel that takes a third of the time of rung 2. Begin with a copy of rung
+// 2, and launch it in launch_my_kernel(). s.T is not a multiple of anything.
+//
+//   make build/ladder_attention && build/ladder_attention 2 7
+//
+// compares it with the reference and measures it beside rung 2. Hints stand at the end of this file.
+[[maybe_unused]] __global__ void my_kernel([[maybe_unused]] Shape s, [[maybe_unused]] const bf16* qkv,
+                                           [[maybe_unused]] bf16* out) {}
+
+void launch_my_kernel([[maybe_unused]] const Shape& s, [[maybe_unused]] const bf16* qkv,
+                      [[maybe_unused]] bf16* out) {
+    // my_kernel<<<blocks, threads>>>(s, qkv, out);
+}
+
+// ===========================================================================================================
+// The program: data, the comparison with the CPU reference, and the table
+
+constexpr int ANY_GPU = 4, HOPPER = 5, MINE = 6;
+const std::vector<const char*> RUNGS = {"as the formula reads: three kernels, T x T scores",
+                                        "online softmax: a thread for a query",
+                                        "keys and values through shared memory",
+                                        "four lanes for a query",
+                                        "tensor cores (mma.sync): attention.cu",
+                                        "Hopper (wgmma, TMA): attention_sm90.cu",
+                                        "my_kernel"};
+
+struct Case {
+    const Shape s;
+    const size_t rows = static_cast<size_t>(s.B) * s.T;
+    const std::vector<uint16_t> host = random_bf16(rows * s.cols(), 1.0f);
+    Buffer<uint16_t> qkv{host}, out{rows * s.heads * HEAD};
+    Buffer<float> lse{rows * s.heads};
+    Buffer<float> scores{rows * s.heads * s.T};  // for rung 1
+
+    void run(int rung) const {
+        const unsigned T = static_cast<unsigned>(s.T);
+        const unsigned heads = static_cast<unsigned>(s.B * s.heads);
+        const dim3 by_queries((T + QUERIES - 1) / QUERIES, heads);
+        const bf16* const in = reinterpret_cast<const bf16*>(qkv.get());
+        bf16* const to = reinterpret_cast<bf16*>(out.get());
+        const AttentionShape shape = s.attention();
+        switch (rung) {
+            case 0:
+                scores_rung1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, in, scores.get());
+                softmax_rung1<<<(heads * T + 255) / 256, 256>>>(s, scores.get());
+                output_rung1<<<dim3(T, heads), HEAD>>>(s, in, scores.get(), to);
+                break;
+            case 1: rung2<<<by_queries, QUERIES>>>(s, in, to); break;
+            case 2: rungs3_and_4<1><<<by_queries, QUERIES>>>(s, in, to); break;
+            case 3: rungs3_and_4<4><<<by_queries, 4 * QUERIES>>>(s, in, to); break;
+            case ANY_GPU: any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr); break;
+            case HOPPER: hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr); break;
+            case MINE: launch_my_kernel(s, in, to); break;
+        }
+        gpu::check(cudaGetLastError(), "Launching a kernel failed");
+    }
+    Verdict against_reference(int rung) {
+        if (rung == HOPPER && gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
+            return {.right = true, .written = false, .text = ""};
+        out.poison();
+        const std::vector<uint16_t> before = out.read();
+        run(rung);
+        const std::vector<uint16_t> bits = out.read();
+        if (bits == before) return {.right = true, .written = false, .text = ""};
+        std::vector<float> x(host.size()), expected(bits.size()), sums(rows * s.heads);
+        for (size_t i = 0; i < x.size(); i++) x[i] = reference::from_bf16(host[i]);
+        const ModelConfig c{"ladder", LLAMA, 1, s.heads * HEAD, s.heads, s.heads, 16, 16, s.T, true};
+        reference::attention_forward(c, s.B, s.T, x.data(), expected.data(), sums.data());
+        double worst = 0, largest = 0;
+        for (size_t i = 0; i < bits.size(); i++) {
+            const double difference = std::abs(reference::from_bf16(bits[i]) - double{expected[i]});
+            if (!(difference <= worst)) worst = difference;  // also NaN
+            largest = std::max(largest, std::abs(double{expected[i]}));
+        }
+        char text[40];
+        snprintf(text, sizeof(text), "%.1e", worst / largest);
+        return {.right = worst / largest < 0x1p-7, .written = true, .text = text};
+    }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+    Case small{{1, 300, 2}}, large{{4, 2048, 32}};
+    const Shape& s = large.s;
+    const double operations = 4.0 * s.B * s.heads * s.T * double(s.T) * HEAD / 2;
+    const Limit gemm{operations / 823e12, "causal attention forward: 137 GFLOP at 823 TFLOP/s: 167 us",
+                     "% of GEMM"};
+    return climb(
+        RUNGS, gemm, argc, argv, [&](int rung) { return small.against_reference(rung); },
+        [&](int rung) { large.run(rung); });
+} catch (const Error& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 1;
+}
+
+// Hints for your rung. Read one, and try it, before you read the next.
+//
+// 1. How many times does a block of rung 2 load the same key? How many bytes does each load bring a lane?
+// 2. Where can a block keep 32 keys and values? A thread has 255 registers at most: what does it hold?
+// 3. Which numbers of q and of the output must be in one thread? A sum over a head can be added up by lanes.
+// 4. Which numbers of a key should a lane have, so that neighbouring lanes load neighbouring bytes?
+
+// Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //
 // Backward on the same GPU, TFLOP/s, in the order in which it was built:   head 128   head 64
 //   mma.sync, two passes (dk and dv; dq)                                       174       158
@@ -52,134 +401,3 @@
 // next scores (1%; heads of 64: 4% at 64 x 1024); the scores issued a step ahead and dk from ds in shared
 // memory, so that three GEMMs are always in flight (2%; heads of 64: 7%). So the loop does not wait for GEMMs
 // to be issued.
-//
-// The output is compared with the CPU reference in FP32. FLOPs are 4 B NH T^2 HS / 2; the masked half is not
-// counted.
-#include "gpu/attention.h"
-#include "ladder.h"
-
-using namespace ladder;
-
-namespace {
-
-struct Shape {
-    int B, T, NH, HS;
-    __host__ __device__ int cols() const { return 3 * NH * HS; }
-    AttentionShape attention() const { return {B, T, NH, NH, HS, Format::BF16}; }
-};
-
-// Which: 0 q, 1 k, 2 v
-__device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {
-    return qkv + (int64_t(bh / s.NH) * s.T + t) * s.cols() + (which * s.NH + bh % s.NH) * s.HS;
-}
-
-// --- 1: scores (B, NH, T, T) in memory ---------------------------------------------------------------------
-
-// Grid (T / 256, T, B NH): one thread per score
-__global__ void scores_kernel1(Shape s, const bf16* qkv, float* scores) {
-    const int key = blockIdx.x * blockDim.x + threadIdx.x, query = blockIdx.y, bh = blockIdx.z;
-    if (key >= s.T) return;
-    const bf16 *q = row(s, qkv, 0, bh, query), *k = row(s, qkv, 1, bh, key);
-    float sum = 0;
-    for (int i = 0; i < s.HS; i++) sum += __bfloat162float(q[i]) * __bfloat162float(k[i]);
-    scores[(int64_t(bh) * s.T + query) * s.T + key] = key <= query ? sum / sqrtf(float(s.HS)) : -INFINITY;
-}
-__global__ void softmax_kernel1(Shape s, float* scores) {  // one thread per row
-    const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (at >= int64_t(s.B) * s.NH * s.T) return;
-    float *p = scores + at * s.T, max = -INFINITY, sum = 0;
-    for (int i = 0; i < s.T; i++) max = fmaxf(max, p[i]);
-    for (int i = 0; i < s.T; i++) sum += p[i] = expf(p[i] - max);
-    for (int i = 0; i < s.T; i++) p[i] /= sum;
-}
-// Grid (T, B NH): one thread per element of the head
-__global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf16* out) {
-    const int query = blockIdx.x, bh = blockIdx.y, i = threadIdx.x;
-    const float* p = scores + (int64_t(bh) * s.T + query) * s.T;
-    float sum = 0;
-    for (int key = 0; key <= query; key++) sum += p[key] * __bfloat162float(row(s, qkv, 2, bh, key)[i]);
-    out[((int64_t(bh / s.NH) * s.T + query) * s.NH + bh % s.NH) * s.HS + i] = __float2bfloat16(sum);
-}
-
-// --- 2: online softmax, one thread per query ---------------------------------------------------------------
-
-template <int HS> __global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B NH)
-    const int query = blockIdx.x * blockDim.x + threadIdx.x, bh = blockIdx.y;
-    if (query >= s.T) return;
-    float q[HS], acc[HS] = {}, max = -INFINITY, sum = 0;
-    for (int i = 0; i < HS; i++) q[i] = __bfloat162float(row(s, qkv, 0, bh, query)[i]) / sqrtf(float(HS));
-    for (int key = 0; key <= query; key++) {
-        const bf16 *k = row(s, qkv, 1, bh, key), *v = row(s, qkv, 2, bh, key);
-        float score = 0;
-        for (int i = 0; i < HS; i++) score += q[i] * __bfloat162float(k[i]);
-        const float larger = fmaxf(max, score), shrink = expf(max - larger), p = expf(score - larger);
-        sum = sum * shrink + p, max = larger;
-        for (int i = 0; i < HS; i++) acc[i] = acc[i] * shrink + p * __bfloat162float(v[i]);
-    }
-    bf16* to = out + ((int64_t(bh / s.NH) * s.T + query) * s.NH + bh % s.NH) * HS;
-    for (int i = 0; i < HS; i++) to[i] = __float2bfloat16(acc[i] / sum);
-}
-
-// --- The ladder --------------------------------------------------------------------------------------------
-
-struct Case {
-    const Shape s;
-    const size_t rows = size_t(s.B) * s.T;
-    const std::vector<uint16_t> host = random_bf16(rows * s.cols(), 1.0f);
-    Buffer<uint16_t> qkv{host}, out{rows * s.NH * s.HS};
-    Buffer<float> lse{rows * s.NH}, scores{rows * s.NH * s.T};  // scores: only for kernel 1
-
-    void run(int kernel) const {
-        const unsigned T = unsigned(s.T), heads = unsigned(s.B * s.NH);
-        const bf16* const in = reinterpret_cast<const bf16*>(qkv.get());
-        bf16* const to = reinterpret_cast<bf16*>(out.get());
-        if (kernel == 1) {
-            scores_kernel1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, in, scores.get());
-            softmax_kernel1<<<(heads * T + 255) / 256, 256>>>(s, scores.get());
-            output_kernel1<<<dim3(T, heads), unsigned(s.HS)>>>(s, in, scores.get(), to);
-        } else if (kernel == 2) {
-            kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, in, to);
-        } else {
-            const AttentionShape shape = s.attention();
-            const AttentionKernels kernels = kernel == 3 ? any_gpu_attention(shape) : hopper_attention(shape);
-            kernels.forward(shape, in, to, lse.get(), nullptr);
-        }
-        gpu::check(cudaGetLastError(), "Launching failed");
-    }
-
-    // Largest |out - reference| / largest |reference|. The relative rounding error of BF16 is at most 2^-8.
-    double error(int kernel) {
-        out.poison();
-        run(kernel);
-        const std::vector<uint16_t> bits = out.read();
-        std::vector<float> x(host.size()), expected(bits.size()), sums(rows * s.NH);
-        for (size_t i = 0; i < x.size(); i++) x[i] = reference::from_bf16(host[i]);
-        ModelConfig c{"ladder", LLAMA, 1, s.NH * s.HS, s.NH, s.NH, 16, 16, s.T, true};
-        reference::attention_forward(c, s.B, s.T, x.data(), expected.data(), sums.data());
-        double worst = 0, largest = 0;
-        for (size_t i = 0; i < bits.size(); i++) {
-            const double difference = std::abs(reference::from_bf16(bits[i]) - double(expected[i]));
-            worst = difference <= worst ? worst : difference;  // keeps NaN
-            largest = std::max(largest, std::abs(double(expected[i])));
-        }
-        return worst / largest;
-    }
-};
-
-}  // namespace
-
-int main() try {
-    Case small{{1, 300, 2, 128}}, large{{4, 2048, 32, 128}};
-    const Shape& s = large.s;
-    const double flops = 4.0 * s.B * s.NH * s.T * double(s.T) * s.HS / 2;
-    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n", s.B,
-           s.T, s.NH, s.HS);
-    const bool hopper = gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-    for (int kernel = 1; kernel <= (hopper ? 4 : 3); kernel++) {
-        const float ms = milliseconds(kernel < 3 ? 3 : 20, [&] { large.run(kernel); });
-        printf("%d       %.1e    %-8.3f %.1f\n", kernel, small.error(kernel), ms, flops / ms * 1e-9);
-    }
-} catch (const Error& e) {
-    fprintf(stderr, "%s\n", e.what());
-    return 1;
-}

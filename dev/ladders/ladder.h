@@ -114,19 +114,31 @@ struct Verdict {
     std::string text;     // for the last column of the table
 };
 
+// The time that a rung could take at best, and what it is compared with.
+struct Limit {
+    double seconds;
+    std::string text;    // a line above the table
+    const char* column;  // of the table: 9 letters
+};
+inline Limit copying(double bytes) {
+    const double rate = copy_rate();
+    char text[100];
+    snprintf(text, sizeof(text), "%.2f GB at the copy bandwidth of %.2f TB/s: %.0f us", bytes * 1e-9,
+             rate * 1e-12, 1e6 * bytes / rate);
+    return {.seconds = bytes / rate, .text = text, .column = "% of copy"};
+}
+
 // Checks and times the rungs of a ladder, and prints a row of the table for each:
 //   names   what each rung is
-//   bytes   that a rung must move at least: with the copy bandwidth they give the time that it could take
 //   check   check(i) compares rung i, counted from 0, with the CPU reference: a Verdict
 //   run     run(i) launches rung i on large data, as often as it is called
 // A rung that is wrong is named, and the next one follows. With numbers as arguments of the program only
 // these rungs run, for instance under a profiler. Returns what main() returns: 1 if a rung is wrong.
 template <class Check, class Run>
-int climb(const std::vector<const char*>& names, double bytes, int argc, char** argv, Check check, Run run) {
-    const double copy = copy_rate();
-    printf("%.2f GB at the copy bandwidth of %.2f TB/s: %.0f us\n\n", bytes * 1e-9, copy * 1e-12,
-           1e6 * bytes / copy);
-    printf("%-64sus  %% of copy  speed-up  codes\n", "rung");
+int climb(const std::vector<const char*>& names, const Limit& limit, int argc, char** argv, Check check,
+          Run run) {
+    printf("%s\n\n", limit.text.c_str());
+    printf("%-64sus  %s  speed-up  codes\n", "rung", limit.column);
     bool wrong = false;
     float previous = 0;
     for (int i = 0; i < static_cast<int>(names.size()); i++) {
@@ -142,7 +154,7 @@ int climb(const std::vector<const char*>& names, double bytes, int argc, char** 
                 continue;
             }
             const float ms = milliseconds(20, [&] { run(i); });
-            printf("%8.1f  %8.0f%%", ms * 1e3, 100 * bytes / ms * 1e3 / copy);
+            printf("%8.1f  %8.0f%%", ms * 1e3, 1e5 * limit.seconds / ms);
             if (previous > 0) printf("  %7.2fx", previous / ms);
             else printf("         -");
             printf("  %s%s\n", verdict.right ? "" : "WRONG: ", verdict.text.c_str());

@@ -409,8 +409,8 @@ int main(int argc, char** argv) try {
     Case small(301, 1040), large(16384, 4096);
     printf("RMSNorm, E4M3 1x16 to E4M3 tensor, 16384 x 4096: ");
     return climb(
-        RUNGS, 3.25 * 16384 * 4096, argc, argv, [&](int rung) { return small.against_reference(rung); },
-        [&](int rung) { large.run(rung); });
+        RUNGS, copying(3.25 * 16384 * 4096), argc, argv,
+        [&](int rung) { return small.against_reference(rung); }, [&](int rung) { large.run(rung); });
 } catch (const Error& e) {
     fprintf(stderr, "%s\n", e.what());
     return 1;

@@ -449,8 +449,8 @@ int main(int argc, char** argv) try {
     Case small(208, 304), large(16384, 4096);
     printf("quantize to E5M2 and transpose, 16384 x 4096: ");
     return climb(
-        RUNGS, 4.0 * 16384 * 4096, argc, argv, [&](int rung) { return small.against_reference(rung); },
-        [&](int rung) { run(rung, large.m); });
+        RUNGS, copying(4.0 * 16384 * 4096), argc, argv,
+        [&](int rung) { return small.against_reference(rung); }, [&](int rung) { run(rung, large.m); });
 } catch (const Error& e) {
     fprintf(stderr, "%s\n", e.what());
     return 1;
