@@ -155,7 +155,7 @@ __device__ void accumulate(const float (&p)[P], Tile<bf16, COLS> y, float (&acc)
 #pragma unroll
     for (int k = 0; k < y.ROWS; k += 16) {
         Fragment a;
-        for (int i = 0; i < 4; i++) a.r[i] = pack(p[k / 2 + i * 2], p[k / 2 + i * 2 + 1]);
+        for (int i = 0; i < 4; i++) a.r[i] = pack_bf16(p[k / 2 + i * 2], p[k / 2 + i * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < COLS; n += 16) mma(&acc[n / 2], a, load<true>(y, k, n));
     }
@@ -188,7 +188,7 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
         const float factor = i / 2 % 2 ? factor1 : factor0, x = acc[i] * factor, y = acc[i + 1] * factor;
         if (t >= d.T || col >= d.HS) continue;
         if constexpr (sizeof(Real) == 4) *reinterpret_cast<float2*>(head.at(t, col)) = {x, y};
-        else *reinterpret_cast<uint32_t*>(head.at(t, col)) = pack(x, y);
+        else *reinterpret_cast<uint32_t*>(head.at(t, col)) = pack_bf16(x, y);
     }
 }
 

@@ -265,7 +265,7 @@ template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint3
 
 // Rounds accumulators to BF16. They already have the layout of operand a of the next GEMM.
 template <int R> __device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R]) {
-    for (int i = 0; i < R / 2; i++) a[i / 4][i % 4] = pack(d[2 * i], d[2 * i + 1]);
+    for (int i = 0; i < R / 2; i++) a[i / 4][i % 4] = pack_bf16(d[2 * i], d[2 * i + 1]);
 }
 
 // Writes this warpgroup's 64 rows of a tile (ROWS, HS) to shared memory, from address `tile` on.
@@ -808,7 +808,7 @@ template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R /
     for (int i = 0; i < R; i += 4) {
         const float2 delta = shared<float2>(deltas + (i * 2 + fragment_col()) * 4);
         for (int j = 0; j < 4; j += 2) {
-            const float2 pair = unpack(p[i / 8][i / 2 % 4 + j / 2]);
+            const float2 pair = unpack_bf16(p[i / 8][i / 2 % 4 + j / 2]);
             dp[i + j] = pair.x * (dp[i + j] - delta.x);
             dp[i + j + 1] = pair.y * (dp[i + j + 1] - delta.y);
         }
@@ -985,8 +985,8 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, bf16* dqkv, int
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const int row = first_row + i * STEP, t = m * F::QUERIES + row;
-            const uint32_t low = pack(x[i].x * d.scale, x[i].y * d.scale);
-            const uint32_t high = pack(x[i].z * d.scale, x[i].w * d.scale);
+            const uint32_t low = pack_bf16(x[i].x * d.scale, x[i].y * d.scale);
+            const uint32_t high = pack_bf16(x[i].z * d.scale, x[i].w * d.scale);
             bf16* to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
             if (row < F::QUERIES && t < d.T) *reinterpret_cast<uint2*>(to) = {low, high};
         }

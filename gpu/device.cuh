@@ -163,16 +163,19 @@ inline __device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG
 // 3. Storage
 //
 // How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
-// scale for 16 elements). Each has three functions:
-//   load()             fetches a chunk as it is, so that several are in flight before the first is used;
+// scale for 16 elements). Each has two types and four functions:
+//   Compute            the compute dtype that goes with it;
+//   Raw                a chunk as it is stored;
+//   from()             the same tensor, counted from element i on;
+//   load()             fetches a chunk, so that several are in flight before the first is used;
 //   values()           converts a fetched chunk to FP32;
-//   round_and_store()  rounds the values in the caller's registers, and writes what these then hold.
+//   round_and_store()  rounds the values in the caller's registers and, if `live`, writes these.
 
-inline __device__ uint32_t pack(float lo, float hi) {  // two BF16 in a word
+inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
     return *reinterpret_cast<const uint32_t*>(&two);
 }
-inline __device__ float2 unpack(uint32_t two) {
+inline __device__ float2 unpack_bf16(uint32_t two) {
     return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
 }
 
@@ -190,7 +193,6 @@ template <class Element, int N = CHUNK> struct Dense {
     };
     Element* data;
 
-    // The same tensor, counted from element i on.
     __device__ Dense from(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
     static __device__ void values(const uint32_t* words, float (&v)[N]) {
@@ -198,18 +200,17 @@ template <class Element, int N = CHUNK> struct Dense {
             if constexpr (F32) {
                 v[j] = __uint_as_float(words[j]);
             } else {
-                v[2 * j] = unpack(words[j]).x;
-                v[2 * j + 1] = unpack(words[j]).y;
+                v[2 * j] = unpack_bf16(words[j]).x;
+                v[2 * j + 1] = unpack_bf16(words[j]).y;
             }
         }
     }
     __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
-    // Writes only if live, rounds in any case.
     __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
         Raw raw;
         for (int j = 0; j < WORDS; j++)
             if constexpr (F32) raw.words[j] = __float_as_uint(v[j]);
-            else raw.words[j] = pack(v[2 * j], v[2 * j + 1]);
+            else raw.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         for (int j = 0; j < sizeof(Raw) / sizeof(Piece); j++)
             if (live)
                 put(reinterpret_cast<Piece*>(data + i) + j, reinterpret_cast<const Piece*>(raw.words)[j]);

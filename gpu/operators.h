@@ -7,6 +7,8 @@
 //     are a multiple of 16. Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing is FP8.
 //   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
+//   - An AmaxAndScale* whose name ends with amax is where an operator leaves an amax: the larger of that and
+//     what was there. Null means that nobody needs it.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
 //     quantization report. Atomics are maxima and integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
@@ -85,10 +87,10 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct Lazy {
     LazyOp op;
     int64_t rows, cols;  // of the result
-    View input{};        // the stored tensor; of the norm; gate_up of the activation
+    View input{};        // what it is computed from: the stored tensor, the norm's input, or gate_up
     View dact{};         // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    Norm norm{};
+    Norm norm{};         // LazyOp::Norm
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
@@ -144,8 +146,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 // very values that backward will read.
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
-// next GEMM's operand. Its amax is taken in the same pass, if amax is not null: the amax of what the
-// activation computes from the groups (reads_groups), or from x (coat.h, forward_reads_groups).
+// next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
+// groups if reads_groups, else from x (coat.h, forward_reads_groups).
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool reads_groups,
                                AmaxAndScale* amax, QuantStats* stats, cudaStream_t s);
 
@@ -155,19 +157,21 @@ void convert(const View& x, const View& out, cudaStream_t s);
 // ===========================================================================================================
 // 3. Residual stream and norms (gpu/norm.cu)
 
-// sum = x + branch; next.in = sum, quantized in groups or rounded; x_out = sum, rounded: the new residual
-// stream. x_out may be the same memory as x. Pass no tensor if next.in stores the same values anyway (recipes
-// that save norm inputs in the compute dtype). Writes next.row_statistics and, if y_amax is not null, the
-// amax of the norm's output. Both are those of next.in if reads_saved, else of x_out (coat.h,
-// forward_reads_groups). branch may be no tensor. With tokens (N), x is the embedding and branch the learned
-// positions, or no tensor: sum = x[token] + branch[row % T].
+// The residual sum of rows (N, C), and what the norm after it needs:
+//   sum = x + branch    branch may be no tensor. With tokens (N), x is the embedding and branch the learned
+//                       positions, or no tensor: sum = x[token] + branch[row % T]
+//   next.in = sum       in groups, or rounded
+//   x_out = sum         rounded: the new residual stream. It may be the same memory as x. Pass no tensor if
+//                       next.in stores the same values anyway (norm inputs saved in the compute dtype)
+//   next.row_statistics, and in y_amax the amax of the norm's output: those of next.in if reads_saved, else
+//                       of x_out (coat.h, forward_reads_groups)
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens = nullptr, int64_t T = 1);
 
-// g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all are
-// (N, C). g_in may be no tensor, and g_out may be g_in. Writes n.row_statistics again and, if g_amax is not
-// null, the amax of g_out. dweight and dbias (C); dbias is no tensor for RMSNorm. workspace:
-// norm_backward_workspace(C) bytes.
+// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dy is the
+// gradient of the norm's output and dx that of its input. All are (N, C). g_in may be no tensor, and g_out
+// may be g_in. g_amax gets the amax of g_out. n.row_statistics are written again. dweight and dbias: (C);
+// dbias is no tensor for RMSNorm. workspace: norm_backward_workspace(C) bytes.
 size_t norm_backward_workspace(int64_t C);
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
