@@ -415,10 +415,10 @@ struct Table : Reciprocals {
 //   rung 6   load 0 ...wait... compute 0, store 0           (a new warp) load 1 ...wait... compute 1
 //   rung 7   load 0 ...wait... load 1, compute 0, store 0   load 2, compute 1, store 1   load 3, ...
 //
-// A load takes about 0.8 us, and 4.27 TB/s x 0.8 us = 3.4 MB must be on their way at any moment, or memory is
-// idle in between. Rung 6 has that while its warps start, and little while they compute. Here each of 67,584
-// threads (132 x 512) always has 64 bytes under way: 4.3 MB. The price is registers, 96 a thread, so that
-// only two blocks fit. The table is filled once for hundreds of groups.
+// A load takes about 0.8 us. 8 of the 14.25 bytes are loaded, at 2.4 TB/s, so 1.9 MB must be on their way at
+// any moment, or memory is idle in between. Rung 6 has that while its warps start, and little while they
+// compute. Here each of 67,584 threads (132 x 512) always has 64 bytes under way: 4.3 MB. The price is
+// registers, 96 a thread, so that only two blocks fit. The table is filled once for hundreds of groups.
 //
 // Limit: memory. Prediction: 1,000 to 1,050 us.
 constexpr int CHUNK = 8;         // elements of a lane

@@ -30,7 +30,8 @@
 //   shared memory    32 banks of 4 bytes a clock: 8.8 us for each access that every element takes, if the
 //                    lanes of a warp use different banks or the same word; twice that if two lanes need
 //                    different words of a bank, and so on
-//   latency          a load takes about 0.8 us. For 4.27 TB/s 3.4 MB must be on their way at any moment
+//   latency          a load takes about 0.8 us. Half of the bytes are loaded, at 2.1 TB/s: so 1.7 MB must be
+//                    on their way at any moment
 //
 // How many instructions a rung has was counted in its machine code (cuobjdump -sass, nvcc 12.9), along the
 // path that nearly every element takes.
@@ -72,7 +73,8 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 // from other rows, of other blocks: if they come too late, the sector travels to memory more than once. Were
 // it 32 bytes each time, that would be 2.1 GB, or 500 us. 103 instructions take 230 us.
 //
-// Prediction: 600 us or more.
+// Prediction: 600 us or more. (It took twice that. A profiler, ncu, shows how many sectors memory wrote, and
+// how many it had to read first.)
 __global__ void quantize_rung1(Matrix m) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < m.rows * m.cols) m.codes[i] = encode(m.x[i], inverse_scale(m));
@@ -135,10 +137,11 @@ template <bool FUSED, int PADDING> __global__ void rungs2_to_4(Matrix m) {
 // it. Nothing is read back, and the addresses and the loop of the first kernel go.
 //
 // Limit: 51 instructions take 110 us: 14 of them for the scale and the start, which a thread does for four
-// elements only. Loads are 2 bytes for a lane. If a multiprocessor's 2,048 threads had four on their way at
-// once, that would be 2.2 MB in all: less than the 3.4 MB that memory needs.
+// elements only. But latency: a thread has one load of 2 bytes on its way. The next one comes after the store
+// of the code, because for all that the compiler knows `codes` could be where `x` is. 2,048 threads on each
+// of 132 multiprocessors: 0.54 MB. Loading 134 MB takes 250 times 0.8 us.
 //
-// Prediction: 130 to 200 us.
+// Prediction: 200 us. (It was made after measuring: the first one saw the instructions alone, and said 130.)
 
 // ===========================================================================================================
 // Rung 4: a byte of padding
@@ -168,8 +171,8 @@ template <bool FUSED, int PADDING> __global__ void rungs2_to_4(Matrix m) {
 // Inside the block codes still go to the tile and come back one byte at a time: 16 accesses for 8 elements,
 // each with two lanes in a bank.
 //
-// Limit: memory, 63 us; 19 instructions take 42 us, shared memory 35 us. 2,048 threads of a multiprocessor
-// with two loads of 16 bytes each would have 8.6 MB on their way.
+// Limit: memory, 63 us; 19 instructions take 42 us, shared memory 35 us. A thread still has one load on its
+// way, but now of 16 bytes: 4.3 MB in all.
 //
 // Prediction: 75 us.
 constexpr unsigned THREADS = 256;  // of a block, here and in the next rungs
@@ -462,7 +465,8 @@ int main(int argc, char** argv) try {
 // 2. Which work does each thread of rung 4 do once, however many elements it has?
 // 3. For 60%: a thread takes 8 elements of a row, and later 8 rows of a column. The tile must be large enough
 //    for both. Count the lanes that meet in a bank before you choose its padding.
-// 4. For 85%: how many loads of a thread are on their way at once? Issue all before you use the first.
+// 4. For 85%: how many loads of a thread are on their way at once? The compiler moves no load before a store
+//    that might overwrite it: issue all loads yourself before you use the first.
 // 5. Bytes of two words become any word with one __byte_perm. How many of them transpose 4 x 4 bytes?
 // 6. Draw the banks that a warp writes at once. Which bits of a thread's number are not in the bank's number?
 // 7. Beyond rung 7 little is left: what would the time be if only memory counted? Then look at the first and
