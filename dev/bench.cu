@@ -388,7 +388,7 @@ private:
     Norm random_norm(const Quant& q) {
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q),          weight,      bias,
-                     memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
+                     memory_.take<RowStatistics>(N_ * 8), c_.arch.rms, c_.norm_eps};
         residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, true,
                      nullptr, nullptr);  // leaves stats
         return n;

@@ -330,9 +330,9 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
-// A norm: y = (x - mean) / std * weight + bias.
-inline __device__ float normalized(float x, float2 statistics, float weight, float bias) {
-    return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.x), statistics.y), weight, bias);
+// A norm: y = (x - mean) rstd weight + bias.
+inline __device__ float normalized(float x, RowStatistics statistics, float weight, float bias) {
+    return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
 template <class Element>
 __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
@@ -379,13 +379,13 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
     struct Cursor {
         Storage in[INPUT_PLANES];
         Dense<Compute> dact;
-        const float2* statistics;
+        const RowStatistics* statistics;
         Values weight, bias;
     };
     struct Raw {  // a producer uses some of these, of BYTES bytes
         typename Storage::Raw in[INPUT_PLANES];
         typename Dense<Compute>::Raw dact;
-        float2 statistics;
+        RowStatistics statistics;
     };
     static constexpr int BYTES =
         sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);

@@ -48,9 +48,10 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// {mean, 1 / std} of a row whose chunks are x, or {0, 1 / rms}. Forward and backward have the same chunks in
-// the same threads, and so get the same bits.
-static __device__ float2 row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+// Of a row whose chunks are x. Forward and backward have the same chunks in the same threads, and so get the
+// same bits.
+static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
+                                               float eps) {
     float sum[1] = {0};
     if (!rms) {
         for (int c = 0; c < ROW_CHUNKS; c++)
@@ -109,7 +110,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
-    const float2 statistics = row_statistics(v, C, next.rms, next.eps);
+    const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps);
     if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
     if (!y_amax) return;
     uint32_t top = 0;
@@ -169,10 +170,10 @@ static __device__ void write_partials(const float4* sums, int C, float* partials
 // RMSNorm: of x^2 and of d x, from which mean(d xhat) = mean(d x) / rms follows: so the threads of a row
 // exchange both sums at once.
 template <bool RMS>
-static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values& weight, float2 statistics,
-                                       float (&sum)[2]) {
+static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values& weight,
+                                       RowStatistics statistics, float (&sum)[2]) {
     for (int j = 0; j < CHUNK; j++) {
-        if (!RMS) x[j] = (x[j] - statistics.x) * statistics.y;
+        if (!RMS) x[j] = (x[j] - statistics.mean) * statistics.rstd;
         const float d = dy[j] * weight[j];
         sum[0] = RMS ? __fmaf_rn(x[j], x[j], sum[0]) : sum[0] + d;
         sum[1] += d * x[j];
@@ -182,12 +183,12 @@ static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values
 // Adds a chunk's dx to g, as the equations above say. dy becomes dy xhat, its part of dweight. x: of RMSNorm
 // the input, of LayerNorm xhat.
 template <bool RMS>
-static __device__ void add_dx(const Values& x, Values& dy, const Values& weight, float2 statistics,
+static __device__ void add_dx(const Values& x, Values& dy, const Values& weight, RowStatistics statistics,
                               float mean_d, float mean_d_xhat, Values& g) {
     for (int j = 0; j < CHUNK; j++) {
-        const float xhat = RMS ? x[j] * statistics.y : x[j];
+        const float xhat = RMS ? x[j] * statistics.rstd : x[j];
         const float d = dy[j] * weight[j];
-        g[j] += statistics.y * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
+        g[j] += statistics.rstd * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
         dy[j] *= xhat;
     }
 }
@@ -234,7 +235,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         };
         Values x[ROW_CHUNKS];  // of LayerNorm it becomes xhat
         for (int c = 0; c < ROW_CHUNKS; c++) input.values(raw_x[c], x[c]);
-        float2 statistics{};
+        RowStatistics statistics{};
         if (!RMS) statistics = row_statistics(x, C, false, n.eps);
 
         // The sums over the row, by which all its threads learn the means.
@@ -249,10 +250,10 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (RMS && turn) row_sum<1>(sum);
         else row_sum<2>(sum);
         turn = !turn;
-        if (RMS) statistics.y = inverse_root(sum[0], C, n.eps);
+        if (RMS) statistics.rstd = inverse_root(sum[0], C, n.eps);
         if (row < rows && threadIdx.x == 0) n.row_statistics[row] = statistics;
         const float mean_d = sum[0] * inverse_C;  // LayerNorm's
-        const float mean_d_xhat = sum[1] * inverse_C * (RMS ? statistics.y : 1.0f);
+        const float mean_d_xhat = sum[1] * inverse_C * (RMS ? statistics.rstd : 1.0f);
 
         // dx, and the sums of dweight and dbias.
         for (int c = 0; c < ROW_CHUNKS; c++) {

@@ -69,12 +69,17 @@ struct Operand {
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
+// Of a row that a norm reads. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
+struct alignas(8) RowStatistics {
+    float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
+};
+
 // A norm layer. Backward recomputes its output from `in` and the row statistics instead of saving it.
 struct Norm {
-    View in;                 // (N, C) in the compute dtype, or in groups
-    const void* weight;      // (C) compute dtype
-    const void* bias;        // (C) compute dtype; null for RMSNorm
-    float2* row_statistics;  // (N) {mean, 1 / std}, or {0, 1 / rms}
+    View in;                        // (N, C) in the compute dtype, or in groups
+    const void* weight;             // (C) compute dtype
+    const void* bias;               // (C) compute dtype; null for RMSNorm
+    RowStatistics* row_statistics;  // (N)
     bool rms;
     float eps;
 };

@@ -166,7 +166,7 @@ Memory take_memory(Device& device) {
     m.token_rows = arena.take<TokenRows>(tokens);
     m.residual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
     m.norm_partials = arena.take<float>(static_cast<int64_t>(norm_backward_workspace(c.C) / sizeof(float)));
-    m.norm_statistics = arena.take<float2>(gpu_tokens(s));
+    m.norm_statistics = arena.take<RowStatistics>(gpu_tokens(s));
     m.losses = arena.take<float>(tokens);
     m.rope_table = arena.take<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
     return m;

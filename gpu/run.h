@@ -103,13 +103,13 @@ struct Memory {
 
     // Of the pass that runs, for N tokens
     int32_t *tokens, *targets;
-    int32_t* token_order;     // the embedding's gradient: row numbers, sorted by token,
-    TokenRows* token_rows;    // and the rows of each token among these
-    void* residual;           // (N, C): the final norm's input; then the gradient of the residual stream
-    float* norm_partials;     // norm_backward_workspace() bytes
-    float2* norm_statistics;  // (N) of the norm that was computed last
-    float* losses;            // (N)
-    float2* rope_table;       // (T, HS / 2) {cos, sin}
+    int32_t* token_order;   // the embedding's gradient: row numbers, sorted by token,
+    TokenRows* token_rows;  // and the rows of each token among these
+    void* residual;         // (N, C): the final norm's input; then the gradient of the residual stream
+    float* norm_partials;   // norm_backward_workspace() bytes
+    RowStatistics* norm_statistics;  // (N) of the norm that was computed last
+    float* losses;                   // (N)
+    float2* rope_table;              // (T, HS / 2) {cos, sin}
 };
 
 // The settings, the stream of the computation and the allocation.

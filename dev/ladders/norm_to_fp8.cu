@@ -390,7 +390,7 @@ private:
     Buffer<uint16_t> device_x_, zeros_, device_weight_, scales_;
     Buffer<uint8_t> in_, codes_;
     Buffer<float> x32_, y32_, inverse_;
-    Buffer<float2> stats_;
+    Buffer<gpu::RowStatistics> stats_;
     Buffer<gpu::AmaxAndScale> scale_;
     const gpu::Norm norm_;
     const Tensors t_;

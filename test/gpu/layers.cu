@@ -15,7 +15,7 @@ struct NormCase {
     const int64_t N, C;
     const bool rms;
     const Tensor in, weight, bias;
-    const Buffer<float2> stats;
+    const Buffer<gpu::RowStatistics> stats;
 
     NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
         : N(s.rows), C(s.cols), rms(rms), in(s, f.nonlinear), weight(normals(rng, f.compute, C), f.compute),
