@@ -57,7 +57,8 @@ GPU_ARCH   ?= $(or $(addsuffix a,$(filter 9% 10% 11% 12%,$(FOUND_ARCH))),$(filte
 
 # $(OPT) is for the host's code in these files, which launches kernels; nvcc always optimizes the kernels fully.
 NVCCFLAGS := -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compile=0 \
-             -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+             -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Werror all-warnings \
+             -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 
 # The files that take longest come first, so that all cores work to the end.
 SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/plan.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
@@ -155,7 +156,8 @@ $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): privat
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
 $(call object,$(wildcard dev/exercises/[0-9]*.cpp)): private CXXFLAGS += -Wno-error
-$(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS += -Xcompiler -Wno-error
+$(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS := \
+    $(filter-out -Werror all-warnings,$(NVCCFLAGS)) -Xcompiler -Wno-error
 
 # This file changes when the flags do. Every object depends on it, so that a program has no objects of two kinds.
 FLAGS = $(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS)
