@@ -422,7 +422,8 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
         if (!mine.empty()) model.read(t.name, mine.data());
         if (setup.ranks == 1) return mine;
         whole.reserve(setup.rank ? 0 : t.total_bytes());
-        for (const Bytes& part : setup.processes->gather(mine, false))
+        const bool on_all = false;
+        for (const Bytes& part : setup.processes->gather(mine, on_all))
             if (setup.rank == 0 && std::ssize(whole) < t.total_bytes())
                 whole.insert(whole.end(), part.begin(), part.end());
     } catch (const std::exception& error) {

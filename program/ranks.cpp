@@ -1,7 +1,10 @@
 // ranks.cpp - how the processes of a run start, find each other, exchange values and end together (ranks.h).
 //
-// A rank that waits for the others looks whether they still live. Rank 0 prints the errors of all ranks; if
-// it is gone, rank 1 says that.
+// A rank that waits looks whether the ranks that it has a socket to still live. Rank 0 prints the errors of
+// all ranks; if rank 0 itself is gone, rank 1 says that.
+//
+// In this order: messages; how the ranks are started with --ranks; how they find each other under torchrun;
+// and ProcessGroup, which exchanges values and ends.
 #include "ranks.h"
 
 #include <algorithm>
@@ -25,9 +28,12 @@ constexpr int MOST_RANKS = 1024;
 // The bytes of the longest value that a rank may send: no tensor of coat.h's models has more.
 constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
-// A message is a header and as many bytes as it says. DATA brings a value, or those of all ranks. WAITING
-// says: I am here, and wait, too. ENDING says that all ranks end; a rank that has failed gives the sentence
-// that rank 0 prints.
+// -----------------------------------------------------------------------------------------------------------
+// Messages
+
+// A message is a header and as many bytes as the header says. DATA brings a value, or those of all ranks.
+// WAITING says that the sender lives and waits, too. ENDING says that all ranks end; a rank that has failed
+// sends the sentence with it that rank 0 prints.
 enum MessageKind : uint8_t { DATA = 'D', WAITING = 'W', ENDING = 'E' };
 struct __attribute__((packed)) Header {
     uint8_t kind = 0;
@@ -81,7 +87,10 @@ void tell(int socket, MessageKind kind) {
     ::send(socket, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-std::vector<pid_t> children;  // of rank 0, if it has started the other ranks
+// -----------------------------------------------------------------------------------------------------------
+// --ranks: rank 0 starts the others
+
+std::vector<pid_t> children;  // the processes that rank 0 has started
 
 // Starts the other ranks of --ranks, each with a socket that no other program can reach.
 std::unique_ptr<ProcessGroup> start_others(int ranks) {
@@ -109,7 +118,10 @@ std::unique_ptr<ProcessGroup> start_others(int ranks) {
     return std::make_unique<ProcessGroup>(0, 0, sockets);
 }
 
-// What a rank that torchrun has started says when it connects: a text of HELLO bytes, padded with zeros.
+// -----------------------------------------------------------------------------------------------------------
+// torchrun: the ranks run already, and find rank 0
+
+// What a rank says when it connects: a text of HELLO bytes, padded with zeros.
 constexpr size_t HELLO = 96;
 std::string hello(int ranks, int rank) {
     std::string text = concat("COAT rank ", rank, " of ", ranks, ", ", std::getenv("COAT_TOKEN"));
@@ -117,8 +129,8 @@ std::string hello(int ranks, int rank) {
     return text;
 }
 
-// A socket at one address of rank 0: on rank 0 it listens there, on others it is connected. -1: it is not
-// possible. Waiting ends after `seconds`.
+// Opens a socket at one address of rank 0, within `seconds`. On rank 0 it listens there, on other ranks it is
+// connected. Returns -1 if that is not possible.
 int open_socket_at(const addrinfo& at, bool listens, double seconds) {
     const int socket = ::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     const int on = 1;
@@ -135,7 +147,7 @@ int open_socket_at(const addrinfo& at, bool listens, double seconds) {
     return -1;
 }
 
-// The same at the first address that the name of rank 0's machine has, and that can be used.
+// Likewise, at the first usable address that the name of rank 0's machine has.
 int open_socket(const Launch& launch, double seconds) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
@@ -148,7 +160,7 @@ int open_socket(const Launch& launch, double seconds) {
     return socket;
 }
 
-// Whether somebody who has connected has said all of hello(), or will not say it.
+// Whether a caller, somebody who has connected to rank 0, has said as much as hello() is, or has hung up.
 bool has_said_all(int caller, std::string* said) {
     said->assign(HELLO, '\0');
     const ssize_t got = ::recv(caller, said->data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
@@ -156,11 +168,11 @@ bool has_said_all(int caller, std::string* said) {
     return got == 0 || got == static_cast<ssize_t>(HELLO);
 }
 
-// Rank 0 waits for the others, which connect in any order, and for nobody else who connects. Returns the
-// sockets by rank; -1 where a rank has not connected before the deadline.
+// Rank 0 waits for the others, which connect in any order. Somebody else who connects is sent away. Returns
+// the sockets by rank; -1 where a rank has not connected before the deadline.
 std::vector<int> accept_others(int listening, int ranks, double deadline) {
     std::vector<int> sockets(ranks, -1);
-    std::vector<int> callers;  // sockets of those who have not said enough yet
+    std::vector<int> callers;  // sockets of those who have not said all yet
     pollfd listener{.fd = listening, .events = POLLIN, .revents = 0};
     while (std::count(sockets.begin() + 1, sockets.end(), -1) > 0 && now() < deadline) {
         if (::poll(&listener, 1, 10) > 0)
@@ -188,6 +200,20 @@ std::vector<int> accept_others(int listening, int ranks, double deadline) {
     for (const int caller : callers) ::close(caller);
     ::close(listening);
     return sockets;
+}
+
+// Waits until rank 0, which may start later, has accepted this rank, and returns the socket; -1 if that has
+// not happened before the deadline.
+int connect_to_rank_0(const Launch& launch, double deadline) {
+    int socket = open_socket(launch, deadline - now());
+    while (socket < 0 && now() < deadline) {
+        ::usleep(20'000);
+        socket = open_socket(launch, deadline - now());
+    }
+    Header answer;
+    ::send(socket, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
+    const bool accepted = ::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer;
+    return accepted ? socket : -1;
 }
 
 // The text of a variable of the environment.
@@ -242,21 +268,15 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
     }
     const std::string where = concat(launch.address, ", port ", launch.port);
     const double deadline = now() + seconds;
-    int socket = open_socket(launch, seconds);
     std::vector<int> sockets(launch.ranks, -1);
     if (launch.rank == 0) {
-        if (socket < 0)
+        const int listening = open_socket(launch, seconds);
+        if (listening < 0)
             throw Error("Rank 0 cannot listen at ", where, " (", std::strerror(errno),
                         "); set MASTER_ADDR to an address of its machine, COAT_PORT to a free port.");
-        sockets = accept_others(socket, launch.ranks, deadline);
+        sockets = accept_others(listening, launch.ranks, deadline);
     } else {
-        while (socket < 0 && now() < deadline) {  // rank 0 may start later
-            ::usleep(20'000);
-            socket = open_socket(launch, deadline - now());
-        }
-        Header answer;
-        ::send(socket, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
-        if (::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer) sockets[0] = socket;
+        sockets[0] = connect_to_rank_0(launch, deadline);
     }
     auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
     const int expected = launch.rank == 0 ? launch.ranks : 1;  // the ranks to which this one has a socket
@@ -278,14 +298,15 @@ ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
 }
 
 ProcessGroup::~ProcessGroup() {
-    if (!std::uncaught_exceptions()) gather({}, true);
+    const bool on_all = true;
+    if (!std::uncaught_exceptions()) gather({}, on_all);
     watch_ = {};
     for (const Peer& peer : peers_) ::close(peer.socket);
     for (const pid_t child : children) ::waitpid(child, nullptr, 0);
 }
 
-// Rank 0 reads from all before it sends to any, and the others send first: so no two wait for each other.
-// Each rank sends and gets one message, however many ranks there are.
+// Rank 0 reads from all others before it sends to any, and the others send before they read: so no two ranks
+// wait for each other. A rank other than 0 sends one message and gets one, however many ranks there are.
 std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
     std::vector<Bytes> values(peers_.size());
     values[rank_] = mine;
@@ -330,13 +351,13 @@ Bytes ProcessGroup::receive(int from) {
     return value;
 }
 
-// Reads what has come of the next message of a rank, and returns whether it is a whole value. If the rank has
-// failed or ended, or sends what none of ours would, this process ends, too.
+// Reads what has come of a rank's message, without waiting. Returns whether a whole value has come. If the
+// rank has failed or ended, or sends what no rank sends, this process ends, too.
 bool ProcessGroup::has_sent(int rank) {
     const std::lock_guard reading(reading_);
     Peer& peer = peers_[rank];
     for (;;) {
-        Header header;
+        Header header;  // until it has come, the message counts as a header without further bytes
         if (peer.got >= sizeof header) std::memcpy(&header, peer.message.data(), sizeof header);
         if (header.size > MOST_BYTES * peers_.size()) break;
         peer.message.resize(sizeof header + header.size);
@@ -351,16 +372,25 @@ bool ProcessGroup::has_sent(int rank) {
         if (header.kind == DATA) return true;
         const std::string sentence(peer.message.begin() + sizeof header, peer.message.end());
         if (header.kind == ENDING) end(sentence.empty() ? "" : concat("Rank ", rank, ": ", sentence));
-        peer.got = 0;  // WAITING: the message is forgotten
+        peer.got = 0;  // it was WAITING, and the next message begins
     }
     end(rank_ > 1 ? "" : concat("Rank ", rank, " has ended unexpectedly (killed?); start again."));
+}
+
+// Ends this process if the rank has ended. A rank may end once it has sent the value that this one waits for:
+// then done() is true. Its last message may say why it ends, so values that come before that are passed over.
+void ProcessGroup::look_at(int rank, const std::function<bool()>& done) {
+    Peer& peer = peers_[rank];
+    pollfd closed{.fd = peer.socket, .events = POLLRDHUP, .revents = 0};
+    while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
 }
 
 void ProcessGroup::wait_until(const std::function<bool()>& done) {
     constexpr double LOOK_EVERY = 0.01;  // seconds between looks at the other ranks
     const double began = now();
-    double looked = began, told = began;
-    bool named = false;
+    double looked = began;  // the last time at which this rank looked at the others
+    double told = began;    // the last time at which it told them that it waits
+    bool named = false;     // whether a rank that does not answer has been named
     while (!done()) {
         const double time = now();
         if (time < looked + LOOK_EVERY) continue;
@@ -368,15 +398,12 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
         const bool tells = time > told + patience / 6;
         if (tells) told = time;
         for (int rank = 0; rank < count(); rank++) {
-            Peer& peer = peers_[rank];
+            const Peer& peer = peers_[rank];
             if (peer.socket < 0) continue;
-            // A rank may end once it has sent the value that this one waits for. No other value is of use
-            // then, but its last message may say why it ends.
-            pollfd closed{.fd = peer.socket, .events = POLLRDHUP, .revents = 0};
-            while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
+            look_at(rank, done);
             if (tells && rank != sending_to_) tell(peer.socket, WAITING);
-            if (time < std::max(peer.heard, began) + patience) continue;
-            if (!named && rank_ <= 1)  // rank 1 speaks of rank 0, and rank 0 of all others
+            if (time < std::max(peer.heard, began) + patience) continue;  // it has answered lately
+            if (!named && rank_ <= 1)  // rank 0 names the others, and rank 1 names rank 0
                 std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", rank, patience);
             named = true;
             if (!interrupted) continue;
@@ -409,6 +436,8 @@ void ProcessGroup::watch(const std::stop_token& stop) {
     }
 }
 
+// Ends the process without destructors, which could wait for the GPU or for other ranks. The sentence is
+// printed, unless it is empty. Rank 0 ends all other ranks.
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
     if (!sentence.empty() && !checkpoint.empty())
@@ -422,8 +451,9 @@ void ProcessGroup::end(const std::string& sentence, int code) {
     _exit(code);
 }
 
-// A rank other than 0 gives its sentence to rank 0, which prints it or its own, and waits for the end. Rank 0
-// may be within a call of a driver or a library, and read nothing: then this rank prints its sentence itself.
+// A rank other than 0 gives its sentence to rank 0, which prints it, or its own, and ends all. Rank 0 may be
+// within a call of a driver or a library, and read nothing for long: then this rank prints its sentence
+// itself.
 void ProcessGroup::fail(const std::string& sentence) {
     if (rank_ == 0) end(sentence);
     send(0, message_of(ENDING, sentence.data(), sentence.size()));

@@ -12,29 +12,32 @@
 
 namespace coat {
 
-double now();  // the time in seconds, for durations and deadlines; its origin means nothing
+// The time in seconds, for durations and deadlines. It counts from an arbitrary moment.
+double now();
 
 // The signal that asks this process to end after the current step; train.cpp's handler sets it.
 inline volatile std::sig_atomic_t interrupted = 0;
 
-// Which process this is, as the variables that torchrun sets say: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-// MASTER_PORT.
+// How this process was started. The ranks of a run are started by torchrun, on one machine or on several,
+// which tells each of them in the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or,
+// with --ranks, by rank 0 itself.
 struct Launch {
     int rank = 0, ranks = 1;
-    int local = 0;        // the rank on this machine, which chooses the GPU
-    std::string address;  // of rank 0; empty: rank 0 starts the other ranks itself
+    int local = 0;        // the rank's number among those of its machine, which chooses the GPU
+    std::string address;  // of rank 0; empty if rank 0 starts the other ranks itself
     int port = 0;         // at which rank 0 listens
 };
-// Error if a variable is wrong, or contradicts --ranks (0: not given).
+// Reads these variables. Error if one is wrong, or contradicts --ranks. ranks_flag is 0 if --ranks is not
+// given.
 Launch find_launch(int64_t ranks_flag);
 
-// The ranks as processes.
+// The ranks of a run that are processes.
 class ProcessGroup : public Ranks {
 public:
     // Starts or finds the other ranks; Error if they have not connected within `seconds`. Without an address
     // it forks, so it must come before CUDA and before the first parallel loop.
     static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
-    // sockets: by rank. -1: there is none; ranks other than 0 have one to rank 0 alone.
+    // sockets has one for each rank, or -1. Rank 0 has one to each of the others, they have one to rank 0.
     explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
     ~ProcessGroup() override;  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
@@ -44,35 +47,36 @@ public:
     int local() const override { return local_; }
 
     std::vector<Bytes> gather(const Bytes& mine, bool on_all) override;
-    // A rank that computes or hangs for long is named.
     void wait_until(const std::function<bool()>& done) override;
-    inline static double patience = 60;  // in seconds, until a rank is named
+    // After so many seconds without a sign of a rank, standard error says which one it is. Tests shorten it.
+    inline static double patience = 60;
     // In seconds: how much later than a rank one ends that waits elsewhere and looks at no socket.
     inline static double grace = 10;
 
-    // The last complete checkpoint, or empty. It is named after the sentence of any error.
+    // The last complete checkpoint, or empty. After the sentence of an error a second one names it.
     std::string checkpoint;
 
-    // Where all ranks fail, the sentence is rank 0's. If the process of a rank ends in any other way, all end
-    // too.
+    // If several ranks fail, rank 0's sentence is printed, or the first that reaches it. If the process of a
+    // rank ends in any other way, all ranks end, too.
     [[noreturn]] void fail(const std::string& sentence) override;
 
 private:
     struct Peer {
         int socket = -1;
-        double heard = 0;  // when it last sent anything
-        Bytes message;     // the next message that it sends, with its header
-        size_t got = 0;    // the bytes of that message that have come
+        double heard = 0;  // the time at which anything last came from it
+        Bytes message;     // the message that it is sending, with its header
+        size_t got = 0;    // the bytes of this message that have come
     };
     const int rank_, local_;
     std::vector<Peer> peers_;  // by rank
-    int sending_to_ = -1;      // the rank to which a part of a message has been sent; -1: none
+    int sending_to_ = -1;      // the rank to which a message is being sent; -1 if there is none
     std::mutex reading_;       // of has_sent(), which two threads call
     std::jthread watch_;       // of ranks that start() has made
 
     void send(int to, const Bytes& message);
     Bytes receive(int from);
     bool has_sent(int rank);
+    void look_at(int rank, const std::function<bool()>& done);
     void start_watch();
     void watch(const std::stop_token& stop);
     [[noreturn]] void end(const std::string& sentence, int code = 1);
