@@ -14,7 +14,8 @@ struct LoopState {
     int64_t step = 0;             // optimizer steps that are done; the place in the data follows from it
     int64_t updates = 0;          // those that were not skipped: the step of AdamW's bias correction
     double first_validation = 0;  // the validation loss before the first step, in nats per token
-    ordered_json settings;        // the flags of the run by their names, and what its data were
+    // The flags of the run by their names, and what its data were.
+    ordered_json settings = ordered_json::object();
 };
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.

@@ -39,9 +39,9 @@ struct Flags {
     // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".
     std::string take_checkpoint(const Json& saved);
 
-    // All values by the names of the flags, without those of flags that only print. Without `not_saved` they
-    // are those that a checkpoint keeps.
-    Json settings(bool not_saved) const;
+    // The values by the names of the flags: of all that have one, and of those that a checkpoint keeps.
+    Json all_settings() const;
+    Json saved_settings() const;
 
 private:
     std::set<std::string> given_;
@@ -259,13 +259,18 @@ inline std::string Flags::take_checkpoint(const Json& saved) {
     return changes;
 }
 
-inline Json Flags::settings(bool not_saved) const {
-    Json all;
-    for (const Flag& flag : FLAGS) {
-        const bool wanted = not_saved || flag.on_resume != NOT_SAVED;
-        if (wanted && !flag.is_switch()) all[flag.name] = value(*this, flag);
-    }
-    return all;
+inline Json Flags::all_settings() const {
+    Json values;
+    for (const Flag& flag : FLAGS)
+        if (!flag.is_switch()) values[flag.name] = value(*this, flag);
+    return values;
+}
+
+inline Json Flags::saved_settings() const {
+    Json values = all_settings();
+    for (const Flag& flag : FLAGS)
+        if (flag.on_resume == NOT_SAVED) values.erase(flag.name);
+    return values;
 }
 
 // -----------------------------------------------------------------------------------------------------------
