@@ -308,7 +308,8 @@ def prose(text):
     out = []
     for i, part in enumerate(re.split(r"^```(.*)\n((?:.*\n)*?)```$", text, flags=re.M)):
         if i % 3 == 1:
-            out.append(f"<p class=from>{html.escape(part.removeprefix('cpp ').strip())}</p>" if part.strip() else "")
+            source = part.removeprefix("cpp ").strip()
+            out.append(f"<p class=from>{html.escape(source)}</p>" if source not in ("", "text") else "")
         elif i % 3 == 2:
             out.append(f"<pre class=quoted>{html.escape(part, quote=False)}</pre>")
         else:

@@ -10,6 +10,7 @@ import coat
 import moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "figures"
 
 def layer_of(weights, l, heads):
     """A layer's weights as coat.py names them; key and value heads that are shared are repeated."""
@@ -25,7 +26,7 @@ def layer_of(weights, l, heads):
 
 class Run:
     """The run in `folder`; it is trained first, in two minutes, if the folder has no checkpoint."""
-    def __init__(self, train=ROOT / "train", folder=ROOT / "build" / "figures", T=256, tokens=1024):
+    def __init__(self, train=ROOT / "train", folder=FOLDER, T=256, tokens=1024):
         if not any(folder.glob("step-*")):
             subprocess.run([train, "--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
                             "--eval-every", "0", "--sample-every", "0", "--out", folder], check=True)

@@ -1,0 +1,252 @@
+// commands.cpp - runs every command that the course and dev/README.md give, and compares what it prints with
+// what the page quotes. The commands are found in the Markdown, so a new one is tested without being listed
+// here.
+#include <atomic>
+#include <optional>
+#include <regex>
+#include <set>
+#include <thread>
+
+#include "../help/program.h"
+#include "../help/random.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+// What a page says about commands, in its order.
+struct Passage {
+    enum Kind { Text, Command, Output } kind;
+    std::string words;  // a paragraph, one command, or one line of output that is quoted
+    int section;        // the number of the heading above it
+};
+
+// A command is what begins with a program of this repository and is not its name alone.
+bool is_command(const std::string& text) {
+    return std::regex_search(
+        text, std::regex(R"(^(\./setup|\./train .|make |python3 |build/\w|dev/\w+\.sh|hf |\w+=\S+ ))"));
+}
+
+// Fenced code without a language has a command on each line; "```text" is output. In paragraphs, commands are
+// spans of code.
+std::vector<Passage> passages(const std::string& page) {
+    std::vector<Passage> found;
+    std::string paragraph, fence;
+    bool fenced = false;
+    int section = 0;
+    auto add = [&](Passage::Kind kind, std::string words) {
+        while (!words.empty() && words.back() == ' ') words.pop_back();
+        if (kind != Passage::Command || is_command(words)) found.push_back({kind, words, section});
+    };
+    auto end_paragraph = [&] {
+        if (paragraph.empty()) return;
+        add(Passage::Text, paragraph);
+        const std::regex span("`([^`]+)`");
+        for (std::sregex_iterator code(paragraph.begin(), paragraph.end(), span), end; code != end; ++code)
+            add(Passage::Command, (*code)[1]);
+        paragraph.clear();
+    };
+    for (const std::string& line : lines_of(page)) {
+        if (line.rfind("```", 0) == 0) {
+            end_paragraph();
+            fenced = !fenced;
+            fence = line.substr(3);
+        } else if (fenced) {
+            if (fence.empty()) add(Passage::Command, line.substr(0, line.find(" #")));
+            if (fence == "text") add(Passage::Output, line);
+        } else if (line.empty() || line[0] == '|' || line[0] == '#') {
+            end_paragraph();
+            if (line.rfind("## ", 0) == 0) section++;
+            if (line[0] == '|') {  // a row of a table is a paragraph
+                paragraph = line;
+                end_paragraph();
+            }
+        } else {
+            if (line.rfind("    ", 0) == 0 && is_command(line.substr(4)))
+                add(Passage::Command, line.substr(4, line.find(" #") - 4));
+            paragraph += (paragraph.empty() ? "" : " ") + line;
+        }
+    }
+    end_paragraph();
+    return found;
+}
+
+// Commands that are not run, and why. Each row must still be on a page.
+struct Skipped {
+    const char *pattern, *why;
+};
+const Skipped SKIPPED[] = {
+    {R"(\./setup.*)", "installs packages from the network"},
+    {R"(make bench)", "needs a GPU"},
+    {R"((make )?build/ladder_.*)", "needs a GPU"},
+    {R"(make exercise N=1[34])", "needs a GPU"},
+    {R"(dev/gpu\.sh.*)", "needs a GPU"},
+    {R"(python3 dev/results\.py.*)", "needs a GPU"},
+    {R"(make fuzz)", "needs clang++ and a minute for each reader; it has a job of its own in CI"},
+    {R"(make figures)", "needs matplotlib, and draws what lessons.py computes"},
+    {R"(make NVCC= test)", "runs this test"},
+    {R"(make NVCC= train && .*(NAME|my-recipe).*)", "needs a row that the reader adds to coat.h"},
+    {R"(python3 dev/plot\.py loss a\.jsonl.*)", "needs two logs; test/dev/plot.cpp draws some"},
+    {R"(hf download .*)", "needs the network"},
+    {R"(python3 data/tokenize\.py.*)", "needs a tokenizer from the network; test/data/tokenize.cpp has one"},
+    {R"(\./train --model FOLDER.*)", "needs a model from the network"},
+    {R"(python3 dev/chat\.py tuned)", "needs a model from the network"},
+};
+const Skipped* skipped(const std::string& command) {
+    for (const Skipped& row : SKIPPED)
+        if (std::regex_match(command, std::regex(row.pattern))) return &row;
+    return nullptr;
+}
+
+// How this program was built: then `make` in a command builds nothing else.
+struct Build {
+    std::string folder = fs::relative(fs::read_symlink("/proc/self/exe").parent_path()).string();
+    std::string compiler, optimization, nvcc, program;
+
+    Build() {
+        const std::string flags = read_file(folder + "/flags");
+        std::smatch part;
+        REQUIRE(std::regex_search(flags, part, std::regex("^(.*) -std=c\\+\\+20 (.*) -march=native")));
+        compiler = part[1];
+        optimization = part[2];
+        if (std::regex_search(flags, part, std::regex("-Werror (\\S+) -std=c\\+\\+20"))) nvcc = part[1];
+        program = folder == "build" ? "train" : folder + "/train";
+    }
+    std::string shell_function() const {
+        return concat(
+            "unset MAKEFLAGS MFLAGS MAKELEVEL\nmake() {\n  local words=()\n  for word; do\n"
+            "    [ \"$word\" = train ] && word='",
+            program, "'\n    words+=(\"$word\")\n  done\n  command make --no-print-directory 'O=", folder,
+            "' 'CXX=", compiler, "' 'OPT=", optimization, "' 'NVCC=", nvcc, "' \"${words[@]}\"\n}\n");
+    }
+};
+
+struct Result {
+    int code = -1;
+    std::string printed;
+};
+
+// Runs all commands, two at a time, in the folder of the repository.
+std::map<std::string, Result> results_of(const std::vector<std::string>& commands) {
+    const Folder folder;
+    const Build build;
+    const char* const path = std::getenv("COAT_TRAIN");
+    const std::string program = fs::absolute(path ? path : "./train").string();
+    std::vector<Result> results(commands.size());
+    std::atomic<size_t> next = 0;
+    auto work = [&] {
+        for (size_t i; (i = next++) < commands.size();) {
+            std::string command = commands[i];
+            for (size_t at; (at = command.find("./train ")) != command.npos;)
+                command.replace(at, 7, "\"$PROGRAM\"");
+            // The small model is trained for 10 steps in place of 120.
+            if (command == "python3 dev/lessons.py real")
+                command = concat(
+                    "\"$PROGRAM\" --device cpu --optimizer fp32 --steps 10 --batch 1 --eval-every 0 "
+                    "--eval-tokens 2048 --sample-every 0 --out ",
+                    folder / "small", " > ", folder / "log", " && ", command, " ", folder / "small");
+            const std::string script = folder / concat(i, ".sh"), output = folder / concat(i, ".out");
+            write_file(script, concat("export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 PROGRAM='", program,
+                                      "'\n", build.shell_function(), command, "\n"));
+            const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE bash -e '",
+                                                  script, "' > '", output, "' 2>&1")
+                                               .c_str());
+            results[i] = {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+                          read_file(output)};
+        }
+    };
+    std::thread other(work);
+    work();
+    other.join();
+    std::map<std::string, Result> by_command;
+    for (size_t i = 0; i < commands.size(); i++) by_command[commands[i]] = results[i];
+    return by_command;
+}
+
+// A line as it looks on any machine: without its numbers, and without spaces that align them.
+std::string form_of(const std::string& line) {
+    const std::string without =
+        std::regex_replace(line, std::regex("[-+]?[0-9][0-9.,]*(e[-+]?[0-9]+)?"), "#");
+    return std::regex_replace(without, std::regex(" +"), " ");
+}
+bool has_line(const std::string& text, const std::string& line, bool form) {
+    for (const std::string& other : lines_of(text))
+        if (form ? form_of(other) == form_of(line) : other == line) return true;
+    return false;
+}
+
+// The number in "make exercise N=7".
+std::optional<int> exercise(const std::string& command) {
+    std::smatch number;
+    if (!std::regex_match(command, number, std::regex("make exercise N=([0-9]+)"))) return std::nullopt;
+    return std::stoi(number[1]);
+}
+
+}  // namespace
+
+TEST_CASE("commands: all that the course and dev/README.md give run and print what the pages quote" *
+          doctest::skip(NO_NUMPY || quick())) {
+    std::vector<std::string> commands;
+    std::set<const Skipped*> used;
+    const std::vector<std::string> pages = {"dev/WALK.md", "dev/README.md", "dev/exercises/README.md"};
+    for (const std::string& page : pages)
+        for (const Passage& p : passages(read_file(page))) {
+            if (p.kind != Passage::Command) continue;
+            if (const Skipped* row = skipped(p.words)) used.insert(row);
+            else if (std::find(commands.begin(), commands.end(), p.words) == commands.end())
+                commands.push_back(p.words);
+        }
+    for (const Skipped& row : SKIPPED)
+        CHECK_MESSAGE(used.count(&row), std::string(row.pattern) << " is on no page");
+    CHECK(commands.size() > 25);
+    const std::map<std::string, Result> results = results_of(commands);
+    for (const auto& [command, result] : results) {
+        INFO(command << ":\n" << result.printed);
+        const std::optional<int> number = exercise(command);
+        // An exercise that is not solved yet ends with a line of the judge, and make with an error.
+        const bool judged = number && contains(result.printed, concat("exercise ", *number, ": "));
+        CHECK((result.code == 0 || (judged && result.code == 2)));
+        if (number && !exercises_are_solved())
+            CHECK(contains(result.printed, concat("exercise ", *number, ": nothing is computed yet")));
+    }
+    // Where numbers differ from machine to machine the page says so, and their form is compared.
+    const std::string walk = read_file("dev/WALK.md");
+    for (const std::string& page : pages) {
+        std::string printed, said;  // in this section; since the last command
+        int section = -1;
+        size_t quoted = 0;
+        for (const Passage& p : passages(read_file(page))) {
+            if (p.section != section) {
+                section = p.section;
+                printed.clear();
+            }
+            if (p.kind == Passage::Text) said = p.words;
+            const auto result = results.find(p.words);
+            if (p.kind == Passage::Command && result != results.end()) printed += result->second.printed;
+            if (p.kind == Passage::Output) {
+                quoted++;
+                INFO(said << "\n" << printed);
+                CHECK_MESSAGE(has_line(printed, p.words, contains(said, "differ")), page << ": " << p.words);
+            }
+            // Every table of lessons.py is in the course.
+            if (p.kind != Passage::Command || p.words.rfind("python3 dev/lessons.py", 0) != 0) continue;
+            const bool form = p.words == "python3 dev/lessons.py real";
+            if (page == "dev/WALK.md" && form) CHECK_MESSAGE(contains(said, "differ"), said);
+            if (result == results.end()) continue;
+            for (const std::string& line : lines_of(result->second.printed))
+                if (!line.empty()) CHECK_MESSAGE(has_line(walk, line, form), p.words << ": " << line);
+        }
+        if (page == "dev/WALK.md") CHECK(quoted >= 8);
+    }
+    // A table of the course whose head is printed has no other rows than those that are printed.
+    std::string all;
+    for (const auto& [command, result] : results)
+        if (contains(command, "lessons.py")) all += result.printed;
+    std::string head;
+    for (const std::string& line : lines_of(walk)) {
+        if (line[0] != '|') head.clear();
+        else if (head.empty()) head = has_line(all, line, false) ? line : "of the page alone";
+        else if (head != "of the page alone") CHECK_MESSAGE(has_line(all, line, true), line);
+    }
+}
