@@ -36,11 +36,11 @@ constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // that own a group: 16
 constexpr int GROUPS_PER_STEP = 32 / GROUP_LANES;  // of a warp: 2
 constexpr int STEPS = 4;                           // of a window
 constexpr int WINDOW = STEPS * GROUPS_PER_STEP;    // groups of a window: 8
-enum { M_MAX, M_K, V_MAX, V_K, SCALES };           // the scales of a group, and how many there are
-static_assert(STEPS * SCALES == GROUP_LANES, "a lane keeps one scale of a window");
+enum { M_MAX, M_K, V_MAX, V_K, FIELDS };           // the scales of a group, and how many there are
+static_assert(STEPS * FIELDS == GROUP_LANES, "a lane keeps one scale of a window");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-struct MomentScale {  // the scales of a group's first moments, or of its second
+struct Expansion {  // the scales of a group's first moments, or of its second
     float max, k;
 };
 
@@ -66,18 +66,18 @@ static __device__ float expansion_factor(const MomentFormat& f, float largest, f
 
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the group. For x = 0 the logarithm is -infinity, and
 // y is 0.
-static __device__ float expand(const MomentFormat& f, float k, float inverse_max, float x) {
+static __device__ float expand_magnitude(const MomentFormat& f, float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_fmax));
 }
 // 1 / max: the fast reciprocal, and one step of Newton's method.
-static __device__ float inverse_of(float max) {
+static __device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k). log_y is log2(|y| / FMAX). The result is not multiplied by max:
-// see dequantize().
-static __device__ float contract(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
+// see decode_moments().
+static __device__ float contract_log(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for groups so wide or so small that what the equations above compute on the way would
@@ -86,17 +86,17 @@ static __device__ float contract(float inverse_k, float log_y) { return fast_exp
 // up to 24% slower.
 
 // A group is wide if its magnitudes may differ by more than about 2^120.
-static __device__ bool is_wide(const MomentFormat& f, const MomentScale& group) {
+static __device__ bool is_wide(const MomentFormat& f, const Expansion& group) {
     return f.log_range > 120.0f * group.k;
 }
-static __device__ bool expands_fast(const MomentFormat& f, const MomentScale& group) {
+static __device__ bool expands_fast(const MomentFormat& f, const Expansion& group) {
     return !is_wide(f, group) && (group.max >= 0x1p-100f || group.max == 0);  // 1 / max must be normal, too
 }
-static __device__ float expand_carefully(const MomentFormat& f, const MomentScale& group, float x) {
+static __device__ float expand_carefully(const MomentFormat& f, const Expansion& group, float x) {
     return f.fmax * fast_exp2(group.k * (log2f(fabsf(x)) - log2f(group.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const MomentScale& group, float inverse_k, float log_y) {
+static __device__ float contract_carefully(const Expansion& group, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
     return root * group.max * root;
 }
@@ -108,11 +108,11 @@ static __device__ float contract_carefully(const MomentScale& group, float inver
 // The fast path needs no care for that: there R_X is below 2^120, and k at most 1/512 too large, so the
 // smallest moment becomes more than 0.85 of the smallest code.
 template <bool SECOND>
-static __device__ uint2 quantize(const MomentFormat& f, const MomentScale& group, const Values& x) {
+static __device__ uint2 encode_moments(const MomentFormat& f, const Expansion& group, const Values& x) {
     Values y;  // the magnitudes that are encoded
     if (f.expand && expands_fast(f, group)) {
-        const float inverse_max = inverse_of(group.max);
-        for (int j = 0; j < CHUNK; j++) y[j] = expand(f, group.k, inverse_max, x[j]);
+        const float inverse_max = inverse_of_max(group.max);
+        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude(f, group.k, inverse_max, x[j]);
     } else {
         const float inverse_scale = __frcp_rn(scale_of(f.fmax, group.max));  // without expansion
         for (int j = 0; j < CHUNK; j++) {
@@ -144,8 +144,8 @@ static __device__ void fill_table(const MomentFormat& f, float* table) {
 // that decays the moment. The factor is the max of the group; on the careful path 1; and the scale where
 // nothing is expanded.
 template <bool SECOND>
-static __device__ float dequantize(const MomentFormat& f, const MomentScale& group, uint2 codes,
-                                   const float* table, Values& x) {
+static __device__ float decode_moments(const MomentFormat& f, const Expansion& group, uint2 codes,
+                                       const float* table, Values& x) {
     for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % MAGNITUDES];
     const float inverse_k = fast_reciprocal(group.k);
     float factor = 1;
@@ -155,7 +155,7 @@ static __device__ float dequantize(const MomentFormat& f, const MomentScale& gro
         for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(group, inverse_k, x[j]);
     } else {
         factor = group.max;
-        for (int j = 0; j < CHUNK; j++) x[j] = contract(inverse_k, x[j]);
+        for (int j = 0; j < CHUNK; j++) x[j] = contract_log(inverse_k, x[j]);
     }
     if (!SECOND)  // the sign of an FP8 code, moved to where FP32 has it
         for (int j = 0; j < CHUNK; j++) x[j] = copysignf(x[j], __uint_as_float(code_of(codes, j) << 24));
@@ -168,7 +168,7 @@ static __device__ float dequantize(const MomentFormat& f, const MomentScale& gro
 // The scales of a group, from the new moments of its 16 lanes. Magnitudes are compared as bits: as integers
 // these have the same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves it out.
 // (In a group of zeros both magnitudes become 0.)
-static __device__ MomentScale group_scale(const MomentFormat& f, const Values& x) {
+static __device__ Expansion expansion_of_group(const MomentFormat& f, const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -184,16 +184,16 @@ static __device__ MomentScale group_scale(const MomentFormat& f, const Values& x
 }
 
 // Which scale of a window this lane keeps (the second drawing), and where it is in memory.
-struct ScaleOfLane {
+struct FieldOfLane {
     int which;         // M_MAX ... V_K
     int step, group;   // of the window: its group, and the step in which that is updated
     float* in_memory;  // by group of the segment; null: the moment has no k
     int groups;        // of the segment
 
-    __device__ ScaleOfLane(const Segment& s, int number_of_groups) : groups(number_of_groups) {
+    __device__ FieldOfLane(const Segment& s, int number_of_groups) : groups(number_of_groups) {
         const int lane = threadIdx.x % 32;
-        which = lane % SCALES;
-        step = lane % GROUP_LANES / SCALES;
+        which = lane % FIELDS;
+        step = lane % GROUP_LANES / FIELDS;
         group = step * GROUPS_PER_STEP + lane / GROUP_LANES;
         const MomentView moment = is_of_v() ? s.v : s.m;
         in_memory = is_k() ? moment.k : moment.max;
@@ -211,8 +211,8 @@ struct ScaleOfLane {
 
 // The scale `which` of the group that this half of the warp updates in a step, fetched from the lane that
 // keeps it in `kept`.
-static __device__ float scale_of_step(float kept, int step, int which) {
-    return __shfl_sync(ALL_LANES, kept, step * SCALES + which, GROUP_LANES);
+static __device__ float field_of_step(float kept, int step, int which) {
+    return __shfl_sync(ALL_LANES, kept, step * FIELDS + which, GROUP_LANES);
 }
 
 // ===========================================================================================================
@@ -233,10 +233,10 @@ template <class W> struct Loaded {
 // last group of the segment has no partner, half of the warp computes it a second time and stores nothing.
 // Returns the bits of the largest new weight.
 template <class W>
-static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first, int last,
-                                          const float* table_m, const float* table_v) {
-    if (first >= last) return 0;
-    const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
+static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_group,
+                                          int last_group, const float* table_m, const float* table_v) {
+    if (first_group >= last_group) return 0;
+    const int groups = static_cast<int>(moment_groups(segment.size));
     const int half = threadIdx.x % 32 / GROUP_LANES;
 
     // The thread's eight elements of the segment's first group, and how far away those of another group are.
@@ -244,38 +244,38 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
     const W weights(a.w, start);
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + start - segment.offset;
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + start - segment.offset;
-    auto element = [&](int group) { return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP; };
+    auto element_of = [&](int group) { return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP; };
     auto load = [&](int group) -> Loaded<W> {
-        const int64_t i = element(group);
+        const int64_t i = element_of(group);
         return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
-                a.gradients.load(start - a.first + i)};
+                a.gradients.load(start - a.first_element + i)};
     };
 
-    const ScaleOfLane mine(segment, groups);
-    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
+    const FieldOfLane mine(segment, groups);
+    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
     // `next` is always one step ahead: it arrives while the threads compute. Where the compiler moves it into
     // other registers within a step, it waits for it. It does not if load() begins with the codes, and if the
     // new scales are found before the weights are stored: 81% of copy bandwidth in place of 71%.
-    Loaded<W> next = load(first + half);
-    float next_scale = mine.load(first);
-    for (int window = first; window < last; window += WARPS * WINDOW) {
+    Loaded<W> next = load(first_group + half);
+    float next_field = mine.load(first_group);
+    for (int window = first_group; window < last_group; window += WARPS * WINDOW) {
         const int next_window = window + WARPS * WINDOW;
-        const float old_scale = next_scale;
-        float new_scale = 0;
-        next_scale = mine.load(next_window);
+        const float old_field = next_field;
+        float new_field = 0;
+        next_field = mine.load(next_window);
 #pragma unroll 1  // one copy of this long body
         for (int step = 0; step < STEPS && window + step * GROUPS_PER_STEP < groups; step++) {
             const int group = window + step * GROUPS_PER_STEP + half;
 
             // Decode. Then the registers of `next` are free for what the next step needs.
-            auto old = [&](int which) { return scale_of_step(old_scale, step, which); };
-            const MomentScale old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
+            auto old = [&](int which) { return field_of_step(old_field, step, which); };
+            const Expansion old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
             weights.values(next.w, w);
             a.gradients.values(next.g, g);
-            const float factor_m = dequantize<false>(a.m, old_m, next.m, table_m, m);
-            const float factor_v = dequantize<true>(a.v, old_v, next.v, table_v, v);
+            const float factor_m = decode_moments<false>(a.m, old_m, next.m, table_m, m);
+            const float factor_v = decode_moments<true>(a.v, old_v, next.v, table_v, v);
             const bool more = step + 1 < STEPS && window + (step + 1) * GROUPS_PER_STEP < groups;
             next = load(more ? group + GROUPS_PER_STEP : next_window + half);
 
@@ -285,20 +285,20 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
             // Encode, and store. The new scales are stored later, with those of the window's other groups.
-            const MomentScale new_m = group_scale(a.m, m), new_v = group_scale(a.v, v);
+            const Expansion new_m = expansion_of_group(a.m, m), new_v = expansion_of_group(a.v, v);
             if (step == mine.step) {
-                const MomentScale new_of_lane = mine.is_of_v() ? new_v : new_m;
-                new_scale = mine.is_k() ? new_of_lane.k : new_of_lane.max;
+                const Expansion new_of_lane = mine.is_of_v() ? new_v : new_m;
+                new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
             const bool live = group < groups;
-            const int64_t i = element(group);
-            weights.store(i, w, a.rounding, start + segment.to_flat_order + i, live, top);
+            const int64_t i = element_of(group);
+            weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
             if (live) {
-                put(codes_m + i, quantize<false>(a.m, new_m, m));
-                put(codes_v + i, quantize<true>(a.v, new_v, v));
+                put(codes_m + i, encode_moments<false>(a.m, new_m, m));
+                put(codes_v + i, encode_moments<true>(a.v, new_v, v));
             }
         }
-        mine.store(window, new_scale);
+        mine.store(window, new_field);
     }
     return top;
 }
@@ -323,14 +323,14 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     fill_table(a.m, table_m);
     fill_table(a.v, table_v);
     __syncthreads();
-    const int64_t origin = a.first / MOMENT_GROUP;
+    const int64_t origin = a.first_element / MOMENT_GROUP;
     const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x;
     const int64_t end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
     for (int s = segment_with(a, begin * MOMENT_GROUP); s < a.number_of_segments; s++) {
         const Segment segment = a.segments[s];
         const int64_t segment_begin = segment.offset / MOMENT_GROUP;
-        const int64_t segment_end = segment_begin + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
+        const int64_t segment_end = segment_begin + moment_groups(segment.size);
         if (segment_begin >= end) return;
         if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, segment_begin) - segment_begin;
@@ -362,7 +362,7 @@ static Factors factors(const AdamW& a) {
             .beta2 = a.beta2,
             .one_minus_beta1 = 1 - a.beta1,
             .one_minus_beta2 = 1 - a.beta2,
-            .decay = a.weight_decay,
+            .weight_decay = a.weight_decay,
             .root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
             .scaled_eps = static_cast<float>(bias1 * a.eps)};
 }
@@ -380,20 +380,20 @@ static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
 }
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
-           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool fp8_groups = optimizer.fp8_groups();
-    const bool scaled = is_scaled(optimizer.m) || is_scaled(optimizer.v);
-    require(fp8_groups || optimizer.per_tensor || !scaled, "moments in groups must both be in FP8");
+    const bool any_scales = is_scaled(optimizer.m) || is_scaled(optimizer.v);
+    require(fp8_groups || optimizer.per_tensor || !any_scales, "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),
                                   .m = moment_format(optimizer.m, optimizer),
                                   .v = moment_format(optimizer.v, optimizer),
                                   .segments = segments,
                                   .number_of_segments = number_of_segments,
-                                  .first = range.first,
+                                  .first_element = range.first,
                                   .groups = range.count / MOMENT_GROUP,
                                   .w = w,
-                                  .rounding = rounding,
+                                  .rounding_key = rounding_key,
                                   .gradients = either_dense(gradients, format),
                                   .state = state};
     update_without_groups(arguments, fp8_groups, s);

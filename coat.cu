@@ -11,10 +11,10 @@
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
-// norm's output are never stored: a Producer (gpu/device.cuh) computes them from what is. for_each_row()
-// there loads a thread's rows, several at once, and hands over the values of one row after the other. Its
-// `live` is false for a row behind the tensor's last: that one is computed, but not stored. What gated
-// activations read or write, such as [gate | up], has two planes side by side.
+// norm's output are never stored: a producer computes them from what is (part 4 of gpu/device.cuh).
+// for_each_row() there loads a thread's rows, several at once, and hands over the values of one row after the
+// other. Its `live` is false for a row behind the tensor's last: that one is computed, but not stored. What
+// gated activations read or write, such as [gate | up], has two planes side by side.
 //
 // dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
 #include "gpu/device.cuh"
@@ -41,11 +41,11 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 }
 
 // write_back: x becomes what the groups hold. TAKES_AMAX: of_activation gets the amax of the activation's
-// output, computed from what the groups hold (reads_groups) or from x. No caller wants both.
+// output, computed from what the groups hold (forward_reads_groups) or from x. No caller wants both.
 template <class Producer, bool TAKES_AMAX>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back, bool reads_groups,
-                           AmaxAndScale* of_activation) {
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back,
+                           bool forward_reads_groups, AmaxAndScale* of_activation) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        if (TAKES_AMAX && !reads_groups) top = amax_of_activation(top, v);
+        if (TAKES_AMAX && !forward_reads_groups) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
@@ -61,19 +61,20 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             groups.from(first).round_and_store(offset, v[p], live);
             if (!TAKES_AMAX && write_back) x.in.from(first).round_and_store(offset, v[p], live);
         }
-        if (TAKES_AMAX && reads_groups) top = amax_of_activation(top, v);
+        if (TAKES_AMAX && forward_reads_groups) top = amax_of_activation(top, v);
     });
     if (TAKES_AMAX) update_amax_by_warp(&of_activation->amax, magnitude_bits(top));
 }
 
 // x in one plane, or (GATED) in the two planes of [gate | up].
 template <bool GATED, bool TAKES_AMAX>
-static void launch_quantize_groups(const View& x, const View& groups, bool write_back, bool reads_groups,
-                                   AmaxAndScale* of_activation, cudaStream_t s) {
-    using P = Producer<LazyOp::Stored, Dense<bf16>, GATED>;
+static void launch_quantize_groups(const View& x, const View& groups, bool write_back,
+                                   bool forward_reads_groups, AmaxAndScale* of_activation, cudaStream_t s) {
+    using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TAKES_AMAX>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), write_back, reads_groups, of_activation);
+           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), write_back, forward_reads_groups,
+           of_activation);
 }
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
@@ -82,13 +83,13 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
     launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
 }
 
-void quantize_activation_input(bool gated, const View& x, const View& groups, bool reads_groups,
+void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
                                AmaxAndScale* amax, QuantStats* stats, cudaStream_t s) {
     if (!amax) return quantize_groups(x, groups, false, stats, s);
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
     measure(stored(x), {groups}, stats, s);
-    if (gated) launch_quantize_groups<true, true>(x, groups, false, reads_groups, amax, s);
-    else launch_quantize_groups<false, true>(x, groups, false, reads_groups, amax, s);
+    if (gated) launch_quantize_groups<true, true>(x, groups, false, forward_reads_groups, amax, s);
+    else launch_quantize_groups<false, true>(x, groups, false, forward_reads_groups, amax, s);
 }
 
 // ===========================================================================================================
@@ -101,7 +102,7 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 // for instance the gradient of gate and up.
 
 template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     amax_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
@@ -125,7 +126,7 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // transposed copy goes through shared memory (TransposeTile in gpu/device.cuh): a thread hands over the codes
 // of four of its rows at a time; when all threads have done so, the block writes its tile by columns.
 template <class Producer, Format FP8, bool TRANSPOSED>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
@@ -134,8 +135,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
-    uint8_t* row0[PLANES];  // where the codes of the thread's first row go
-    for (int p = 0; p < PLANES; p++) row0[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go
+    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
     uint2 four_rows[PLANES][4];
 
     // A thread outside the tensor must not even read, because codes may overwrite what x is computed from.
@@ -143,7 +144,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
         for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const uint2 eight_codes = encode<FP8>(v[p], inverse);
-                if (live && codes) put(row0[p] + row_offset(i, PLANES * x.width), eight_codes);
+                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), eight_codes);
                 four_rows[p][i % 4] = eight_codes;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
             }
@@ -195,7 +196,7 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
         return quantize_groups(x.input, out.view, false, stats, s);
     }
-    if (!(q.granularity == PER_TENSOR)) return quantize_in_blocks(x, out, stats, s);
+    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, stats, s);
     if (out.delayed) return quantize_delayed(x, out, stats, s);
     measure(x, out, stats, s);  // first, because the codes may overwrite x
     if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);

@@ -22,7 +22,7 @@ namespace coat::gpu {
 
 // The constants of a step. Bias corrections are computed in double on the host.
 struct Factors {
-    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
+    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, weight_decay;
     float root_factor, scaled_eps;
 };
 
@@ -136,8 +136,13 @@ struct MomentFormat {
 };
 
 // Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
-inline __device__ bool scaled(const MomentView& m) {
+inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
+}
+
+// How many groups so many moments form.
+inline __device__ int64_t moment_groups(int64_t moments) {
+    return (moments + MOMENT_GROUP - 1) / MOMENT_GROUP;
 }
 
 struct AdamArguments {
@@ -145,14 +150,14 @@ struct AdamArguments {
     MomentFormat m, v;  // of segments whose moments have scales
     const Segment* segments;
     int number_of_segments;
-    int64_t first, groups;  // of the range: its first element, and how many groups it has
+    int64_t first_element, groups;  // of the range: its first element, and how many groups it has
     Weights w;
-    uint64_t rounding;
+    uint64_t rounding_key;
     EitherDense gradients;  // of the range
     const GradientState* state;
 
     // v is in groups where m is (coat.h, OptimizerFormat::fp8_groups).
-    __device__ bool in_fp8_groups(const Segment& s) const { return scaled(s.m) && !m.per_tensor; }
+    __device__ bool in_fp8_groups(const Segment& s) const { return has_scales(s.m) && !m.per_tensor; }
 };
 
 // Clears the amaxes of the weights, then updates the segments whose moments are not in FP8 groups

@@ -7,7 +7,7 @@
 //   5. tiles: how the threads of a block share out a tensor; transposed codes
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
-// 16 bytes, the widest access of a GPU.
+// 16 bytes: one instruction loads or stores it.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -19,7 +19,7 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Launching a kernel
 
-// A grid has as many blocks as it takes if each has so many of n elements.
+// The number of blocks of a grid if n elements are shared out and a block has `each` of them.
 inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
 
 // Every kernel is launched here. what: its name in an error.
@@ -29,7 +29,9 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(s, [&] {
-        if (shared > 40 << 10)  // 48 KiB, with static ones, need no permission
+        // A block may have 48 KiB of shared memory without this call. Up to 8 KiB of them are for the arrays
+        // that a kernel declares with a fixed size.
+        if (shared > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                   "This GPU has too little shared memory");
         kernel<<<grid, block, shared, s>>>(arguments...);
@@ -76,7 +78,8 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
 }
 
-// Sums in the same order every time: over the lanes of a warp, each of which gets it; over a block's threads.
+// The sum of x over the lanes of a warp, and below over the threads of a block. The order of additions is
+// fixed, and all lanes or threads get the same bits.
 template <class Real> __device__ Real sum_of_warp(Real x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
     return x;
@@ -116,7 +119,7 @@ inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {
 }
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     for (int i = 0; i < 4; i++) {
-        const float2 two = decode2(e5m2, (i < 2 ? codes.x : codes.y) >> (i & 1) * 16 & 0xFFFFu);
+        const float2 two = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = two.x * scale;
         v[2 * i + 1] = two.y * scale;
     }
@@ -154,10 +157,10 @@ FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
 #undef FAST_FUNCTION
 
 constexpr float LOG2_E = 1.4426950408889634f;
-inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
+inline __device__ float one_over_1_plus_exp2(float z) {  // 1 / (1 + 2^z)
     return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
 }
-inline __device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG2_E, x)); }
+inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn(-LOG2_E, x)); }
 
 // ===========================================================================================================
 // 3. Storage
@@ -184,11 +187,11 @@ template <class Word> __device__ void put(void* to, Word value) { __stwb(static_
 
 // Values in BF16 or FP32, N of which are loaded and stored at once.
 template <class Element, int N = CHUNK> struct Dense {
-    static constexpr bool F32 = sizeof(Element) == 4;
-    static constexpr int WORDS = F32 ? N : N / 2;
+    static constexpr bool IS_F32 = sizeof(Element) == 4;
+    static constexpr int WORDS = IS_F32 ? N : N / 2;
     using Compute = Element;
-    using Piece = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
-    struct alignas(sizeof(Piece)) Raw {
+    using Access = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
+    struct alignas(sizeof(Access)) Raw {
         uint32_t words[WORDS];
     };
     Element* data;
@@ -197,7 +200,7 @@ template <class Element, int N = CHUNK> struct Dense {
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
     static __device__ void values(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
-            if constexpr (F32) {
+            if constexpr (IS_F32) {
                 v[j] = __uint_as_float(words[j]);
             } else {
                 v[2 * j] = unpack_bf16(words[j]).x;
@@ -209,20 +212,20 @@ template <class Element, int N = CHUNK> struct Dense {
     __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
         Raw raw;
         for (int j = 0; j < WORDS; j++)
-            if constexpr (F32) raw.words[j] = __float_as_uint(v[j]);
+            if constexpr (IS_F32) raw.words[j] = __float_as_uint(v[j]);
             else raw.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
-        for (int j = 0; j < sizeof(Raw) / sizeof(Piece); j++)
+        for (int j = 0; j < sizeof(Raw) / sizeof(Access); j++)
             if (live)
-                put(reinterpret_cast<Piece*>(data + i) + j, reinterpret_cast<const Piece*>(raw.words)[j]);
+                put(reinterpret_cast<Access*>(data + i) + j, reinterpret_cast<const Access*>(raw.words)[j]);
         values(raw, v);
     }
 };
 
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
-// the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
-// call round_and_store(), the first writes the scale.
-constexpr int GROUP = PER_GROUP.cols;
-static_assert(GROUP == 2 * CHUNK);
+// the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one group: both
+// must call round_and_store(), the first writes the scale.
+constexpr int GROUP_SIZE = PER_GROUP.cols;
+static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
     struct Raw {
@@ -232,33 +235,36 @@ struct Groups {
     uint8_t* codes;
     uint16_t* scales;
 
-    __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP}; }
+    __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
     __device__ Raw load(int64_t i) const {
-        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]};
+        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
     __device__ void values(const Raw& raw, Values& v) const {
         decode(false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
     }
-    // The scale of the group that these lanes hold. It is rounded to BF16 before it is used: amax / scale is
-    // then at most 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all below 464 do. A group with NaN
-    // or infinity gets the scale NaN: a code would hide what is not finite.
+    // The scale of the group that this lane and its neighbour hold. It is rounded to BF16 before it is used,
+    // so amax / scale may be up to 449.75 = 448 (1 + 2^-8). Its code is that of 448, and the error is no
+    // larger than rounding makes it elsewhere in this power of two (16). A group with NaN or infinity gets
+    // the scale NaN: a code would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
-    // 1 / scale with the bits of a division: a BF16 scale has 8 bits, so the remainder is exact.
-    static __device__ float inverse_of(float scale) {
+    // 1 / scale with the bits of a division. (A BF16 scale has 8 significant bits, so that the inner fused
+    // multiply-add is exact.)
+    static __device__ float inverse_of_scale(float scale) {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
     __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         const float scale = group_scale(v);
-        const uint2 c = encode<Format::E4M3>(v, inverse_of(scale));
+        const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % 2 == 0) scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % 2 == 0)
+                scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
     }
@@ -278,7 +284,7 @@ template <class F> void with_dense(const View& v, F f) {
 }
 // The same, or groups.
 template <class F> void with_storage(const View& v, F f) {
-    if (!(v.quant == E4M3_GROUP)) return with_dense(v, f);
+    if (v.quant != E4M3_GROUP) return with_dense(v, f);
     f(groups_of(v));
 }
 
@@ -322,8 +328,9 @@ inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.q
 //   compute(raw, cursor, values)  converts that to FP32 values of the tensor.
 // [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
 // of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
-// Additions and multiplications are spelled out (__fadd_rn, __fmul_rn), so that the compiler joins them the
-// same way in every kernel: a tensor has the same bits wherever it is computed.
+// The code says which multiplications and additions are fused (__fmaf_rn) and which are not (__fmul_rn,
+// __fadd_rn). If the compiler chose, it might choose differently in another kernel; so a tensor has the same
+// bits wherever it is computed.
 
 // Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
 inline __device__ uint32_t row_offset(int i, int64_t width) {
@@ -346,7 +353,7 @@ __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Valu
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
-    return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
+    return one_over_1_plus_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
 // GATED: silu(first) * second, of gate and up. Else gelu(first), and there is no second.
 template <bool GATED> __device__ float activated(float first, float second) {
@@ -368,9 +375,9 @@ __device__ void activated_backward(float first, float second, float d, float& d_
     }
 }
 
-// The producer of a Lazy whose op is OP and whose input is stored in a Storage. GATED: the input has two
+// The producer of each Lazy whose op is OP and whose input is stored in a Storage. GATED: the input has two
 // planes.
-template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
+template <LazyOp OP, class Storage, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
@@ -415,7 +422,8 @@ template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
         for (int p = 0; p < INPUT_PLANES; p++) in.values(raw.in[p], x[p]);
         if (BACKWARD) at.dact.values(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
-            // With a single plane, the second is the first.
+            // With a single plane there is no second one: then `second` and `second_result` are other names
+            // of `first` and `result`, and nothing below uses them for anything else.
             const float first = x[0][j], second = x[INPUT_PLANES - 1][j];
             float &result = v[0][j], &second_result = v[PLANES - 1][j];
             if (NORM) {
@@ -439,13 +447,13 @@ template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f
         const int64_t cols = x.input.cols;
         if constexpr (BF16_ONLY && !std::is_same_v<typename Storage::Compute, bf16>)
             require(false, "FP8 goes with the compute dtype BF16, not with FP32");
-        else if (x.op == LazyOp::Stored) f(Producer<LazyOp::Stored, Storage>{in, cols, x});
-        else if (x.op == LazyOp::Norm) f(Producer<LazyOp::Norm, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Storage>{in, cols, x});
         else if (x.op == LazyOp::Activation && x.gated)
-            f(Producer<LazyOp::Activation, Storage, true>{in, cols / 2, x});
-        else if (x.op == LazyOp::Activation) f(Producer<LazyOp::Activation, Storage>{in, cols, x});
-        else if (x.gated) f(Producer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
-        else f(Producer<LazyOp::ActivationBackward, Storage>{in, cols, x});
+            f(LazyProducer<LazyOp::Activation, Storage, true>{in, cols / 2, x});
+        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Storage>{in, cols, x});
+        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
+        else f(LazyProducer<LazyOp::ActivationBackward, Storage>{in, cols, x});
     });
 }
 
@@ -461,19 +469,20 @@ template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f
 // A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
 // BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
 
-constexpr int TILE = 128;             // rows and columns of a tile
-constexpr int THREAD_ROWS = 8;        // rows of a tile that a thread has
-constexpr int ACROSS = TILE / CHUNK;  // a block has ACROSS x ACROSS threads
-constexpr int TILE_THREADS = ACROSS * ACROSS;
+constexpr int TILE = 128;                   // rows and columns of a tile
+constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
+constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
+constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 // Blocks that a multiprocessor has at once, which leaves 64 registers a thread. (With 3 or 5 it was slower.)
-constexpr int TILE_BLOCKS = 4;
+constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the block's threads, and its first element in the tensor.
 struct TilePlace {
     int across, down;
     int64_t row, col;
     __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
-        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * THREAD_ROWS),
+        : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
+          row(tile_row * TILE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
 };
@@ -515,7 +524,7 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
 template <class Producer, class Number, class Combine, class Take>
 __device__ void combine_columns(const Producer& x, const TilePlace& at,
                                 const Number (&mine)[Producer::PLANES][CHUNK],
-                                Number (&columns)[ACROSS][TILE + 1], Combine combine, Take take) {
+                                Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
     for (int p = 0; p < Producer::PLANES; p++) {
         __syncthreads();
         for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
@@ -523,7 +532,7 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
         const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
         if (threadIdx.x >= TILE || col >= x.width) continue;
         Number all = 0;
-        for (int i = 0; i < ACROSS; i++) all = combine(all, columns[i][threadIdx.x]);
+        for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
         take(p * x.width + col, all);
     }
 }
@@ -539,7 +548,8 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 }
 
 // The codes of a tile in shared memory, on their way to a transposed copy: a thread has 8 columns of a row,
-// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of the ladder.)
+// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
+// dev/ladders/quantize_transpose.cu.)
 //
 // A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, as many as there are banks of
 // shared memory, so that the n-th word of every column lies in bank n. Thread (across, down) of the 16 x 16
@@ -567,8 +577,8 @@ struct TransposeTile {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int unswizzled = 2 * at.down + half;
-        const int bank = unswizzled ^ (2 * at.across) ^ (at.down & 1);
+        const int word = 2 * at.down + half;
+        const int bank = word ^ (2 * at.across) ^ (at.down & 1);
         for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
     // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows. They come
@@ -590,16 +600,16 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
                                  uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE,
-                  col0 = static_cast<int64_t>(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(int64_t{TILE}, width - col0));
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE,
+                  first_col = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t{TILE}, width - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
-            const int64_t row = row0 + piece * 16;
+            const int64_t row = first_row + piece * 16;
             if (col >= cols || row >= rows) continue;
-            put(out + (p * width + col0 + col) * rows + row, tiles[p].rows16(col, piece));
+            put(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
         }
 }
 

@@ -305,12 +305,13 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 // Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
 
 // Stage one: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
-constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
+constexpr int COLUMN_BLOCKS_PER_SM =
+    3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax) {
     constexpr int PLANES = Producer::PLANES;
-    __shared__ float sums[ACROSS][TILE + 1];
+    __shared__ float sums[SIDE_THREADS][TILE + 1];
     const TilePlace at;
     Values sum[PLANES] = {};
     float top = 0;

@@ -76,10 +76,10 @@ static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], in
 // branch[position], where the position of a row is row % period. The kernel writes the sum to x_out, if that
 // is a tensor, and to the norm's input. It leaves what the next GEMM's quantizer needs: the row statistics of
 // the norm, and the amax of its output.
-template <class Storage, bool READS_SAVED, class Element = typename Storage::Compute>
+template <class Storage, bool FORWARD_READS_SAVED, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
-                    Dense<Element> x_out, Storage in, const Norm next, AmaxAndScale* y_amax) {
+                    Dense<Element> x_out, Storage norm_input, const Norm next, AmaxAndScale* y_amax) {
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
@@ -106,8 +106,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_and_store(i, sum, live(c));  // sum becomes what x_out holds
-        in.round_and_store(i, v[c], live(c));                    // v becomes what was saved
-        if (!READS_SAVED)
+        norm_input.round_and_store(i, v[c], live(c));            // v becomes what was saved
+        if (!FORWARD_READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps);
@@ -124,13 +124,14 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     update_amax_by_warp(&y_amax->amax, top);
 }
 
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
-                  AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens, int64_t T) {
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
+                  bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens,
+                  int64_t T) {
     const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
         const auto kernel =
-            reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
+            forward_reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
         launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
                dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax);
     });

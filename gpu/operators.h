@@ -86,7 +86,7 @@ struct Norm {
 
 // A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
 // from what is stored, so that it is stored only as the operand of a GEMM. A Lazy says what is computed; a
-// Producer (gpu/device.cuh) does it. The simplest Lazy is a stored tensor.
+// LazyProducer (gpu/device.cuh) does it. The simplest Lazy is a stored tensor.
 enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
 struct Lazy {
@@ -152,8 +152,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
 // next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
-// groups if reads_groups, else from x (coat.h, forward_reads_groups).
-void quantize_activation_input(bool gated, const View& x, const View& groups, bool reads_groups,
+// groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
+void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
                                AmaxAndScale* amax, QuantStats* stats, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, in the same shape. Groups are dequantized.
@@ -168,10 +168,12 @@ void convert(const View& x, const View& out, cudaStream_t s);
 //   next.in = sum       in groups, or rounded
 //   x_out = sum         rounded: the new residual stream. It may be the same memory as x. Pass no tensor if
 //                       next.in stores the same values anyway (norm inputs saved in the compute dtype)
-//   next.row_statistics, and in y_amax the amax of the norm's output: those of next.in if reads_saved, else
+//   next.row_statistics, and in y_amax the amax of the norm's output: those of next.in if
+//   forward_reads_saved, else
 //                       of x_out (coat.h, forward_reads_groups)
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
-                  AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens = nullptr, int64_t T = 1);
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
+                  bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s,
+                  const int32_t* tokens = nullptr, int64_t T = 1);
 
 // The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dy is the
 // gradient of the norm's output and dx that of its input. All are (N, C). g_in may be no tensor, and g_out
@@ -325,7 +327,7 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
 // The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
-           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
 // ===========================================================================================================

@@ -11,7 +11,7 @@ namespace coat::gpu {
 // Decodes eight values of a moment in two parts: x, and the factor that it returns. Value j is factor * x[j],
 // as adamw_element() wants it.
 static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
-    if (!scaled(m)) {
+    if (!has_scales(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
     }
@@ -27,7 +27,7 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
-    if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
+    if (!has_scales(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.fmax, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
     alignas(16) __half fp16[CHUNK];
@@ -42,15 +42,15 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_plain_kernel(const AdamArguments a, bool find_maxima) {
     const Segment segment = a.segments[blockIdx.y];
     if (a.state->skip || a.in_fp8_groups(segment)) return;
-    if (find_maxima && !scaled(segment.m) && !scaled(segment.v)) return;
+    if (find_maxima && !has_scales(segment.m) && !has_scales(segment.v)) return;
     const W weights(a.w, segment.offset);
-    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
+    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < segment.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
         if (!find_maxima) weights.values(weights.load(i), w);
-        a.gradients.load_values(segment.offset - a.first + i, g);
+        a.gradients.load_values(segment.offset - a.first_element + i, g);
         const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, m);
         const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
         for (int j = 0; j < CHUNK; j++) {
@@ -59,13 +59,13 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
             top_v = max(top_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding, segment.offset + segment.to_flat_order + i, true, top_w);
+        weights.store(i, w, a.rounding_key, segment.offset + segment.to_flat_order + i, true, top_w);
         store_moment(segment.m, a.m, i, m);
         store_moment(segment.v, a.v, i, v);
     }
     if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
-    if (find_maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
-    if (find_maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
+    if (find_maxima && has_scales(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
+    if (find_maxima && has_scales(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
 }
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
@@ -75,8 +75,8 @@ static __global__ void clear_maxima_kernel(const AdamArguments a, bool per_tenso
     if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
     if (segment.amax) segment.amax->amax = 0;
-    if (per_tensor && scaled(segment.m)) segment.m.max[1] = 0;
-    if (per_tensor && scaled(segment.v)) segment.v.max[1] = 0;
+    if (per_tensor && has_scales(segment.m)) segment.m.max[1] = 0;
+    if (per_tensor && has_scales(segment.v)) segment.v.max[1] = 0;
 }
 
 // After the last pass the new maxima decode the moments.
@@ -84,8 +84,8 @@ static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
-    if (scaled(segment.m)) segment.m.max[0] = segment.m.max[1];
-    if (scaled(segment.v)) segment.v.max[0] = segment.v.max[1];
+    if (has_scales(segment.m)) segment.m.max[0] = segment.m.max[1];
+    if (has_scales(segment.v)) segment.v.max[0] = segment.v.max[1];
 }
 
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s) {

@@ -44,7 +44,7 @@ template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
     constexpr int PLANES = Producer::PLANES;
-    __shared__ uint32_t columns[ACROSS][TILE + 1];
+    __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
@@ -141,7 +141,7 @@ void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cu
 
 // While the history is empty, the scale follows just in time from the amax, which another kernel has taken.
 template <class Producer, bool TRANSPOSED>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
                             uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
@@ -152,8 +152,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     const float scale = delayed ? amax_and_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
     float top = 0;
-    uint8_t* row0[PLANES];
-    for (int p = 0; p < PLANES; p++) row0[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint8_t* first_row[PLANES];
+    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
     uint2 four_rows[PLANES][4];
     // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
     if (at.inside(rows, x.width))
@@ -162,7 +162,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
                 // A row that is not live may be the last one again, read after its codes were stored.
                 if (live) top = larger_magnitude(top, v[p]);
                 const uint2 eight_codes = encode(e5m2, v[p], inverse);
-                if (live && codes) put(row0[p] + row_offset(i, PLANES * x.width), eight_codes);
+                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), eight_codes);
                 four_rows[p][i % 4] = eight_codes;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
             }

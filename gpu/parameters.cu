@@ -196,7 +196,7 @@ void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
 }
 
 // The codes of a weight, transposed for dgrad.
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;

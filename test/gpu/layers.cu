@@ -73,21 +73,22 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool rms : {true, false})
             for (Shape s : all)
-                for (bool reads_saved : {true, false}) {
-                    if (!reads_saved && !f.nonlinear.fp8()) continue;
-                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", reads_saved ? "" : " reads the sum");
+                for (bool forward_reads_saved : {true, false}) {
+                    if (!forward_reads_saved && !f.nonlinear.fp8()) continue;
+                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm",
+                         forward_reads_saved ? "" : " reads the sum");
                     const Quant compute{f.compute};
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                         branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
                     const NormCase c(rng, f, rms, s);
-                    gpu::residual_add(x.view(), branch.view(), x_out.view(), c.norm(c.in.view()), reads_saved,
-                                      y.slot.get(), 0);
+                    gpu::residual_add(x.view(), branch.view(), x_out.view(), c.norm(c.in.view()),
+                                      forward_reads_saved, y.slot.get(), 0);
                     Floats sum = x.values();
                     const Floats added = branch.values();
                     for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
-                    const Tensor& read = reads_saved ? c.in : x_out;
+                    const Tensor& read = forward_reads_saved ? c.in : x_out;
                     const Lazy norm = gpu::norm(c.norm(read.view()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::quantize(norm, values.operand(), nullptr, 0);
