@@ -4,31 +4,56 @@
 // A step, in the order of this file:
 //
 //   step()
-//     begin_step()                 clears what the step will find out
-//     micro_batch()                for each
-//       forward()                  embedding; then for each layer
-//         attention_forward()        norm 1 -> q, k, v -> attention -> output projection -> residual sum
-//         mlp_forward()              norm 2 -> gate, up -> activation -> down projection -> residual sum
-//       loss_and_head_backward()   final norm -> logits -> loss, and back to the residual stream
-//       mlp_backward()             for each layer, from the last to the first,
-//       attention_backward()         the same in the opposite order
-//       embedding_backward()
-//     Parameters::update()         AdamW (gpu/run.cpp)
+//     begin_step()                   clears what the step will find out, and sends the scale of the loss
+//     micro_batch()                  for each micro-batch of the step
+//       forward_and_backward()
+//         forward()                  the embedding; then for each layer:
+//           attention_forward()        norm 1 -> q, k, v -> attention -> output projection -> residual sum
+//           mlp_forward()              norm 2 -> gate, up -> activation -> down projection -> residual sum
+//         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
+//         for each layer, from the last to the first:
+//           mlp_backward()             the gradients of mlp_forward(), in the opposite order
+//           attention_backward()       the gradients of attention_forward(), in the opposite order
+//       embedding_backward()         the gradient of the embedding
+//     Parameters::update()           AdamW (gpu/run.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. Behind the step come the other things that one asks of a
 // model, and at the end what all of these use: where tensors are, and the arguments of kernels.
 //
-// Three rules:
+// Two rules:
 //   - Memory is one allocation, the arena (gpu/run.h; run.cpp has the map). What lasts is taken at the
 //     beginning. What a step needs besides is taken where it is used, and given back when the Arena::Scope
 //     ends in which it was taken.
 //   - What is saved for backward is the list saved_per_layer() in coat.h. Outputs of norms and activations
 //     are not in it: they are never stored. A Lazy (gpu/operators.h) says what they are computed from, and
 //     the kernel that makes the operand of the next GEMM computes them.
-//   - The scale of an FP8 operand needs the amax of the tensor before there are codes. A kernel that computes
-//     the tensor, or passes over it anyway, is given the place for its amax: x_amax() or g_amax() of the
-//     linear layer that will read it. Where there is no such kernel, compute_x_amax() is a pass of its own. A
-//     comment at each operand says who has computed the amax.
+//
+// The amaxes of FP8 operands. Where scales come just in time, the amax of the whole tensor must be known
+// before its codes are made. A kernel that has the values earlier anyway is given the place for their amax:
+// x_amax() or g_amax() of the linear layer that will read them. Where there is none, a pass over the tensor
+// computes the amax just before it is quantized. (Both places are null where no amax is needed.)
+//
+//   operand           what it is                 who computes its amax
+//
+//   in forward
+//   qkv.x             output of norm 1           add_to_residual() before the layer
+//   attention_out.x   output of attention        a pass: compute_x_amax()
+//   gate_up.x         output of norm 2           add_to_residual() in attention_forward()
+//   down.x            output of the activation   quantize_activation_input(), where it saves gate and up in
+//                                                groups; else a pass: compute_x_amax()
+//   each w            the weight                 the last update; with delayed scaling a pass
+//
+//   in backward
+//   down.g            dresidual() at the end     norm_backward() of the norm that follows: norm 1 of the
+//                     of the layer               next layer, or the final norm
+//   gate_up.g         dgate_up                   a pass in write_g8()
+//   attention_out.g   dresidual() before norm 2  norm_backward() of norm 2
+//   qkv.g             dqkv                       rope(), if nothing changes dqkv after it; else (GPT-2 and
+//                                                Qwen3) a pass in make_g8()
+//
+//   Who reads it: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w
+//   for dgrad. It also quantizes x a second time, for wgrad. This x is computed again from what was saved,
+//   but its scale still comes from the amax that forward has left.
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
@@ -40,19 +65,19 @@ namespace {
 
 using namespace gpu;
 
-// A layer of the transformer. Parameters have numbers (gpu/run.h, Parameters).
+// A layer of the transformer.
 struct Layer {
-    size_t norm1_weight, norm2_weight;
-    size_t head_norm_weight;  // Qwen3: the norm of each head of q and of k; 0 in other models
+    size_t norm1_weight, norm2_weight;       // numbers of parameters (gpu/run.h, Parameters)
+    std::optional<size_t> head_norm_weight;  // Qwen3: of the norms of the heads of q and k
     LinearLayer qkv, attention_out, gate_up, down;
-    std::vector<View> saved;  // by Saved (coat.h), with the most rows that a batch may have
+    std::vector<View> saved;  // by Saved (coat.h), with the rows of a whole micro-batch
 };
 
 // A norm of the residual stream, and the linear layer that reads its output.
 struct ResidualNorm {
-    Norm norm;            // as kernels are given it; norm.in is its saved input
-    size_t weight;        // number of the parameter
-    LinearLayer* reader;  // null for the final norm, which the head reads: it is not quantized
+    Norm norm;             // as kernels are given it; norm.in is its saved input
+    size_t weight_number;  // of the parameter
+    LinearLayer* reader;   // null for the final norm, which the head reads: it is not quantized
 
     AmaxAndScale* output_amax() const { return reader ? reader->x_amax() : nullptr; }
 };
@@ -63,7 +88,7 @@ class Network final : public Model {
     // -------------------------------------------------------------------------------------------------------
     // What a model consists of. Each member may use those above it.
 
-    Device device_;  // settings, stream and arena
+    Device device_;  // this rank's GPU: settings, stream and arena
     const Setup& setup_ = device_.setup;
     const ModelConfig& config_ = setup_.config;
     const Recipe& recipe_ = setup_.recipe;
@@ -74,6 +99,8 @@ class Network final : public Model {
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
     const std::unique_ptr<Exchange> exchange_;          // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
+    // Whether GEMMs overwrite gradients of weights, as in the first micro-batch of a step, or add to them.
+    bool overwrites_gradients_ = true;
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
 
@@ -88,28 +115,34 @@ class Network final : public Model {
     const bool gated_ = config_.arch.gated;
     const bool head_norms_ = config_.arch.qk_norm;
 
-    // In backward, two gradients lie where gate and up of the layer are saved, which nobody reads any more.
-    // First their own gradient, as an FP8 operand: if a code has as many bytes as a saved element, and there
-    // are no scales of blocks, which would lie on those of the groups. Then dqkv: if a row of it fits.
+    // In backward, two gradients may take the place of the layer's saved gate and up.
+    //
+    // First dgate_up, the gradient of gate and up, as an operand. The kernel that writes it reads gate and up
+    // at that moment: so an element of the operand must have as many bytes as a saved one, because a thread
+    // writes only where it has read (gpu/operators.h, quantize()). And the operand must have no scales of
+    // blocks, which would lie on the scales of the saved groups. In recipes without FP8 both are true, too.
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
+    // Later dqkv, if its rows are not longer. Nobody reads dgate_up any more then.
     const bool dqkv_in_place_ = Quant{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.nonlinear.bytes(1, config_.gate_up_cols());
 
     // Of the step that runs.
     const AdamW* adamw_ = nullptr;  // the settings of its update
-    int64_t micro_batch_ = 0;       // the number of the one that runs
-    QuantReport report_;            // while quantization is measured
-    // Of the pass that runs: B sequences of T tokens, N in all.
+    int64_t micro_batch_ = 0;       // the number of the micro-batch that runs
+    QuantReport report_;            // what quantization() has measured so far
+    // Of the pass that runs: B sequences of T tokens, N = B * T in all.
     int64_t B_ = 0, T_ = 0, N_ = 0;
-    View residual_stream_{};  // (N, C) in the compute dtype, where inputs of norms are saved in groups
+    // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
+    // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
+    View residual_buffer_{};
 
-    // What the GPU may still read while the host goes on.
+    // What send() copies from, so it must stay until the host waits for the GPU again.
     double loss_scale_ = 0;
     EmbeddingOrder embedding_order_;
 
-    // Forward and backward, recorded: for the first micro-batch of a step, and for later ones, which add to
+    // forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones, which add to
     // gradients where the first one overwrites them.
     CudaGraph first_micro_batch_, later_micro_batch_;
     bool first_step_done_ = false;
@@ -125,8 +158,9 @@ public:
                   .scales = scales_,
                   .exchange = *exchange_,
                   .gemms = gemms_,
-                  .caches_weights = cache_weights} {
-        clear(memory_.results, sizeof(Results), stream_);
+                  .caches_weights = cache_weights,
+                  .overwrites_gradients = overwrites_gradients_} {
+        clear(memory_.scalars, sizeof(Scalars), stream_);
         weights_changed();
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
@@ -146,7 +180,7 @@ public:
         for (int64_t i = 0; i < setup_.accumulate; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
-            if (setup_.keep_gradients) check_loss(&outcome().checked_loss);
+            if (setup_.keep_gradients) check_loss(&outcome()->checked_loss);
         }
         exchange_->wait_for_transfers();
         if (setup_.keep_gradients)
@@ -154,7 +188,7 @@ public:
         weights_changed();
         scales_.end_step(outcome());  // for delayed scaling
 
-        const Outcome found = fetch_outcome();  // for this the host waits
+        const StepOutcome found = fetch_outcome();  // waits until the step has run
         const bool skipped = found.gradients.skip != 0;
         if (!skipped && found.empty_histories == 0) scales_.any_empty_history = false;
         first_step_done_ = true;
@@ -165,20 +199,26 @@ public:
     }
 
 private:
-    // Before a step, or a pass of its own, over so many targets that count: clears what it will find out.
-    // Makes the FP8 copies of the weights, if they are cached and not up to date. quantization_errors: where
-    // they are added up, by ReportKind; null: they are not measured.
+    // To be called before a step, or before a pass of its own. targets: how many of them count.
+    // quantization_errors: where what quantizing loses is added up, by ReportKind; null: it is not measured.
     void begin_step(double targets, QuantStats* quantization_errors = nullptr) {
         loss_scale_ = 1.0 / targets;
-        device_.send(&memory_.results->loss_scale, &loss_scale_, sizeof(double));
-        clear(&outcome(), sizeof(Outcome), stream_);
+        device_.send(&memory_.scalars->loss_scale, &loss_scale_, sizeof(double));
+        clear(outcome(), sizeof(StepOutcome), stream_);
         device_.quantization_errors = quantization_errors;
-        if (scales_.delayed()) {
-            scales_.clear_operands();
-            cached_weights_are_valid_ = false;  // they are made again, because this step needs their amaxes
-            exchange_->scales_changed();
-        }
-        if (!linear_.caches_weights || (cached_weights_are_valid_ && !quantization_errors)) return;
+        if (scales_.delayed()) begin_delayed_scaling();
+        if (linear_.caches_weights) make_cached_weights();
+    }
+    // Delayed scaling: this step takes the amaxes of all operands for the histories.
+    void begin_delayed_scaling() {
+        scales_.clear_operands();
+        cached_weights_are_valid_ = false;  // they are made again, which takes their amaxes
+        exchange_->scales_changed();
+    }
+    // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
+    // are made in any case, because that measures their errors.
+    void make_cached_weights() {
+        if (cached_weights_are_valid_ && !device_.quantization_errors) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear : {&layer.qkv, &layer.attention_out, &layer.gate_up, &layer.down})
                 linear->make_cached_weight();
@@ -189,13 +229,14 @@ private:
         exchange_->weights_changed();
     }
 
-    // Forward and backward of one micro-batch. The gradient of the embedding comes last and apart: its launch
-    // depends on the tokens.
+    // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
+    // CUDA graph replays: its launch depends on the tokens.
     void micro_batch(int64_t number, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = number;
-        linear_.overwrites_gradients = number == 0 || exchange_->reduces_gradients();
+        // With several ranks each micro-batch does: its gradients are sent, and their sums are elsewhere
+        overwrites_gradients_ = number == 0 || exchange_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
-        CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
+        CudaGraph& graph = overwrites_gradients_ ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
         else forward_and_backward();
         embedding_backward(tokens);
@@ -208,10 +249,11 @@ private:
         // Errors of quantizing are measured by other kernels
         if (device_.quantization_errors) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (exchange_->reduces_gradients() || !setup_.keep_gradients) return false;
+        if (exchange_->sends_gradients() || !setup_.keep_gradients) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
+    // Begins a pass over B sequences of T tokens. send() waits until the pass before has run.
     void load_batch(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B;
         T_ = T;
@@ -220,7 +262,7 @@ private:
         device_.send(memory_.targets, targets, N_ * INT32_BYTES);
     }
 
-    // Adds the losses to outcome().loss, and computes all gradients but the embedding's.
+    // Adds the losses to outcome()->loss, and computes all gradients but the embedding's.
     void forward_and_backward() {
         forward();
         loss_and_head_backward();
@@ -236,11 +278,10 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
         const Arena::Scope scope(arena_);
-        // Where norms' inputs are saved in groups, the residual stream has a place of its own
-        if (recipe_.nonlinear.fp8()) residual_stream_ = take_view(N_, config_.C);
+        if (recipe_.nonlinear.fp8()) residual_buffer_ = take_view(N_, config_.C);
         // Scaling just in time: the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operands();
-        // embedding; it saves the input of the first norm 1, and computes the amax of that norm's output
+        // embedding; it saves the input of the first norm 1
         exchange_->gather_weights(Exchange::EMBEDDING_STAGE, Pass::Forward);
         const View positions = rotary_ ? View{} : exchange_->weight(parameters_.index("positions"));
         add_to_residual(exchange_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
@@ -256,70 +297,63 @@ private:
         const View saved_qkv = saved(layer, Saved::Qkv), saved_out = saved(layer, Saved::Attention);
         const View qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed while its codes
-        // are made. The residual sum or the embedding before it has computed the amax
-        layer.qkv.forward(forward_output(norm1), qkv);
-        // rotary positions
-        if (rotary_ && !head_norms_) rope(angles(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
-        save_attention(qkv, saved_qkv);
+        // are made
+        layer.qkv.fprop(forward_output(norm1), qkv);
+        // rotary positions. (In Qwen3 they come behind norms of the heads: attention_input())
+        if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
+        save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         coat::attention_forward(attention_sizes(), attention_input(layer, qkv).data, out.data,
-                                log_sum_exp(layer), stream_);
-        save_attention(out, saved_out);
-        // attention output projection: (N, q_cols) -> (N, C). No kernel has computed the amax
+                                saved_log_sum_exp(layer), stream_);
+        save_and_reload(out, saved_out);
+        // attention output projection: (N, q_cols) -> (N, C)
         layer.attention_out.compute_x_amax(stored(saved_out));
         const View branch = take_view(N_, config_.C);
-        layer.attention_out.forward(stored(saved_out), branch);
-        // residual sum; it saves the input of norm 2, and computes the amax of that norm's output
-        add_to_residual(residual_stream_at(norm1), branch, norm2_of(layer));
+        layer.attention_out.fprop(stored(saved_out), branch);
+        // residual sum; it saves the input of norm 2
+        add_to_residual(residual_at(norm1), branch, norm2_of(layer));
     }
 
     // next: the norm that reads the residual stream after this layer.
     void mlp_forward(Layer& layer, const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
-        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. The residual sum has
-        // computed the amax
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2
         const View gate_up = gate_up_forward(layer, forward_output(norm2));
-        // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C).
-        // gate_up_forward() has computed the amax
+        // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
         const View branch = take_view(N_, config_.C);
-        layer.down.forward(activation(gated_, gate_up), branch);
-        // residual sum; it saves the input of the next norm, and computes the amax of that norm's output
-        add_to_residual(residual_stream_at(norm2), branch, next);
+        layer.down.fprop(activation(gated_, gate_up), branch);
+        // residual sum; it saves the input of the next norm
+        add_to_residual(residual_at(norm2), branch, next);
     }
 
-    // The gate and up projection, saved as the recipe says, with the amax of the activation's output. Returns
+    // The gate and up projection, saved as the recipe says, and the amax of the activation's output. Returns
     // gate and up as the activation is to read them.
     View gate_up_forward(Layer& layer, const Lazy& x) {
         const View saved_gate_up = saved(layer, Saved::GateUp);
-        if (!saved_gate_up.quant.fp8()) {  // bf16: the GEMM writes what is saved
-            layer.gate_up.forward(x, saved_gate_up);
+        if (!saved_gate_up.quant.fp8()) {  // the GEMM writes what is saved
+            layer.gate_up.fprop(x, saved_gate_up);
             layer.down.compute_x_amax(activation(gated_, saved_gate_up));
             return saved_gate_up;
         }
-        if (!recipe_.forward_reads_groups) {  // coat-saved: the BF16 values stay until the activation is done
-            const View values = take_view(N_, saved_gate_up.cols);
-            gate_up_to_groups(layer, x, values, saved_gate_up);
-            return values;
-        }
-        // coat: the BF16 values of a layer's widest tensor are given back when the groups are there
-        const Arena::Scope scope(arena_);
+        // The GEMM writes values in the compute dtype, the widest tensor of a layer. If the activation reads
+        // the groups, the values are given back when the groups are there; else the caller gives them back.
+        std::optional<Arena::Scope> until_groups;
+        if (recipe_.forward_reads_groups) until_groups.emplace(arena_);
         const View values = take_view(N_, saved_gate_up.cols);
-        gate_up_to_groups(layer, x, values, saved_gate_up);
-        return saved_gate_up;
-    }
-    void gate_up_to_groups(Layer& layer, const Lazy& x, const View& values, const View& groups) {
-        layer.gate_up.forward(x, values);
-        quantize_activation_input(gated_, values, groups, recipe_.forward_reads_groups, layer.down.x_amax(),
-                                  device_.statistics(ReportKind::ActivationInput), stream_);
+        layer.gate_up.fprop(x, values);
+        quantize_activation_input(gated_, values, saved_gate_up, recipe_.forward_reads_groups,
+                                  layer.down.x_amax(), device_.statistics(ReportKind::ActivationInput),
+                                  stream_);
+        return recipe_.forward_reads_groups ? saved_gate_up : values;
     }
 
-    // Saves x + branch as the input of the next norm, and leaves the amax of that norm's output. With tokens
-    // (of the embedding), it is x[token] + branch[position].
+    // The new residual stream, x + branch: saves it as the input of the next norm, and leaves the amax of
+    // that norm's output. With tokens (of the embedding) it is x[token] + branch[position].
     void add_to_residual(const View& x, const View& branch, const ResidualNorm& next,
                          const int32_t* tokens = nullptr) {
         const View& saved_in = next.norm.in;
-        const View x_out = saved_in.quant.fp8() ? residual_stream_ : View{};
+        const View x_out = saved_in.quant.fp8() ? residual_buffer_ : View{};
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
         if (x_out.data)
@@ -353,109 +387,111 @@ private:
             sum.data = arena_.take<float>(sum.rows * sum.cols);
             sum.quant = FP32;
         }
-        // Backward begins here: the weights that are gathered next are those of the last layer
+        // Pass::Backward, because the stage that comes next is the last layer's, on the way back
         exchange_->gather_weights(exchange_->head_stage(), Pass::Backward);
-        // The gradient of the head's weight is written before the bucket of that weight begins
+        // The GEMMs of the pieces write this gradient earlier than complete_bucket() would wait for its place
         exchange_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
-        // What micro-batches before this one have added
-        if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
+        // The sum goes on from what micro-batches before this one have added
+        if (in_fp32 && !overwrites_gradients_) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) head_piece_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
-        // final norm, in one bucket with a head that is not tied, whose gradient is complete now
+        // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
         complete_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
             norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax());
         });
     }
-    // Of the tokens of a piece: the losses, dy, and what they add to the gradient of the head's weight.
+    // For the tokens of a piece, from number `first` on: computes the losses and dy, and adds to dweight, the
+    // gradient of the head's weight.
     void head_piece_backward(int64_t first, const View& dy, const View& dweight) {
         const Arena::Scope scope(arena_);
         const View y = take_view(piece_tokens(first), config_.C);
-        const View dlogits = losses_of(first, y, &memory_.results->loss_scale);
-        const bool overwrites = linear_.overwrites_gradients && first == 0;
+        const View dlogits = losses_of(first, y, &memory_.scalars->loss_scale);
+        const bool overwrites = overwrites_gradients_ && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, rows(dy, first, y.rows),
                    stream_);
     }
 
-    // The losses of the tokens from `first` on. With a scale, the logits become their gradients. Returns the
-    // logits (n, padded_V); y (n, C) becomes the final norm's output.
+    // Computes the losses of n tokens, from number `first` on: y (n, C) becomes the final norm's output, and
+    // the logits (n, padded_V) are returned. With a gradient scale they have become their gradients.
     View losses_of(int64_t first, const View& y, const double* gradient_scale) {
         const View logits = logits_of(first, y);
         cross_entropy(logits, config_.V, memory_.targets + first, gradient_scale, memory_.losses + first,
                       stream_);
         return logits;
     }
+    // Likewise the logits alone.
     View logits_of(int64_t first, const View& y) {
         const View logits = take_view(y.rows, config_.padded_V());
         Norm piece = final_norm().norm;
         piece.in = rows(piece.in, first, y.rows);
         piece.row_statistics += first;
-        // y has the compute dtype, as the head does in all recipes
-        quantize(norm(piece), {y}, device_.statistics(ReportKind::LinearInput), stream_);
+        // y = the norm. It is not quantized: the head is in the compute dtype in all recipes
+        quantize(norm(piece), {y}, /*stats=*/nullptr, stream_);
         gemms_.run(Gemm::Fprop, {y}, {exchange_->weight(head_weight_)}, logits, stream_);
         return logits;
     }
     int64_t piece_tokens(int64_t first) const { return std::min(HEAD_TOKENS, N_ - first); }
 
-    // outcome().loss += the sum of the losses * Results::loss_scale.
+    // outcome()->loss += the sum of the losses * Scalars::loss_scale.
     void add_up_losses() {
-        loss_sum(memory_.losses, N_, &memory_.results->loss_scale, &outcome().loss, stream_);
+        loss_sum(memory_.losses, N_, &memory_.scalars->loss_scale, &outcome()->loss, stream_);
     }
-    // *checked = the loss so far; NaN, so that the update skips the step, if a code hides infinity or NaN.
+    // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
     void check_loss(double* checked) {
-        checked_loss(scales_.all(), scales_.count(), &outcome().loss, checked, stream_);
+        checked_loss(scales_.all(), scales_.count(), &outcome()->loss, checked, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Backward. dX is the gradient of X; that of a linear layer's output is g, and g8 as an operand.
     //
     // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
-    // part. The kernel that does so also computes the amax of the result, which is the g of the linear layer
-    // that comes next in backward.
+    // part. Where backward is between two norms, it is the g of the linear layer that comes next. The
+    // argument dresidual_amax is where the norm leaves its amax for that linear layer.
     //
     // Gradients of parameters are computed by bucket: complete_bucket(), at the end of this section, runs
     // what it is given, with what must come before and after. Memory is given back as early as possible,
-    // which can be in the middle of a bucket: there a Scope has a name, and end() is called.
+    // which can be in the middle of a bucket: there a Scope is ended by end(). What must outlive a Scope is
+    // taken before it, because memory is a stack.
 
     // From the gradient of the residual stream behind a layer to that before norm 2.
     void mlp_backward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const View gate_up = saved(layer, Saved::GateUp);
-        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand
-        const Operand dgate_up =
-            layer.gate_up.gradient_memory(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
-        Arena::Scope until_dgate_up(arena_);  // of dact, and of g8 of the down projection
+        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
+        // and outlives it, so its memory is taken first
+        const Operand dgate_up = layer.gate_up.take_g8(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
+        Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         View dact{};
         complete_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
         complete_bucket(layer.gate_up.bucket(), [&] {
-            // activation. No kernel has computed the amax of dgate_up
-            layer.gate_up.write_gradient(activation_backward(gated_, gate_up, dact),
-                                         LinearLayer::Amax::Unknown, dgate_up);
+            // activation
+            layer.gate_up.write_g8(activation_backward(gated_, gate_up, dact), LinearLayer::AmaxIs::Unknown,
+                                   dgate_up);
             until_dgate_up.end();
             // gate and up projection, norm 2
             linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax());
         });
     }
-    // Takes dact in the caller's scope.
+    // Returns dact, in memory that it takes in the caller's scope.
     View down_backward(Layer& layer, const View& gate_up) {
-        // The norm behind this layer has computed the amax of g
-        const Operand g8 = layer.down.gradient_operand(stored(dresidual()), LinearLayer::Amax::Known);
+        const Operand g8 = layer.down.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
         layer.down.wgrad(g8, activation(gated_, gate_up));
         const View dact = take_view(N_, config_.F);
         layer.down.dgrad(g8, dact);
         return dact;
     }
 
-    // From the gradient of the residual stream before norm 2 to that before norm 1. g_amax: where its amax
-    // goes, for the layer below.
-    void attention_backward(Layer& layer, AmaxAndScale* g_amax) {
+    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax: where the
+    // amax of the latter goes: g_amax() of the down projection of the layer before; null at the first layer.
+    void attention_backward(Layer& layer, AmaxAndScale* dresidual_amax) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved(layer, Saved::GateUp).data;
         const View dqkv =
             dqkv_in_place_ ? view_at(gate_up, N_, config_.qkv_cols()) : take_view(N_, config_.qkv_cols());
-        Arena::Scope until_dqkv(arena_);  // of dout, and of what attention works with
+        Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
         const View dout = take_view(N_, config_.q_cols());
         complete_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
@@ -463,57 +499,59 @@ private:
             // attention, rotary positions, norms of heads
             qkv_gradient(layer, dout, dqkv);
             until_dqkv.end();
-            // q, k, v projection, norm 1. If rope() was the last to change dqkv, it has computed the amax
-            const auto amax = rope_is_last() ? LinearLayer::Amax::Known : LinearLayer::Amax::Unknown;
-            const Operand g8 = layer.qkv.gradient_operand(stored(dqkv), amax);
-            linear_and_norm_backward(norm1_of(layer), g8, g_amax);
+            // q, k, v projection, norm 1
+            const auto amax_is =
+                rope_at_projection() ? LinearLayer::AmaxIs::Known : LinearLayer::AmaxIs::Unknown;
+            const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
+            linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax);
         });
     }
     void attention_out_backward(Layer& layer, const View& dout) {
         const Arena::Scope scope(arena_);
-        // Norm 2 has computed the amax of g
-        const Operand g8 =
-            layer.attention_out.gradient_operand(stored(dresidual()), LinearLayer::Amax::Known);
+        const Operand g8 = layer.attention_out.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
         layer.attention_out.wgrad(g8, stored(saved(layer, Saved::Attention)));
         layer.attention_out.dgrad(g8, dout);
     }
-    // dout -> dqkv, with the amax of dqkv if rope() is the last to change it.
+    // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax if rope() is the
+    // last to change it.
     void qkv_gradient(Layer& layer, const View& dout, const View& dqkv) {
         const View qkv = load_attention(saved(layer, Saved::Qkv));
         const View out = load_attention(saved(layer, Saved::Attention));
         void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention_sizes())));
         coat::attention_backward(attention_sizes(), attention_input(layer, qkv).data, out.data,
-                                 log_sum_exp(layer), dout.data, dqkv.data, workspace, stream_);
-        AmaxAndScale* const amax = rope_is_last() ? layer.qkv.g_amax() : nullptr;
-        if (rotary_) rope(angles(), dqkv, /*inverse=*/true, amax, stream_);
+                                 saved_log_sum_exp(layer), dout.data, dqkv.data, workspace, stream_);
+        AmaxAndScale* const dqkv_amax = rope_at_projection() ? layer.qkv.g_amax() : nullptr;
+        if (rotary_) rope(rope_args(), dqkv, /*inverse=*/true, dqkv_amax, stream_);
         if (!head_norms_) return;
-        float* const partials = arena_.take<float>(COLUMN_PARTIALS * angles().rotated_cols);
-        head_norm_backward(head_norm(layer), qkv, dqkv, exchange_->gradient(layer.head_norm_weight), partials,
-                           stream_);
+        const HeadNorm norms = head_norm(layer);
+        float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
+        head_norm_backward(norms, qkv, dqkv, exchange_->gradient(*layer.head_norm_weight), partials, stream_);
     }
-    bool rope_is_last() const { return rotary_ && !head_norms_; }
 
-    // A norm and the linear layer that reads it: g8 -> dx, the gradient of the norm's output -> dresidual();
-    // and the wgrad of the linear layer, which computes the norm's output again. For that it needs the row
-    // statistics that norm_backward() writes, and all norms write theirs to the same place. So wgrad is here,
-    // before another norm.
-    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, AmaxAndScale* g_amax) {
-        Arena::Scope until_dresidual(arena_);  // of dx
+    // A norm and the linear layer that reads its output. dgrad computes dx, the gradient of the norm's
+    // output, from g8. norm_backward() adds the gradient of the norm's input to dresidual(). wgrad computes
+    // the norm's output again, from row statistics that norm_backward() has written. All norms write theirs
+    // to the same place: so wgrad is here, before another norm.
+    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, AmaxAndScale* dresidual_amax) {
+        Arena::Scope until_dresidual(arena_);  // for dx
         const View dx = take_view(N_, config_.C);
         n.reader->dgrad(g8, dx);
-        norm_backward(n, dx, /*g_in=*/dresidual(), g_amax);
+        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax);
         until_dresidual.end();
         n.reader->wgrad(g8, norm(n.norm));
     }
-    // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. At the head,
-    // where the residual stream ends, g_in is no tensor.
-    void norm_backward(const ResidualNorm& n, const View& dy, const View& g_in, AmaxAndScale* g_amax) {
-        const std::optional<size_t> bias = parameters_.bias_of(n.weight);
-        gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), g_amax, exchange_->gradient(n.weight),
-                           bias ? exchange_->gradient(*bias) : View{}, memory_.norm_partials, stream_);
+    // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
+    // dresidual(), too, or no tensor at the head, where the residual stream ends.
+    void norm_backward(const ResidualNorm& n, const View& dy, const View& g_in,
+                       AmaxAndScale* dresidual_amax) {
+        const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
+        gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
+                           exchange_->gradient(n.weight_number), bias ? exchange_->gradient(*bias) : View{},
+                           memory_.norm_partials, stream_);
     }
 
-    // While the GPU computes, the host sorts the tokens: rows of the same token are added in a fixed order.
+    // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
+    // order, for which the host sorts the tokens while the GPU computes. Then send() waits for the GPU.
     void embedding_backward(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
@@ -529,13 +567,13 @@ private:
         });
     }
 
-    // A bucket is the parameters whose gradients backward completes at the same time (coat.h): a linear layer
-    // and the norm before it; final norm and head; or embeddings. compute() launches what adds to these
-    // gradients, and is the last in backward to read these weights. Afterwards the gradients go to the GPUs
-    // that own them, and with --gradients none the weights are updated.
+    // Completes the gradients of a bucket in this micro-batch (gpu/plan.h). compute() launches what adds to
+    // them, and is the last in backward to read the weights of the bucket. Afterwards the gradients go to the
+    // GPUs that own them, and with --gradients none the weights are updated. While quantization is measured,
+    // the gradients serve only to measure what storing the moments would lose: nothing is updated.
     template <class Compute> void complete_bucket(int64_t bucket, Compute compute) {
         exchange_->wait_for_gradient_buffer(bucket);
-        if (linear_.overwrites_gradients) clear_added_gradients(bucket);
+        if (overwrites_gradients_) clear_added_gradients(bucket);
         compute();
         if (device_.quantization_errors) {
             parameters_.measure_moments_of(bucket, *exchange_, report_);
@@ -543,7 +581,7 @@ private:
         }
         exchange_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
         if (setup_.keep_gradients) return;
-        check_loss(&outcome().checked_loss);
+        check_loss(&outcome()->checked_loss);
         parameters_.update(*adamw_, bucket, bucket + 1, *exchange_);
     }
     // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
@@ -567,7 +605,7 @@ public:
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
-        check_loss(&outcome().loss);
+        check_loss(&outcome()->loss);
         return fetch_outcome().loss;
     }
 
@@ -584,13 +622,13 @@ public:
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantStats* const found = memory_.results->quantization;
+        QuantStats* const found = memory_.scalars->quantization;
         report_ = {};
-        clear(found, sizeof(Results::quantization), stream_);
+        clear(found, sizeof(Scalars::quantization), stream_);
         begin_step(divisor_of_mean(targets, batch_tokens()), found);
         micro_batch(0, tokens, targets);
         exchange_->wait_for_transfers();
-        device_.fetch(report_.kinds, found, sizeof(Results::quantization));
+        device_.fetch(report_.kinds, found, sizeof(Scalars::quantization));
         report_.k_m = parameters_.expansion_factors(/*second=*/false);
         report_.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
@@ -612,7 +650,8 @@ public:
     }
     const Setup& setup() const override { return setup_; }
 
-    // The bytes that a step takes, if this is a dry run.
+    // Runs a step, if this is a dry run. Returns the bytes that the whole allocation needs: for what lasts,
+    // and for what a step takes besides.
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(step_tokens()));
         step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
@@ -623,30 +662,35 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Where the residual stream is, and q, k, v
 
-    // The residual stream (N, C) at a norm, in the compute dtype: the norm's saved input, or beside it, if
-    // that is in groups.
-    View residual_stream_at(const ResidualNorm& n) const {
-        return n.norm.in.quant.fp8() ? residual_stream_ : n.norm.in;
+    // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
+    // that is in groups, in the buffer.
+    View residual_at(const ResidualNorm& n) const {
+        return n.norm.in.quant.fp8() ? residual_buffer_ : n.norm.in;
     }
-    // The output of a norm as the forward pass computes it: from the saved input, or (coat-saved) from the
-    // residual stream beside it.
+    // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
+    // which only backward is to read (coat-saved), from the residual stream.
     Lazy forward_output(const ResidualNorm& n) const {
         Norm read = n.norm;
-        if (!forward_reads_saved(n)) read.in = residual_stream_at(n);
+        if (!forward_reads_saved(n)) read.in = residual_at(n);
         return norm(read);
     }
     bool forward_reads_saved(const ResidualNorm& n) const {
         return recipe_.forward_reads_groups || !n.norm.in.quant.fp8();
     }
-    // The gradient of the residual stream (N, C). Until backward begins, the final norm's input is there.
-    View dresidual() const { return view_at(memory_.residual, N_, config_.C); }
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins at the head,
+    // and takes the place of final_norm_input().
+    View dresidual() const { return view_at(memory_.dresidual, N_, config_.C); }
+    // The saved input of the final norm (N, C): the residual stream behind the last layer. norm_backward() of
+    // the final norm overwrites it.
+    View final_norm_input() const { return view_at(memory_.dresidual, N_, config_.C); }
 
     // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
     // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
     // belongs to what backward reads.
     View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
-    void save_attention(const View& x, const View& saved) {
-        if (!saved.quant.fp8()) return;  // x is `saved`
+    // Saves x, unless it is `saved` itself; then x holds what was saved.
+    void save_and_reload(const View& x, const View& saved) {
+        if (!saved.quant.fp8()) return;
         quantize_groups(x, saved, /*write_back=*/true, device_.statistics(ReportKind::Attention), stream_);
     }
     View load_attention(const View& saved) {
@@ -654,27 +698,58 @@ private:
         if (saved.quant.fp8()) convert(saved, x, stream_);
         return x;
     }
-    // q, k, v as attention reads them. Qwen3 saves them before the norms of their heads.
+    // RoPE, in forward, comes right behind the q, k, v projection, and q and k are saved with it. But in
+    // Qwen3 norms of the heads come first, whose backward needs their inputs: there q, k, v are saved as the
+    // projection writes them, and attention_input() does norms and RoPE, in backward again.
+    bool rope_at_projection() const { return rotary_ && !head_norms_; }
+    // q, k, v as attention reads them, where qkv is what is saved.
     View attention_input(const Layer& layer, const View& qkv) {
         if (!head_norms_) return qkv;
         const View x = take_view(N_, qkv.cols);
         copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), stream_);
         head_norm_forward(head_norm(layer), x, stream_);
-        rope(angles(), x, /*inverse=*/false, /*amax=*/nullptr, stream_);
+        rope(rope_args(), x, /*inverse=*/false, /*amax=*/nullptr, stream_);
         return x;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Layers, and what they save
+
+    // Layer number l: its parameters, its linear layers, and where what it saves has its place.
+    Layer make_layer(int64_t l) {
+        const int64_t N = gpu_tokens(setup_);
+        auto number = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
+        auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
+        Layer layer{.norm1_weight = number("norm1.weight"),
+                    .norm2_weight = number("norm2.weight"),
+                    .head_norm_weight = {},
+                    .qkv = linear("qkv"),
+                    .attention_out = linear("attention_out"),
+                    .gate_up = linear("gate_up"),
+                    .down = linear("down"),
+                    .saved = {}};
+        if (head_norms_) layer.head_norm_weight = number("qk_norm.weight");
+        uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
+        for (const SavedTensor& t : saved_per_layer(setup_)) {
+            uint8_t* const scales = here + t.quant.code_bytes(N, t.cols);
+            layer.saved.push_back({here, scales, N, t.cols, t.quant});
+            here += round_up(t.bytes(N), GPU_ALIGNMENT);
+        }
+        return layer;
+    }
+    // What a layer has saved, or is to save: the rows of this pass.
+    View saved(const Layer& layer, Saved which) const {
+        View v = layer.saved[static_cast<size_t>(which)];
+        v.rows = N_;
+        return v;
+    }
+    float* saved_log_sum_exp(const Layer& layer) const {
+        return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Arguments of kernels
 
-    View saved(const Layer& layer, Saved which) const {  // the rows of this batch
-        View v = layer.saved[static_cast<size_t>(which)];
-        v.rows = N_;
-        return v;
-    }
-    float* log_sum_exp(const Layer& layer) const {
-        return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
-    }
     // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
     View take_view(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
@@ -686,17 +761,18 @@ private:
 
     ResidualNorm norm1_of(Layer& l) const {
         return {.norm = norm_of(l.norm1_weight, saved(l, Saved::Norm1Input)),
-                .weight = l.norm1_weight,
+                .weight_number = l.norm1_weight,
                 .reader = &l.qkv};
     }
     ResidualNorm norm2_of(Layer& l) const {
         return {.norm = norm_of(l.norm2_weight, saved(l, Saved::Norm2Input)),
-                .weight = l.norm2_weight,
+                .weight_number = l.norm2_weight,
                 .reader = &l.gate_up};
     }
     ResidualNorm final_norm() const {
-        const View in = dresidual();  // its input is there until norm_backward() overwrites it
-        return {.norm = norm_of(final_norm_weight_, in), .weight = final_norm_weight_, .reader = nullptr};
+        return {.norm = norm_of(final_norm_weight_, final_norm_input()),
+                .weight_number = final_norm_weight_,
+                .reader = nullptr};
     }
     Norm norm_of(size_t weight, const View& in) const {
         const std::optional<size_t> bias = parameters_.bias_of(weight);
@@ -708,13 +784,13 @@ private:
                 .eps = config_.norm_eps};
     }
     HeadNorm head_norm(const Layer& layer) const {
-        return {.weight = exchange_->weight(layer.head_norm_weight).data,
+        return {.weight = exchange_->weight(*layer.head_norm_weight).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    Rope angles() const {
+    Rope rope_args() const {
         return {.table = memory_.rope_table,
                 .T = T_,
                 .HS = config_.HS(),
@@ -723,15 +799,15 @@ private:
     AttentionShape attention_sizes() const { return attention_shape(config_, B_, T_, recipe_.compute); }
 
     // -------------------------------------------------------------------------------------------------------
-    // Small things
+    // Small values, of the host and on the device
 
     int64_t batch_tokens() const { return setup_.B * setup_.T; }  // of a micro-batch
     int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
 
-    Outcome& outcome() const { return memory_.results->outcome; }  // on the device
-    Outcome fetch_outcome() const {
-        Outcome found{};
-        device_.fetch(&found, &outcome(), sizeof found);
+    StepOutcome* outcome() const { return &memory_.scalars->outcome; }  // on the device
+    StepOutcome fetch_outcome() const {
+        StepOutcome found{};
+        device_.fetch(&found, outcome(), sizeof found);
         return found;
     }
 
@@ -740,27 +816,6 @@ private:
         Value sum{};
         for (const Value& theirs : setup_.processes->all_gather(mine)) sum += theirs;
         return sum;
-    }
-
-    Layer make_layer(int64_t l) {
-        const int64_t N = gpu_tokens(setup_);
-        auto number = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
-        auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
-        Layer layer{.norm1_weight = number("norm1.weight"),
-                    .norm2_weight = number("norm2.weight"),
-                    .head_norm_weight = head_norms_ ? number("qk_norm.weight") : 0,
-                    .qkv = linear("qkv"),
-                    .attention_out = linear("attention_out"),
-                    .gate_up = linear("gate_up"),
-                    .down = linear("down"),
-                    .saved = {}};
-        uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
-        for (const SavedTensor& t : saved_per_layer(setup_)) {
-            uint8_t* const scales = here + t.quant.code_bytes(N, t.cols);
-            layer.saved.push_back({here, scales, N, t.cols, t.quant});
-            here += round_up(t.bytes(N), GPU_ALIGNMENT);
-        }
-        return layer;
     }
 };
 

@@ -305,7 +305,7 @@ __device__ void store_rows(const CUtensorMap& map, uint32_t from, int col, int r
 // 128-byte swizzle.
 CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) {
     static const auto encode =
-        library_function<decltype(cuTensorMapEncodeTiled)>(DRIVER, "cuTensorMapEncodeTiled", UPDATE);
+        library_function<decltype(cuTensorMapEncodeTiled)>(DRIVER, "cuTensorMapEncodeTiled", NEWER_DRIVER);
     CUtensorMap map;
     const cuuint64_t sizes[] = {cuuint64_t(cols), cuuint64_t(s.T), cuuint64_t(s.B)};
     const cuuint64_t strides[] = {cuuint64_t(cols) * 2, cuuint64_t(s.T * cols) * 2};  // bytes

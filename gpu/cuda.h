@@ -26,7 +26,8 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw Error("A GPU kernel was called wrongly: ", what, ".");
 }
 
-// Of the GPU in use. Without a GPU, for a dry run, it is what an H100 and an H200 have.
+// A property of the GPU in use. Without a GPU, as in a dry run, it is `hopper`: the caller passes what an
+// H100 and an H200 have.
 inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {
@@ -58,7 +59,8 @@ inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream)
     });
 }
 
-// A handle of CUDA's that `destroy` gives back. (Given back when null, it would leave an error behind.)
+// A handle of CUDA's, which is given back to `destroy` at the end. A null handle is not: CUDA would report an
+// error, which the next check() would find.
 template <class Handle, cudaError_t (*destroy)(Handle)> struct Owned {
     Handle handle = nullptr;
 
@@ -96,8 +98,9 @@ public:
     }
 };
 
-// Work that is launched again and again with the same arguments. It is recorded as a CUDA graph the first
-// time; after that, hundreds of kernels start as one.
+// Work that is launched again and again with the same arguments. The first run() records what work() launches
+// as a CUDA graph. That run and all later ones launch the graph, by which hundreds of kernels start as one: a
+// later run() does not call its work().
 class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {
@@ -123,6 +126,7 @@ template <class F> F* library_function(const std::string& library, const char* n
     if (!function) throw Error(library, " with ", name, " was not found; ", cure, ".");
     return reinterpret_cast<F*>(function);
 }
-inline constexpr char DRIVER[] = "libcuda.so.1", UPDATE[] = "install a newer driver";
+// The library of the CUDA driver, and the cure for a function that it lacks.
+inline constexpr char DRIVER[] = "libcuda.so.1", NEWER_DRIVER[] = "install a newer driver";
 
 }  // namespace coat::gpu

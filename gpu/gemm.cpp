@@ -1,9 +1,11 @@
-// gpu/gemm.cpp - gemm.h on cuBLASLt.
+// gpu/gemm.cpp - Gemms::run() (gpu/gemm.h), by cuBLASLt: operands as cuBLAS sees them, the description of a
+// GEMM, the choice of its algorithm, and the launch.
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along the
 // reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no E5M2 x E5M2.
-// The layouts of scales are those of Operand. cuBLAS is column-major, and there a row-major matrix is its
-// transpose: out^T = right^T left^T. So cuBLAS's operand A is our right one, and its B is our left one.
+// The layouts of scales are those of Operand. cuBLAS is column-major: what is a row-major matrix here is its
+// transpose there. So for out = left right it computes out^T = right^T left^T, and its operand A is our right
+// one, its B our left one.
 #include "gemm.h"
 
 #include <algorithm>
@@ -11,10 +13,12 @@
 
 namespace coat::gpu {
 
-static void succeed(cublasStatus_t status, const char* what) {
+static void check_cublas(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS) throw Error(what, ": ", cublasLtGetStatusString(status), ".");
 }
-static void described(cublasStatus_t status) { succeed(status, "Describing a GEMM to cuBLASLt failed"); }
+static void check_description(cublasStatus_t status) {
+    check_cublas(status, "Describing a GEMM to cuBLASLt failed");
+}
 
 static cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
@@ -31,7 +35,8 @@ static int32_t scale_mode(const Granularity& g) {
 
 namespace {
 
-// An operand as cuBLAS sees it: column-major, so `rows` is the contiguous dimension.
+// An operand as cuBLAS sees it: a column-major matrix, in which the elements of a column, `rows` many, are
+// contiguous. It is multiplied as it is, or its transpose is.
 struct Matrix {
     const void* data;
     const void* scales;  // null if it is not FP8
@@ -40,15 +45,16 @@ struct Matrix {
     Format format;
     int32_t scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 
-    // Of the matrix that is multiplied, which is the transpose if `transpose` says so.
+    // The shape of what is multiplied: of the matrix, or of its transpose.
     int64_t factor_rows() const { return transpose ? cols : rows; }
     int64_t factor_cols() const { return transpose ? rows : cols; }
 };
 
 }  // namespace
 
-// The operand of a GEMM that reduces over its rows (over_rows) or over its columns. contiguous: the value of
-// `transpose` with which cuBLAS reduces over the contiguous dimension; true for its A, false for its B.
+// An operand as cuBLAS sees it. over_rows: the GEMM reduces over the operand's rows, else over its columns.
+// contiguous: the value of `transpose` with which cuBLAS reduces over the contiguous dimension, as FP8 needs:
+// true for its A, false for its B.
 static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
     const View& v = operand.view;
     if (!v.quant.fp8())
@@ -72,11 +78,13 @@ static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
 
 static cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
     cublasLtMatrixLayoutOpaque_t layout;
-    described(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows));
+    check_description(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows));
     return layout;
 }
 
-constexpr int CANDIDATES = 16;  // cuBLASLt 13.1 has 8 for every shape of a 7B, a 1.1B and a 124M model
+// How many algorithms cuBLASLt is asked for. Version 13.1 knows 8 for every shape of a 7B, a 1.1B and a 124M
+// model.
+constexpr int CANDIDATES = 16;
 
 // Tiles small enough for one warpgroup, so that two work in turn: one stores its sums while the other
 // multiplies. On an H100 the first of these takes 4 to 18% less time than cuBLASLt's first choice for large
@@ -85,6 +93,7 @@ constexpr uint32_t FAST_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL
                                    CUBLASLT_MATMUL_TILE_176x128};
 constexpr int64_t LARGE = 1 << 23;  // elements: at least 2.8 tiles for each multiprocessor
 
+// The place of an algorithm's tile in FAST_TILES; their number, if it is not there.
 static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
@@ -94,18 +103,18 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 
 namespace {
 
-// What cuBLASLt must know of out = A B, or out += A B. Accumulation is in FP32 (if fast, in fewer bits); the
-// epilogue adds the bias.
+// The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
+// (coat.h, FastAccumulation). The epilogue adds the bias.
 struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;
 
-    // Scales and bias are read from device memory when the GEMM runs.
+    // Scales and bias are given as addresses: they are read when the GEMM runs.
     Problem(const Matrix& a_matrix, const Matrix& b_matrix, const View& to, const void* bias, bool fast)
         : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
           b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
           out(layout(to.quant.format, to.cols, to.rows)) {
-        described(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+        check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
@@ -119,16 +128,17 @@ struct Problem {
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class Value> void set(cublasLtMatmulDescAttributes_t name, Value value) {
-        described(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value));
+        check_description(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value));
     }
 
-    // cuBLASLt's algorithms, by their tiles or in its own order. Partial sums in the output's format are
-    // excluded; by tile all are, so that the order of additions does not depend on the choice.
+    // The algorithms that cuBLASLt proposes: the fast tiles first (by_tile), or in its own order. Algorithms
+    // that store partial sums in the output's format are excluded. With by_tile all that split the sums are,
+    // so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
-        described(cublasLtMatmulPreferenceInit(&preference));
+        check_description(cublasLtMatmulPreferenceInit(&preference));
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            described(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
+            check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{Gemms::SCRATCH});
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
@@ -188,7 +198,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View
                   .depth = depth,
                   .biased = options.bias != nullptr};
     enqueue(stream, [&] {
-        if (!handle_) succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
+        if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
         } else {  // the first GEMM of a shape: by the first algorithm that can be launched
@@ -199,7 +209,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View
             const auto first = std::find_if(all.begin(), all.end(), launch);
             if (first != all.end()) algorithms_[key] = *first;
         }
-        succeed(status, "A GEMM failed");
+        check_cublas(status, "A GEMM failed");
     });
 }
 

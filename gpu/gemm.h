@@ -1,5 +1,5 @@
-// gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on views: a scale travels with
-// its codes.
+// gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
+// scales.
 //
 // A linear layer has three GEMMs (row-major; N tokens; w is (out, in)):
 //   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)      reduces over input features
@@ -28,19 +28,20 @@ class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs others may use it
-    // fast_accumulation: by Gemm, as in Recipe.
+
+    // fast_accumulation: for each Gemm (coat.h, FastAccumulation).
     Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~Gemms();
     Gemms(const Gemms&) = delete;
 
-    // left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: FP32 or BF16. What no GEMM
-    // supports is an Error.
+    // Launches a GEMM. left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: FP32 or
+    // BF16. A combination that cuBLASLt has no GEMM for is an Error.
     void run(Gemm kind, const Operand& left, const Operand& right, const View& out, cudaStream_t stream,
              const GemmOptions& options = {});
 
 private:
-    // What an algorithm was chosen for.
+    // What the choice of an algorithm depends on: it is made once for each.
     struct Key {
         Gemm kind;
         Format a, b, out;

@@ -6,15 +6,15 @@ namespace coat::gpu {
 LinearLayer::LinearLayer(LinearContext& context, size_t weight)
     : context_(context), weight_(weight), bias_(context_.parameters.bias_of(weight)),
       out_(context_.parameters.params[weight].rows), in_(context_.parameters.params[weight].cols),
-      number_(context_.parameters.linear_layer(weight)),
-      x_scale_(context_.scales.of_operand(LinearOperand::X, number_)),
-      w_scale_(context_.scales.of_weight(weight, number_)),
-      g_scale_(context_.scales.of_operand(LinearOperand::G, number_)) {
+      number_(context_.parameters.linear_layer_number(weight)),
+      x_scaling_(context_.scales.of_operand(LinearOperand::X, number_)),
+      w_scaling_(context_.scales.of_weight(weight, number_)),
+      g_scaling_(context_.scales.of_operand(LinearOperand::G, number_)) {
     if (context_.caches_weights) cached_w8_ = take_operand(LinearOperand::W, out_, Form::Both);
 }
 
-// FP8 GEMMs want a multiple of 16 rows. A micro-batch has that many, but a prompt may have any number: then
-// x8 and y have more rows than x, whose values nobody reads.
+// The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has that many, but a prompt may have
+// any number: then x8 and y have more rows than x, and nobody reads what is in them.
 static int64_t rows_of_gemm(const Quant& q, int64_t rows) {
     return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -22,7 +22,7 @@ static int64_t rows_of_gemm(const Quant& q, int64_t rows) {
 // -----------------------------------------------------------------------------------------------------------
 // The three GEMMs
 
-void LinearLayer::forward(const Lazy& x, const View& y) {
+void LinearLayer::fprop(const Lazy& x, const View& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
@@ -48,11 +48,11 @@ void LinearLayer::wgrad(const Operand& g8, const Lazy& x) {
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-// Whether x is stored in the compute dtype: then it is its own operand in recipes without FP8.
-static bool is_dense(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
+// Whether x lies in memory in the compute dtype: then in recipes without FP8 a GEMM can read it as it is.
+static bool is_stored_unquantized(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
 
-// Memory for an operand with so many rows, in the caller's scope. codes: for the row-major codes, if they
-// need no memory of their own.
+// Takes memory for an operand with so many rows, in the caller's scope. codes: where the row-major codes go;
+// null: into memory that is taken, too.
 Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form form, void* codes) const {
     const Quant& q = quant_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
@@ -61,7 +61,7 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
 
-    AmaxAndScale* const scales[] = {x_scale_, w_scale_, g_scale_};
+    AmaxAndScale* const scales[] = {x_scaling_, w_scaling_, g_scaling_};
     AmaxAndScale* const scale = scales[static_cast<int>(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
         return {.view = {codes, scale, rows, cols, q},
@@ -84,20 +84,22 @@ void LinearLayer::quantize_operand(LinearOperand which, const Lazy& x, const Ope
 // of the weight, and wgrad over rows of the input.
 Operand LinearLayer::make_operand(LinearOperand which, const Lazy& x, Gemm reader) const {
     const bool fp8 = quant_of(context_.formats, which).fp8();
-    if (!fp8 && is_dense(x)) return {x.input};
+    if (!fp8 && is_stored_unquantized(x)) return {x.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = take_operand(which, x.rows, form);
     quantize_operand(which, x, operand);
     return operand;
 }
 
-// w8. It may be in the cache; it may have come from other GPUs as row-major codes; otherwise it is made here.
+// w8, as `reader` reads it. It may be in the cache. It may have been gathered from other GPUs as row-major
+// codes, of which dgrad needs the transpose. Otherwise it is made here, of the weight.
 Operand LinearLayer::weight_operand(Gemm reader) const {
-    if (context_.formats.w.fp8() && context_.caches_weights) return cached_w8_;
+    if (context_.caches_weights) return cached_w8_;
     context_.exchange.gather_weights(Exchange::stage_of(number_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
     const View w = context_.exchange.weight(weight_);
-    if (!w.quant.fp8()) {
+    const bool arrived_as_codes = w.quant.fp8();
+    if (!arrived_as_codes) {
         compute_weight_amax();
         return make_operand(LinearOperand::W, stored(w), reader);
     }
@@ -112,21 +114,21 @@ void LinearLayer::make_cached_weight() {
     quantize_operand(LinearOperand::W, stored(context_.exchange.weight(weight_)), cached_w8_);
 }
 
-Operand LinearLayer::gradient_memory(int64_t N, void* codes) const {
+Operand LinearLayer::take_g8(int64_t N, void* codes) const {
     return take_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor, codes);
 }
 
-Operand LinearLayer::gradient_operand(const Lazy& g, Amax amax) {
-    if (!context_.formats.g.fp8() && is_dense(g)) {
+Operand LinearLayer::make_g8(const Lazy& g, AmaxIs amax) {
+    if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
         if (bias_) add_bias_gradient(g, /*amax=*/nullptr);
         return {g.input};
     }
-    const Operand g8 = gradient_memory(g.rows);
-    write_gradient(g, amax, g8);
+    const Operand g8 = take_g8(g.rows);
+    write_g8(g, amax, g8);
     return g8;
 }
 
-void LinearLayer::write_gradient(const Lazy& g, Amax amax, const Operand& g8) {
+void LinearLayer::write_g8(const Lazy& g, AmaxIs amax, const Operand& g8) {
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
         quantize_operand(LinearOperand::G, g, g8);
@@ -135,7 +137,7 @@ void LinearLayer::write_gradient(const Lazy& g, Amax amax, const Operand& g8) {
     }
     // The gradient of the bias sums g as it is before it is rounded to FP8. The pass that computes the sum
     // computes a missing amax, too.
-    AmaxAndScale* const missing = amax == Amax::Unknown ? g_amax() : nullptr;
+    AmaxAndScale* const missing = amax == AmaxIs::Unknown ? g_amax() : nullptr;
     if (bias_) add_bias_gradient(g, missing);
     else compute_amax(g, missing);
     quantize_operand(LinearOperand::G, g, g8);
@@ -159,7 +161,7 @@ void LinearLayer::compute_amax(const Lazy& x, AmaxAndScale* amax) const {
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
     if (context_.scales.delayed() && context_.needs_amaxes())
-        compute_amax(stored(context_.exchange.weight(weight_)), w_scale_);
+        compute_amax(stored(context_.exchange.weight(weight_)), w_scaling_);
 }
 
 }  // namespace coat::gpu

@@ -11,9 +11,12 @@
 //   wgrad   dw = g^T x                        g8, x8
 //
 // How long they live:
-//   x8   for one GEMM. What is kept from forward to backward is that which x is computed from (Lazy).
+//   x8   for one GEMM: wgrad makes it again. From forward to backward only that is kept from which x is
+//        computed (Lazy), and the amax of x.
 //   w8   for one GEMM; or, in a cache, for a step.
-//   g8   for dgrad and wgrad: the caller decides when its memory is given back.
+//   g8   for dgrad and wgrad. The caller makes it, with make_g8(), and decides when its memory is given back.
+//
+// Who computes the amaxes from which the scales follow is a table in model.cu.
 #pragma once
 #include <optional>
 
@@ -29,10 +32,10 @@ struct LinearContext {
     const Scales& scales;
     Exchange& exchange;
     Gemms& gemms;
-    const bool caches_weights;  // whether w8 is made once per step, in both forms
-    const LinearFormats formats = linear_formats(device.setup);
+    const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
     // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw.
-    bool overwrites_gradients = true;
+    const bool& overwrites_gradients;
+    const LinearFormats formats = linear_formats(device.setup);
 
     // Whether the scales of operands come from their amaxes in this step: if there is one scale per tensor
     // (in x, w and g, or in none of them), and scaling is just in time or a history of amaxes is still empty.
@@ -48,27 +51,29 @@ public:
     LinearLayer(LinearContext& context, size_t weight);
 
     // --- The three GEMMs
-    void forward(const Lazy& x, const View& y);     // y = x w^T + bias
+    void fprop(const Lazy& x, const View& y);       // y = x w^T + bias
     void dgrad(const Operand& g8, const View& dx);  // dx = g w
     void wgrad(const Operand& g8, const Lazy& x);   // dw = g^T x, or dw += g^T x
 
     // --- g8
-    // Whether an earlier kernel has computed the amax of g already, in g_amax().
-    enum class Amax : uint8_t { Known, Unknown };
-    // Makes g8 of g (N, out), and adds to the gradient of the bias. Without FP8, a stored g is its own
-    // operand; any other takes memory in the caller's scope.
-    Operand gradient_operand(const Lazy& g, Amax amax);
-    // The same in two parts: the memory first. codes: where the row-major codes go; null: into memory that is
-    // taken, too.
-    Operand gradient_memory(int64_t N, void* codes = nullptr) const;
-    void write_gradient(const Lazy& g, Amax amax, const Operand& g8);
+    // Known: an earlier kernel has left the amax of g in g_amax(). Unknown: it is computed here first.
+    enum class AmaxIs : uint8_t { Known, Unknown };
+    // Makes g8 of g (N, out), in memory that is taken in the caller's scope, and adds the column sums of g to
+    // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
+    // memory.
+    Operand make_g8(const Lazy& g, AmaxIs amax);
+    // The same in two parts. Memory is a stack: where g is computed from tensors that are to be given back
+    // before g8 is, the memory of g8 must be taken before theirs (take_g8), and written when g can be
+    // computed (write_g8). codes: where the row-major codes go; null: into memory that is taken, too.
+    Operand take_g8(int64_t N, void* codes = nullptr) const;
+    void write_g8(const Lazy& g, AmaxIs amax, const Operand& g8);
 
     // --- w8, if weights are cached
     void make_cached_weight();
 
     // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
-    AmaxAndScale* x_amax() const { return context_.needs_amaxes() ? x_scale_ : nullptr; }
-    AmaxAndScale* g_amax() const { return context_.needs_amaxes() ? g_scale_ : nullptr; }
+    AmaxAndScale* x_amax() const { return context_.needs_amaxes() ? x_scaling_ : nullptr; }
+    AmaxAndScale* g_amax() const { return context_.needs_amaxes() ? g_scaling_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
     void compute_x_amax(const Lazy& x) const { compute_amax(x, x_amax()); }
 
@@ -76,18 +81,18 @@ public:
     int64_t bucket() const { return context_.parameters.params[weight_].bucket; }
 
 private:
-    enum class Form : uint8_t { RowMajor, Transposed, Both };
+    enum class Form : uint8_t { RowMajor, Transposed, Both };  // what of an operand is made
 
     LinearContext& context_;
     const size_t weight_;               // number of the parameter (out, in)
     const std::optional<size_t> bias_;  // number of the parameter (out), if there is one
     const int64_t out_, in_;
     const int64_t number_;  // of this linear layer among all
-    // The amax of each operand, and the scale of one that has a single scale. (In other granularities the
+    // Of each operand the amax and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
-    AmaxAndScale* const x_scale_;
-    AmaxAndScale* const w_scale_;
-    AmaxAndScale* const g_scale_;
+    AmaxAndScale* const x_scaling_;
+    AmaxAndScale* const w_scaling_;
+    AmaxAndScale* const g_scaling_;
     Operand cached_w8_{};  // no tensor, if weights are not cached
 
     Arena& arena() const { return context_.device.arena; }

@@ -9,11 +9,11 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
     int64_t at = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({owned(s, p), at, unit});
+        table.push_back({.own = owned(s, p), .rank_offset = at, .first_shard_unit = unit});
         at += padded(table.back().own);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
-    table.push_back({{}, at, unit});
+    table.push_back({.own = {}, .rank_offset = at, .first_shard_unit = unit});
     return table;
 }
 
@@ -28,7 +28,8 @@ BucketElements bucket_elements(const Setup& s) {
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     std::vector<BucketRange> table;
     for (size_t i = 0; i < params.size(); i++) {
-        if (i == 0 || params[i].bucket != params[i - 1].bucket) table.push_back({i, i, params[i].offset, 0});
+        if (i == 0 || params[i].bucket != params[i - 1].bucket)
+            table.push_back({.first = i, .last = i, .flat_offset = params[i].offset, .elements = 0});
         table.back().last = i + 1;
         table.back().elements += params[i].padded_size();
     }
@@ -52,19 +53,21 @@ ReceivedBytes received_bytes(const Setup& s) {
     return most;
 }
 
-// The lowest possible. When backward writes the gradients of layer l, it still needs what the layers 0 to l
-// have saved. The head's come first, and a tied embedding's with them; any other embedding's come last.
+// The lowest offset that is possible. When backward writes the gradients of layer l, it still needs what the
+// layers 0 to l have saved. The head's come first, and a tied embedding's with them; any other embedding's
+// come last.
 int64_t gradients_offset(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
     if (s.accumulate > 1) return c.L * layer_bytes;
     const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> shards = shard_places(s);
+    const int64_t gradient_bytes = info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const bool last = params[i].name == "positions" || (params[i].name == "embedding" && !c.tied);
         const int64_t layers_alive = params[i].layer >= 0 ? params[i].layer + 1 : last ? 0 : c.L;
-        offset = std::max(offset, layers_alive * layer_bytes - shards[i].at * info(gradient_format(s)).bytes);
+        offset = std::max(offset, layers_alive * layer_bytes - shards[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
 }

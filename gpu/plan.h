@@ -1,5 +1,14 @@
-// gpu/plan.h - what is known of a run on a GPU before it starts, without CUDA: how its memory is divided, and
-// which recipes a GPU can run.
+// gpu/plan.h - what is known of a run on a GPU before it starts: how its memory is divided, and which recipes
+// a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() needs CUDA.
+//
+// Words of all GPU code:
+//   N             tokens of the pass that runs: B * T, or the length of a prompt
+//   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
+//                 norm before it; the final norm and the head; or the embeddings (Param::bucket)
+//   stage         what reads weights at one time: the embeddings, a linear layer, or the head
+//   flat order    all parameters, one after the other, each padded to whole groups of moments (Param::offset)
+//   rank's order  likewise the parts of all parameters that this rank owns. Its weights, masters, moments and
+//                 sums of gradients have this order. With one rank it is the flat order.
 #pragma once
 #include "../model.h"
 
@@ -14,8 +23,8 @@ namespace gpu {
 class Transport;  // gpu/ranks.h: how GPUs send each other bytes
 }
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
-// once per step; else when needed. transport: to the other ranks. make_gpu() of model.h first asks what the
-// GPU supports.
+// once per step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry
+// run. make_gpu() of model.h first asks what the GPU supports.
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
                                  std::shared_ptr<gpu::Transport> transport = nullptr);
 // The bytes that it needs, by a dry run of its step, which needs no GPU; 0 in a program without CUDA.
@@ -32,23 +41,26 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
-// Where a rank has its part of a parameter, in elements: among its weights, and likewise among its masters,
-// moments and sums of gradients. Each has the parts of all parameters one after the other, padded to whole
-// groups of moments. With one rank that is the flat order.
+// The part of a parameter that this rank owns, and where it is in the rank's order.
 struct ShardPlace {
-    Range own;           // owned()
-    int64_t at;          // of its first element
-    int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
+    Range own;            // elements of the parameter: owned()
+    int64_t rank_offset;  // elements before it in the rank's order
+    // The first shard unit of the whole parameter, counted through all parameters. (That of the part, which a
+    // Segment has, may be a later one.)
+    int64_t first_shard_unit;
 };
-std::vector<ShardPlace> shard_places(const Setup& s);  // by parameter; and one where the last one ends
+// By parameter. One more entry follows, where the last parameter ends.
+std::vector<ShardPlace> shard_places(const Setup& s);
 
-// The parameters [first, last) of a bucket (Param::bucket), and their elements in the flat order.
+// The parameters [first, last) of a bucket, and where they are in the flat order, in elements.
 struct BucketRange {
     size_t first, last;
-    int64_t offset, elements;
+    int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
-// Elements of the largest bucket, and of a tied embedding's, to whose gradient the head adds first.
+// The elements of the largest bucket. A tied embedding's bucket is not among these, because its gradients
+// have a place of their own (the head adds to them first, at the beginning of backward): `embedding` counts
+// them. It is 0 if nothing is tied.
 struct BucketElements {
     int64_t largest = 0, embedding = 0;
 };
@@ -69,10 +81,11 @@ inline int64_t gathered_bytes(const Setup& s, const Param& p) {
 // Activations and the head
 
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // FP8 GEMMs need a multiple of so many rows
-// Rows of saved tensors: those of a micro-batch, rounded up.
+// Rows of saved tensors: the tokens of a micro-batch, rounded up. (Where GEMMs are FP8, B * T is a multiple
+// already: coat.h, linear_formats().)
 inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
-// The offset of the first gradient from the first saved activation. With one micro-batch per step, a layer's
+// The bytes from the first saved activation to the first gradient. With one micro-batch per step, a layer's
 // gradients may lie where later layers' activations were: those are not needed when gradients are written.
 int64_t gradients_offset(const Setup& s);
 
@@ -91,6 +104,7 @@ inline bool head_sum_in_fp32(const Setup& s) {
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
 
-std::string gigabytes(int64_t bytes);  // of 10^9 bytes, without the unit: "78.8", "0.021"
+// A number of bytes in gigabytes of 10^9 bytes, without the unit, for print-outs: "78.8", "0.021".
+std::string gigabytes(int64_t bytes);
 
 }  // namespace coat

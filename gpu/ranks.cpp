@@ -131,8 +131,8 @@ private:
         device_attribute(cudaDevAttrCanFlushRemoteWrites) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
     // Sets a flag; waits until a flag is at least the value.
     using StreamFlag = decltype(cuStreamWriteValue32);
-    StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", UPDATE);
-    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", UPDATE);
+    StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", NEWER_DRIVER);
+    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", NEWER_DRIVER);
 
     void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
         if (operation(stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
@@ -223,7 +223,7 @@ private:
     }
 };
 
-// The part of the other GPUs in a step. What travels has a stream of its own.
+// What the other GPUs do in a step. Transfers are put on a stream of their own.
 class RanksExchange : public Exchange {
 public:
     RanksExchange(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
@@ -239,12 +239,12 @@ public:
     void gather_weights(int64_t stage, Pass pass) override {
         gather(stage);
         is_gathered_[stage % 2].make_wait(compute_);
-        // Backward does not read the embeddings as such.
+        // In backward the stage of the first linear layer is the last: the embedding stage is not read again.
         const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
     View weight(size_t i) const override {
-        return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.weight(i);
+        return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
     void weights_changed() override {
         scales_changed();
@@ -268,7 +268,7 @@ public:
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_);
     }
-    bool reduces_gradients() const override { return true; }
+    bool sends_gradients() const override { return true; }
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
         const BucketRange& b = parameters_.buckets[bucket];
@@ -356,7 +356,7 @@ private:
     Range own(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
     uint8_t* gradient_from(size_t i, int64_t element) const {
         const Param& p = parameters_.params[i];
-        const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].offset;
+        const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].flat_offset;
         return memory_.gradients[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
     }
     // Where rank `to` gets its part of them from another: by parameter of the bucket, then by sender.
@@ -390,7 +390,7 @@ private:
             const Param& p = parameters_.params[i];
             if (p.rows == 1) continue;
             int64_t stage = EMBEDDING_STAGE;
-            if (p.role.linear) stage = stage_of(parameters_.linear_layer(i));
+            if (p.role.linear) stage = stage_of(parameters_.linear_layer_number(i));
             else if (p.name == "head") stage = head_stage();
             matrices_[static_cast<size_t>(stage)].push_back(i);
         }
@@ -413,7 +413,8 @@ private:
             const Param& p = parameters_.params[i];
             const bool codes = sends_codes() && p.role.linear;
             const Quant quant = codes ? setup_.recipe.w : parameters_.weight_quant;
-            AmaxAndScale* const scale = codes ? scales_.of_weight(i, parameters_.linear_layer(i)) : nullptr;
+            AmaxAndScale* const scale =
+                codes ? scales_.of_weight(i, parameters_.linear_layer_number(i)) : nullptr;
             const int64_t each = info(quant.format).bytes;
             auto part = [&](int64_t rank) {
                 return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};

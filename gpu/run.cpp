@@ -48,8 +48,8 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
     return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
 }
 
-// Moments are of what this rank owns. One scale per tensor has two places: the old one decodes until all is
-// encoded with the new one.
+// Takes the moments of what this rank owns. A scale per tensor has two places: while the update encodes with
+// the new scale, the old one still decodes.
 static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& shards) {
     const OptimizerFormat& o = s.optimizer;
     const int64_t places = o.per_tensor ? 2 : 1;
@@ -70,10 +70,11 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
-// With one rank, kept gradients lie over saved activations, and those that are not kept share one place. With
-// several ranks the former are the sums, and the gradients of one micro-batch alternate by bucket between two
-// places: those of one bucket travel while the next are computed. Those of a tied embedding have their own
-// place, because the head writes them first.
+// With one rank, gradients that are kept lie over saved activations. Gradients that are not kept
+// (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums of gradients
+// lie over saved activations, and the gradients of one micro-batch alternate by bucket between two places:
+// those of one bucket travel while the next are computed. Those of a tied embedding have a place of their own
+// in the last two cases, because the head writes them first, before all other buckets.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                            const std::vector<ShardPlace>& shards) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
@@ -82,9 +83,9 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
         m.saved = arena.take(activations);
     } else {
         const int64_t offset = gradients_offset(s);
-        m.saved = arena.take(std::max(activations, offset + shards.back().at * each));
+        m.saved = arena.take(std::max(activations, offset + shards.back().rank_offset * each));
         for (const BucketRange& b : buckets)
-            m.gradient_sums.push_back(m.saved + offset + shards[b.first].at * each);
+            m.gradient_sums.push_back(m.saved + offset + shards[b.first].rank_offset * each);
     }
     m.gradients = m.gradient_sums;
     if (s.keep_gradients && s.ranks == 1) return;
@@ -113,7 +114,7 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 //               the layers 0 to l, the only ones that backward still needs when it writes them
 //
 //   [gradients of one micro-batch, with several ranks or --gradients none] | tokens, targets, token order |
-//   residual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
+//   dresidual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
 //
 // Behind that lies what a step takes where it uses it (Arena::Scope): the operands of one linear
 // layer, gradients of activations, logits.
@@ -121,9 +122,11 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 // Tensors that replace each other in one place, from left to right in the order of a step:
 //
 //   place                forward             head                  backward, layer by layer
-//   residual             final norm's input  gradient of that  ->  gradient of the residual stream
-//   gate and up of l     gate and up         -                     their gradient, as codes (mlp_backward);
-//                                                                  then dqkv (attention_backward)
+//   dresidual            final norm's input  gradient of that  ->  gradient of the residual stream
+//   gate and up of l     gate and up         -                     dgate_up, their gradient, as an operand;
+//                                                                  then dqkv (both only if they fit:
+//                                                                  model.cu, dgate_up_in_place_ and
+//                                                                  dqkv_in_place_)
 //   activations of       saved by forward    gradients of the      gradients of later layers' weights
 //   later layers                             head, final norm
 //   logits               -                   logits, then their    -
@@ -134,20 +137,20 @@ Memory take_memory(Device& device) {
     const ModelConfig& c = s.config;
     const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> shards = shard_places(s);
-    const int64_t owned = shards.back().at, compute_bytes = info(s.recipe.compute).bytes;
+    const int64_t owned = shards.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
     const int64_t scales = static_cast<int64_t>(params.size()) + OPERANDS * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     Memory m{};
-    m.results = arena.take<Results>(1);
+    m.scalars = arena.take<Scalars>(1);
     m.gemm_scratch = arena.take(Gemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
     m.flags = arena.take<uint32_t>(several ? 2 * s.ranks : 0);
     m.received_gradients = arena.take(received.gradients);
     for (uint8_t*& stage : m.gathered_weights) stage = arena.take(received.weights);
-    m.squares = arena.take<double>(s.ranks * (1 + shards.back().shard_unit));
+    m.squares = arena.take<double>(s.ranks * (1 + shards.back().first_shard_unit));
     m.scales_of_ranks = arena.take<AmaxAndScale>(several ? s.ranks * scales : 0);
 
     m.weights.values = arena.take(owned * compute_bytes);
@@ -164,7 +167,7 @@ Memory take_memory(Device& device) {
     m.targets = arena.take<int32_t>(tokens);
     m.token_order = arena.take<int32_t>(tokens);
     m.token_rows = arena.take<TokenRows>(tokens);
-    m.residual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
+    m.dresidual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
     m.norm_partials = arena.take<float>(static_cast<int64_t>(norm_backward_workspace(c.C) / sizeof(float)));
     m.norm_statistics = arena.take<RowStatistics>(gpu_tokens(s));
     m.losses = arena.take<float>(tokens);
@@ -200,12 +203,12 @@ void Scales::clear_operands() const {
 
 void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
 
-void Scales::end_step(Outcome& outcome) const {
+void Scales::end_step(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
         end_delayed_step(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
-                         quant_of(setup_.recipe, o).format, &outcome.gradients.skip, &outcome.empty_histories,
-                         stream_);
+                         quant_of(setup_.recipe, o).format, &outcome->gradients.skip,
+                         &outcome->empty_histories, stream_);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -235,8 +238,8 @@ void Parameters::note_state() {
         const std::string& name = params[i].name;
         const int64_t count = shards[i].own.count;
         int16_t* const remainder =
-            memory_.weights.remainder ? memory_.weights.remainder + shards[i].at : nullptr;
-        entries_[name] = {i, owned_weights(i), count * 2};
+            memory_.weights.remainder ? memory_.weights.remainder + shards[i].rank_offset : nullptr;
+        entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
@@ -252,7 +255,7 @@ void Parameters::note_state() {
 void Parameters::note_delayed_scales(size_t i) {
     for (LinearOperand o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
-        const int64_t layer = linear_layer(i);
+        const int64_t layer = linear_layer_number(i);
         entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history * 4};
         entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
     }
@@ -271,9 +274,8 @@ void Parameters::initialize() {
     std::vector<Segment> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [own, at, unit] = shards[i];
-        gpu::initialize(memory_.weights, p, shards[i].own, shards[i].at, i, used_elements(setup.config, p),
-                        setup.seed, stream_);
+        const auto& [own, at, first_unit] = shards[i];
+        gpu::initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
         refresh_amax(i);
         const MomentView &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
@@ -285,7 +287,7 @@ void Parameters::initialize() {
                          .decays = p.role.decay,
                          .amax = p.role.linear ? scales_.of_parameter(i) : nullptr,
                          .to_flat_order = p.offset + own.first - at,
-                         .shard_unit = unit + own.first / SHARD_UNIT});
+                         .shard_unit = first_unit + own.first / SHARD_UNIT});
     }
     copy(memory_.segments, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), stream_);
     device_.wait("Initializing the weights failed");
@@ -293,7 +295,7 @@ void Parameters::initialize() {
 
 uint8_t* Parameters::gradient_sums(size_t i) const {
     const int64_t bucket = params[i].bucket;
-    const int64_t in_bucket = shards[i].at - shards[buckets[bucket].first].at;
+    const int64_t in_bucket = shards[i].rank_offset - shards[buckets[bucket].first].rank_offset;
     return memory_.gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
@@ -302,16 +304,18 @@ uint8_t* Parameters::gradient_sums(size_t i) const {
 void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = static_cast<int>(end - begin);
-    const Range range{.first = shards[begin].at, .count = shards[end].at - shards[begin].at};
-    const int64_t units = shards[end].shard_unit - shards[begin].shard_unit;
+    const Range range{.first = shards[begin].rank_offset,
+                      .count = shards[end].rank_offset - shards[begin].rank_offset};
+    const int64_t first_unit = shards[begin].first_shard_unit;
+    const int64_t units = shards[end].first_shard_unit - first_unit;
     const Segment* const segments = memory_.segments + begin;
     const void* const gradients = gradient_sums(begin);
-    Outcome& outcome = memory_.results->outcome;
-    GradientState* const state = &outcome.gradients;
+    StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
+    GradientState* const state = &outcome->gradients;
 
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
-    gradient_squares(segments, count, gradients, gradient_quant.format, range.first, shards[begin].shard_unit,
-                     units, &outcome.checked_loss, own_squares, stream_);
+    gradient_squares(segments, count, gradients, gradient_quant.format, range.first, first_unit, units,
+                     &outcome->checked_loss, own_squares, stream_);
     exchange.all_gather(memory_.squares, (1 + units) * static_cast<int64_t>(sizeof(double)));
     gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
     adamw(a, setup.optimizer, segments, count, range, memory_.weights,
@@ -342,7 +346,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
     return all;
 }
 
-// The amax of weights that were written, as the optimizer leaves that of those which it updates.
+// Computes the amax of weights that were written. (The optimizer leaves the amax of those that it updates.)
 void Parameters::refresh_amax(size_t i) {
     if (!params[i].role.linear) return;
     AmaxAndScale* const scale = scales_.of_parameter(i);
@@ -384,7 +388,7 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
 // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
 void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
     const int64_t count = shards[i].own.count;
-    uint8_t* const masters = owned_weights(i);
+    uint8_t* const masters = owned_weight_data(i);
     std::vector<uint32_t> bits(static_cast<size_t>(count));
     device_.fetch(bits.data(), masters, count * 4);
     for (size_t e = 0; e < bits.size(); e++) {

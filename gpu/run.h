@@ -2,10 +2,12 @@
 // where in it (Memory), the stream of the computation (Device), the scales of FP8 operands (Scales), and by
 // parameter weights, gradients and moments with their update (Parameters).
 //
-// The part of the other GPUs is behind one interface, Exchange. With one GPU its functions do nothing.
+// What the other GPUs of a run do is behind one interface, Exchange. With one GPU it returns the weights and
+// gradients of Parameters, and nothing travels.
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. From gpu/plan.h
-// come tables of what this GPU owns: ShardPlace, by parameter, and BucketRange, by bucket.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/plan.h says
+// what N, a bucket, a stage and the rank's order are, and has the tables ShardPlace, by parameter, and
+// BucketRange, by bucket.
 #pragma once
 #include <map>
 #include <memory>
@@ -56,6 +58,8 @@ public:
 
 private:
     Owned<void*, cudaFree> allocated_;
+    // Where the allocation begins. In a dry run it is a made-up address, aligned as a real one is; not null,
+    // because a null View is no tensor.
     uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
     const int64_t limit_;
     int64_t used_ = 0, most_ = 0;
@@ -63,32 +67,35 @@ private:
     uint8_t* take_bytes(int64_t bytes);
 };
 
-// What a step finds out, on the device until the step ends. It is cleared before.
-struct Outcome {
-    double loss;          // the sum of the losses * Results::loss_scale
+// What a step finds out. It is on the device, cleared before the step, and fetched at its end.
+struct StepOutcome {
+    double loss;          // the sum of the losses so far * Scalars::loss_scale
     double checked_loss;  // the same, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
     uint32_t empty_histories;  // delayed scaling: operands that have had no amax yet
 };
-struct Results {
-    Outcome outcome;
-    double loss_scale;  // one over the number of targets that count; from the host
-    QuantStats quantization[static_cast<int>(ReportKind::Moment1)];  // of all kinds before the moments
+// The few numbers that the host and the GPU exchange in a step, on the device.
+struct Scalars {
+    StepOutcome outcome;
+    double loss_scale;  // from the host: one over the number of targets that count
+    // Where quantization is measured: its errors, by ReportKind, of all kinds before the moments.
+    QuantStats quantization[static_cast<int>(ReportKind::Moment1)];
 };
 
 // Where everything is that lasts for the run. take_memory() in run.cpp draws it.
 struct Memory {
-    Results* results;
+    Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
-    // Several ranks: what others write here. It has the same address, counted from the beginning, on all.
+    // With several ranks: what other ranks write here. Its place, counted from the beginning of the
+    // allocation, is the same on all ranks.
     uint32_t* flags;                // two for each rank
     uint8_t* received_gradients;    // of a bucket
     uint8_t* gathered_weights[2];   // the matrices of an even and of an odd stage
     double* squares;                // (ranks, 1 + shard units): sums of squares of gradients
     AmaxAndScale* scales_of_ranks;  // (ranks, number of scales)
 
-    // What this rank owns, in the order of ShardPlace
+    // What this rank owns, in the rank's order
     Weights weights;
     Segment* segments;                   // AdamW's table of parameters
     AmaxAndScale* scales;                // see Scales
@@ -101,18 +108,19 @@ struct Memory {
     std::vector<uint8_t*> gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients;      // by bucket: what backward writes; with one rank the same
 
-    // Of the pass that runs, for N tokens
-    int32_t *tokens, *targets;
-    int32_t* token_order;   // the embedding's gradient: row numbers, sorted by token,
-    TokenRows* token_rows;  // and the rows of each token among these
-    void* residual;         // (N, C): the final norm's input; then the gradient of the residual stream
-    float* norm_partials;   // norm_backward_workspace() bytes
+    // Of the pass that runs, with room for a whole micro-batch of N tokens
+    int32_t *tokens, *targets;  // (N)
+    int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
+    TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
+    void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
+    float* norm_partials;       // norm_backward_workspace() bytes
     RowStatistics* norm_statistics;  // (N) of the norm that was computed last
     float* losses;                   // (N)
-    float2* rope_table;              // (T, HS / 2) {cos, sin}
+
+    float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
 };
 
-// The settings, the stream of the computation and the allocation.
+// This rank's GPU: the settings of the run, the stream of the computation and the allocation.
 struct Device {
     const Setup setup;
     const Stream stream;
@@ -123,11 +131,12 @@ struct Device {
     // bytes: as for the Arena.
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
-    // What the computation waits for may come from another rank: if that has ended, so does this process.
+    // Waits until the stream has run all that was put on it. If something of it waits for another rank, and
+    // that has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
-    // Copies between the host and this GPU. CUDA may wait for all that runs before it copies, and would not
-    // notice that a rank has ended for which that waits: so wait() comes first. What send() reads must stay
-    // until the next wait(); fetch() returns when the copy is there.
+    // Copy between the host and this GPU. Both wait for the whole stream before they copy: CUDA may do so
+    // anyway, without noticing that a rank has ended. send() does not wait for its copy, so what it reads
+    // must stay until the next wait(). fetch() returns when the copy is there.
     void send(void* to_gpu, const void* from_host, int64_t bytes) const;
     void fetch(void* to_host, const void* from_gpu, int64_t bytes) const;
 
@@ -139,7 +148,7 @@ struct Device {
 // Takes what lasts for the run.
 Memory take_memory(Device& device);
 
-// A view in pieces that each fit a grid of tiles: it has at most 65,535 tiles of 128 rows.
+// A view in pieces of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
 std::vector<View> pieces_for_grids(const View& v);
 
 // -----------------------------------------------------------------------------------------------------------
@@ -147,8 +156,9 @@ std::vector<View> pieces_for_grids(const View& v);
 //
 //   one for each parameter | one for the x of each linear layer | w of each | g of each
 //
-// A parameter's is that of its weights, whose amax an update leaves there. With delayed scaling, where scales
-// come from a history of amaxes, a linear layer's weight uses that of the operand w in its place.
+// The entry of a parameter belongs to its weights, whose amax an update leaves there. With delayed scaling,
+// where scales come from a history of amaxes, the weight of a linear layer uses the entry of its operand w
+// instead.
 
 class Scales {
 public:
@@ -164,7 +174,7 @@ public:
     AmaxAndScale* of_operand(LinearOperand o, int64_t linear_layer) const {
         return scales_ + parameter_count + number_of(o, linear_layer);
     }
-    // Of the weight, parameter i, as a linear layer uses it.
+    // The entry that a linear layer uses for its weight, parameter i.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(LinearOperand::W, linear_layer) : of_parameter(i);
     }
@@ -176,11 +186,11 @@ public:
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (The amaxes of parameters stay.)
     void clear_operands() const;
-    // After the state has been set or written: histories may be empty now.
+    // To be called after the state has been set or written: histories may be empty now.
     void expect_empty_histories();
     // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 take no amaxes:
-    // then histories and scales stay as they are.
-    void end_step(Outcome& outcome) const;
+    // then histories and scales stay as they are. outcome: on the device.
+    void end_step(StepOutcome* outcome) const;
 
 private:
     const Setup& setup_;
@@ -188,7 +198,7 @@ private:
     AmaxAndScale* const scales_;
     float* const histories_;
 
-    // Of an operand, among those of all linear layers.
+    // The number of an operand among those of all linear layers.
     int64_t number_of(LinearOperand o, int64_t linear_layer) const {
         return static_cast<int>(o) * linear_layer_count + linear_layer;
     }
@@ -213,24 +223,28 @@ public:
     size_t index(const std::string& param) const { return find(param).param; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_of(size_t weight) const;
-    // The number of the linear layer whose weight this is, in the order of forward; -1 for any other.
-    int64_t linear_layer(size_t i) const { return linear_layers_[i]; }
+    // The number, in the order of forward, of the linear layer whose weight this is; -1 if it is none.
+    int64_t linear_layer_number(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
-    // The weights of parameter i that this rank owns; with one rank, and of a vector, all of them.
-    uint8_t* owned_weights(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + shards[i].at * weight_bytes;
+    // Where the weights of parameter i begin that this rank owns.
+    uint8_t* owned_weight_data(size_t i) const {
+        return static_cast<uint8_t*>(memory_.weights.values) + shards[i].rank_offset * weight_bytes;
     }
-    View weight(size_t i) const {
-        return {owned_weights(i), nullptr, params[i].rows, params[i].cols, weight_quant};
+    // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
+    // and Exchange::weight() the whole.
+    View whole_weight(size_t i) const {
+        return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_quant};
     }
-    // As a view they have MOMENT_GROUP columns, because they need not be whole rows.
+    // The part that this rank owns. It need not be whole rows, so this view has MOMENT_GROUP columns.
     View owned_weight(size_t i) const {
-        return {owned_weights(i), nullptr, shards[i].own.count / MOMENT_GROUP, MOMENT_GROUP, weight_quant};
+        return {owned_weight_data(i), nullptr, shards[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
+                weight_quant};
     }
-    // The gradients that the update reads, of the elements that this rank owns.
+    // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
     uint8_t* gradient_sums(size_t i) const;
-    View gradient(size_t i) const {
+    // The whole gradient, (rows, cols). Likewise only with one rank, or of a vector.
+    View whole_gradient(size_t i) const {
         return {gradient_sums(i), nullptr, params[i].rows, params[i].cols, gradient_quant};
     }
 
@@ -256,7 +270,7 @@ private:
     const Memory& memory_;
     Scales& scales_;
     const cudaStream_t stream_;
-    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer()
+    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_number()
     std::map<std::string, StateEntry> entries_;  // by name
 
     void note_state();
@@ -271,10 +285,10 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// What the other GPUs of a run add to a step: gpu/ranks.h. This class is that of a run on one GPU, where
-// weights and gradients are those of Parameters, and nothing travels.
+// What the other GPUs of a run do in a step. This class itself is for a run on one GPU: weights and gradients
+// are those of Parameters, and nothing travels. For several GPUs gpu/ranks.cpp derives a class from it.
 //
-// A stage is what reads weights at one time: the embeddings, a linear layer, or the head.
+// Stages are counted in the order of forward: the embeddings, each linear layer, the head (gpu/plan.h).
 
 enum class Pass : uint8_t { Forward, Backward };
 
@@ -288,35 +302,36 @@ public:
     int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
 
     // --- Weights
-    // Before the computation launches what reads the weights of a stage: makes it wait until they are
-    // gathered. The pass says which stage comes next.
+    // To be called before what reads the weights of a stage is launched: makes the computation's stream wait
+    // until they are gathered. The pass says in which order stages follow, for the one to be gathered next.
     virtual void gather_weights(int64_t /*stage*/, Pass) {}
-    // A parameter's weights, whole: as they are stored, or as FP8 codes. A matrix must have been gathered.
-    virtual View weight(size_t i) const { return parameters_.weight(i); }
+    // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
+    // gathered.
+    virtual View weight(size_t i) const { return parameters_.whole_weight(i); }
     // To be called after an update, or after weights have been written.
     virtual void weights_changed() {}
     // To be called when codes of weights are to have another scale.
     virtual void scales_changed() {}
 
     // --- Gradients
-    // Where backward writes a parameter's gradient, whole.
-    virtual View gradient(size_t i) const { return parameters_.gradient(i); }
-    // Makes the computation wait until the gradients of a bucket may be written there.
+    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
+    virtual View gradient(size_t i) const { return parameters_.whole_gradient(i); }
+    // Makes the computation's stream wait until the gradients of a bucket may be written there.
     virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
-    // After backward has launched all that writes the gradients of a bucket in one micro-batch: adds those of
-    // all ranks to the sums of the step, each on the rank that owns it. The first micro-batch begins the
-    // sums.
+    // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
+    // Adds those of all ranks to the sums of the step, each on the rank that owns it. The first micro-batch
+    // begins the sums.
     virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
-    // Whether reduce_gradients() does that. With one rank it does nothing: there the gradients are the sums,
-    // to which the next micro-batch adds.
-    virtual bool reduces_gradients() const { return false; }
-    // Makes the computation wait for all that travels.
+    // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
+    // and add. With one rank they do not: gradient() is the sum, to which the next micro-batch adds.
+    virtual bool sends_gradients() const { return false; }
+    // Makes the computation's stream wait for all transfers that were launched so far.
     virtual void wait_for_transfers() {}
 
     // --- Small values
-    // blocks (ranks, bytes): every rank has filled its own; afterwards all are filled.
+    // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
     virtual void all_gather(void* /*blocks*/, int64_t /*bytes*/) {}
-    // What quantizing weights loses: of all ranks, where each has quantized a part of them.
+    // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
     virtual QuantStats weight_statistics(const QuantStats& mine) const { return mine; }
 
 protected:

@@ -125,7 +125,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     const BucketElements e = bucket_elements(s);
     // Elements that exist at the same time.
-    const int64_t gradients = s.keep_gradients ? shard_places(s).back().at : e.largest + e.embedding;
+    const int64_t gradients = s.keep_gradients ? shard_places(s).back().rank_offset : e.largest + e.embedding;
     auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const bool fp32 = compute == Format::F32;  // such a weight is its own master
     using C = Category;

@@ -41,7 +41,7 @@ TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket ma
             int64_t offset = 0;
             std::string matrices;  // how many each bucket has
             for (const BucketRange& bucket : bucket_ranges(params)) {
-                CHECK((bucket.first == next && bucket.offset == offset));
+                CHECK((bucket.first == next && bucket.flat_offset == offset));
                 CHECK(params[next].bucket == int64_t(matrices.size()));
                 char count = '0';
                 for (; next < bucket.last; next++) count += params[next].rows > 1;
@@ -156,7 +156,7 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
                     const int64_t begin = gradients_offset(s), layer_bytes = saved_layer_bytes(s);
                     for (size_t i = 0; i < params.size(); i++) {
                         const Param& p = params[i];
-                        const int64_t first = begin + shards[i].at * info(gradient_format(s)).bytes;
+                        const int64_t first = begin + shards[i].rank_offset * info(gradient_format(s)).bytes;
                         const bool layer = p.name.compare(0, 7, "layers.") == 0;
                         const bool last = p.name == "positions" || (p.name == "embedding" && !s.config.tied);
                         // When p's gradient is written, the activations of this many layers are still needed.
