@@ -42,21 +42,20 @@ def style():
 # --- Formats
 
 def formats():
-    _, axes = plt.subplots(2, 1, figsize=(9, 3.6), sharex=True)
+    _, axes = plt.subplots(2, 1, figsize=(6.4, 3.8), sharex=True)
     for ax, f, name, last in zip(axes, (coat.E4M3, coat.E5M2), ("E4M3", "E5M2"), (127, 124)):
         values = coat.decode(f, np.arange(1, last))
         normal = values >= 2.0 ** (1 - f.bias)
-        ax.vlines(values, 0, 1, colors=np.where(normal, theme["blue"], theme["red"]), linewidth=0.9)
+        ax.vlines(values, 0, 1, colors=np.where(normal, theme["blue"], theme["red"]), linewidth=0.7)
         ax.set_xscale("log", base=2)
         ax.set(ylim=(0, 1.5), yticks=[], xlim=(2.0**-18.5, 2.0**18.5),
-               title=f"{name}: all {last - 1} positive values; {2**f.M} for each power of two, and fewer below "
-                     f"2^{1 - f.bias}")
+               title=f"{name}: {last - 1} positive values, {2**f.M} in each power of two")
         ax.spines["left"].set_visible(False)
         ax.set_xticks([2.0**e for e in range(-16, 17, 4)])
         ax.tick_params(labelbottom=True)
         ax.text(f.max, 1.1, f"largest: {float(f.max):,.0f}", ha="center", color=theme["blue"])
         ax.text(f.min, 1.1, f"smallest: 2^{int(np.log2(f.min))}", ha="center", color=theme["red"])
-    axes[1].set_xlabel("value (logarithmic). Blue: normal values, each power of two equally dense. "
+    axes[1].set_xlabel("value (logarithmic). Blue: normal values, equally dense in each power of two.\n"
                        "Red: subnormal values, equally spaced.")
 
 
@@ -69,31 +68,33 @@ def expansion(v):
     codes, s = coat.quantize_tensor(coat.E4M3, group)
     ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["grey"], 1),
             (f"expanded, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(*stored), theme["blue"], -1))
-    _, axes = plt.subplots(1, 3, figsize=(9.6, 3.3), width_ratios=(1, 1.25, 1.25))
+    _, grid = plt.subplot_mosaic([["values", "errors"], ["codes", "codes"]], figsize=(6.4, 5.4))
+    axes = [grid[name] for name in ("values", "codes", "errors")]
     axes[0].plot(group[0], color=theme["green"], linewidth=2)
-    axes[0].set(yscale="log", title="128 second moments", xlabel="sorted by size", ylabel="value")
+    axes[0].set(yscale="log", title="128 second moments v", xlabel="sorted by size", ylabel="value")
     for name, code, decoded, color, side in ways:
         error = (decoded / group - 1)[0]
         axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color,
-                       label=f"{name}:\n{len(np.unique(code))} codes in use")
-        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5, label=f"{name}: {100 * coat.rms(error):.1f}% RMS")
+                       label=f"{name}: {len(np.unique(code))} codes in use")
+        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5, label=f"{name}:\n{100 * coat.rms(error):.1f}% RMS")
     axes[1].axhline(0, color=theme["soft"], linewidth=0.8)
     axes[1].set(title="their codes", xlabel="E4M3 code, 0 to 126", ylabel="values that have it", xlim=(0, 127))
     axes[1].set_yticks([-10, 0, 10], ["10", "0", "10"])
     axes[2].set(title="error of each value", xlabel="sorted by size", ylabel="relative error, %")
+    axes[2].set_yticks([0, 2, 4, 6])
     for ax in axes[1:]:
         ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 1.6)
         ax.legend(loc="upper left", handlelength=1)
 
 
 def factors(m, v):
-    _, ax = plt.subplots(figsize=(9, 3))
+    _, ax = plt.subplots(figsize=(6.4, 3.2))
     for x, name, color in ((m, "first moments", theme["blue"]), (v, "second moments", theme["red"])):
         k = coat.store_moment(x[np.abs(x).max(axis=1) > 0], False)[2][:, 0]
         ax.hist(k, np.geomspace(0.75, 16, 80), weights=np.full(len(k), 100 / len(k)), color=color, alpha=0.75,
                 histtype="stepfilled", label=f"{name}: median {np.median(k):.1f}")
-    ax.set(xscale="log", xlabel="k = log R / log(largest / smallest magnitude of the group)", ylabel="% of groups",
-           title="k of all groups of a small model. At k = 1 nothing is stretched; a low k means a group that spans much")
+    ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the group)", ylabel="% of groups",
+           title="k of all groups of a small model (k = 1 stretches nothing)")
     ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     ax.minorticks_off()
     ax.legend()
@@ -115,21 +116,21 @@ def arrow(ax, start, end, words="", color=None, side=0.1, style="-|>"):
 
 
 # (operator, kind, what it hands on, what is saved and its bytes per token in C, what backward computes again)
-LAYER = [("norm 1", "norm", "E4M3, one scale", "input of norm 1: E4M3 1x16", "1.1 C", "norm 1's output, for wgrad"),
+LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input: E4M3 1x16", "1.1 C", "norm 1's output"),
          ("q, k, v projection", "linear", "BF16", "", "", ""),
-         ("attention, with RoPE", "bf16", "E4M3, one scale", "q, k, v and the output: BF16", "8 C", ""),
+         ("attention, with RoPE", "bf16", "E4M3, one scale", "q, k, v, output: BF16", "8 C", ""),
          ("output projection", "linear", "BF16", "", "", ""),
          ("+", "add", "BF16", "", "", ""),
-         ("norm 2", "norm", "E4M3, one scale", "input of norm 2: E4M3 1x16", "1.1 C", "norm 2's output, for wgrad"),
+         ("norm 2", "norm", "E4M3, one scale", "norm 2's input: E4M3 1x16", "1.1 C", "norm 2's output"),
          ("gate and up projection", "linear", "E4M3 1x16", "", "", ""),
-         ("SiLU(gate) x up", "norm", "E4M3, one scale", "its input, gate and up: E4M3 1x16", "6.1 C", "its output, for wgrad"),
+         ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up: E4M3 1x16", "6.1 C", "its output"),
          ("down projection", "linear", "BF16", "", "", ""),
          ("+", "add", "BF16", "", "", "")]
 
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(10, 10.2))
+    _, ax = plt.subplots(figsize=(8.2, 9.4))
     top = len(LAYER) - 1
     ax.set(xlim=(-0.6, 15.4), ylim=(-2.4, top + 1.6))
     ax.axis("off")
@@ -148,10 +149,10 @@ def flow():
         if kind == "add":
             arrow(ax, (forward, y + 0.72), (forward, y), color=theme["soft"], style="-")
             arrow(ax, (forward, y), (stream + 0.02, y), "", theme["gold"])
-            ax.text((forward + stream) / 2 + 0.2, y + 0.16, "added to the stream", ha="center", fontsize=9, color=theme["soft"])
+            ax.text((forward + stream) / 2, y + 0.16, "added to the stream", ha="center", fontsize=8.6, color=theme["soft"])
             arrow(ax, (back_stream, y), (backward, y), "", theme["gold"])
             arrow(ax, (backward, y), (backward, y + 0.72), "")
-            ax.text((backward + back_stream) / 2, y + 0.16, "g, quantized to E5M2", ha="center", fontsize=9, color=theme["soft"])
+            ax.text((backward + back_stream) / 2, y + 0.16, "g: E5M2", ha="center", fontsize=9, color=theme["soft"])
             continue
         box(ax, forward, y, 3.6, 0.56, name, color)
         words = {"linear": "dgrad and wgrad", "norm": f"gradient of {name}", "bf16": "gradient of attention"}[kind]
@@ -171,8 +172,8 @@ def flow():
         if again:
             ax.text(saved, y - 0.45 if what else y, f"computed again: {again}", ha="center", va="center", fontsize=9, style="italic",
                     color=theme["soft"])
-    notes = [("linear", "a linear layer: FP8 GEMMs whose operands have one scale per tensor"),
-             ("norm", "a norm or an activation function: reads groups of 16 values that share a scale (1x16)"),
+    notes = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor"),
+             ("norm", "a norm or activation: reads groups of 16 values that share a scale (1x16)"),
              ("bf16", "computed in BF16")]
     for i, (kind, words) in enumerate(notes):
         box(ax, 0.5, -1.25 - 0.42 * i, 0.5, 0.26, "", colors[kind])
@@ -185,25 +186,32 @@ def flow():
 def granularity(x):
     """x (tokens, features): gate and up of a layer, of which one feature is made an outlier; the relative error of
     each value with one scale, a scale for each token, and 1x16 groups."""
-    figure, axes = plt.subplots(1, 4, figsize=(10, 3.7), sharey=True)
+    figure, grid = plt.subplots(2, 2, figsize=(6.4, 6.4), sharex=True, sharey=True)
+    axes = grid.ravel()
     x = x[:48, 32:96].copy()
     x[:, 39] *= 10000
-    ways = {"one scale": coat.gemm_operand(coat.E4M3, x),
-            "one scale a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
-            "one scale for 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
-    image = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12, interpolation="none")
-    axes[0].set(title="|x|", xlabel="feature", ylabel="token")
-    bar = figure.colorbar(image, ax=axes[0], location="bottom", ticks=[-12, 0, 12], aspect=14)
-    bar.ax.set_xticklabels(["2^-12", "1", "4096"])
+    ways = {"one scale in all": coat.gemm_operand(coat.E4M3, x),
+            "one for a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
+            "one for 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
+    magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12,
+                               interpolation="none")
+    axes[0].set(title="|x|: feature 39 is an outlier")
     for ax, (name, decoded) in zip(axes[1:], ways.items()):
         error = np.abs(decoded - x) / np.maximum(np.abs(x), 2.0**-30)
         image = ax.imshow(100 * error, cmap="magma", aspect="auto", vmin=0, vmax=25, interpolation="none")
-        ax.set(title=name, xlabel=f"feature\nbecome zero: {100 * np.mean((x != 0) & (decoded == 0)):.0f}%")
+        ax.set(title=f"{name}: {np.mean((x != 0) & (decoded == 0)):.0%} become 0")
     for ax in axes:
         ax.set_xticks(range(0, 65, 16))
-    bar = figure.colorbar(image, ax=axes[1:], location="bottom", ticks=[0, 6.25, 12.5, 25], aspect=50)
-    bar.ax.set_xticklabels(["0", "6.25%", "12.5%", "25% and more"])
-    bar.set_label("relative error of each value. Full precision means at most 6.25%")
+    for ax in grid[:, 0]:
+        ax.set_ylabel("token")
+    for ax in grid[1]:
+        ax.set_xlabel("feature")
+    bar = figure.colorbar(magnitude, ax=grid[:, 0], location="bottom", ticks=[-12, 0, 12], aspect=24)
+    bar.ax.set_xticklabels(["2^-12", "1", "4096"])
+    bar.set_label("|x| (the first picture)")
+    bar = figure.colorbar(image, ax=grid[:, 1], location="bottom", ticks=[0, 6.25, 12.5, 25], aspect=24)
+    bar.ax.set_xticklabels(["0", "6%", "12%", "25% or more"])
+    bar.set_label("relative error (the others)")
 
 
 # --- Memory of a step
@@ -217,7 +225,7 @@ def plan(train, recipe):
 def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
     their place."""
-    _, axes = plt.subplots(1, 2, figsize=(9.4, 3.4), sharey=True)
+    _, axes = plt.subplots(1, 2, figsize=(6.6, 3.6), sharey=True)
     for ax, (recipe, lines) in zip(axes, plans.items()):
         rows = (re.match(r"  (\S.*?) {2,}(-?[\d.]+) +[\d.]+ ", line) for line in lines)
         gb = {row[1]: float(row[2]) for row in rows if row}
@@ -234,7 +242,7 @@ def memory(plans):
         ax.stackplot([0, 32, 64, 68], areas.values(), labels=areas, alpha=0.9,
                      colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
         ax.set(title=f"{recipe}: at most {sum(areas.values()).max():.0f} GB", xlim=(0, 68))
-        ax.set_xticks([16, 48, 66], ["forward", "backward", "update"])
+        ax.set_xticks([16, 46, 66], ["forward", "backward", "update"])
     axes[0].set_ylabel("GB")
     axes[1].legend(*(part[::-1] for part in axes[1].get_legend_handles_labels()), loc="upper left")
 
