@@ -228,36 +228,66 @@ template <class W> struct Loaded {
     EitherDense::Raw g;
 };
 
-// A warp updates windows of a segment, which is what this rank has of one parameter (gpu/operators.h): the
-// window that begins with group `first`, and then every WARPS-th one that begins before group `last`. If the
-// last group of the segment has no partner, half of the warp computes it a second time and stores nothing.
-// Returns the bits of the largest new weight.
+// Where a thread's eight elements are in the groups of a segment, which is what this rank has of one
+// parameter (gpu/operators.h). Elements are counted in four ways:
+//   from the segment's first element           the codes of m and v
+//   in the rank's order                        weights and remainders; there the segment begins at its offset
+//   from the range's first element             gradients
+//   in the flat order of all parameters        the random bits of rounding
+// The distance from a group to the next is the same in all of them.
+template <class W> struct ElementsOfThread {
+    const AdamArguments& a;
+    const Segment& segment;
+    const int groups;     // of the segment
+    const int64_t start;  // the thread's first element of the segment's first group, in the rank's order
+    const W weights;
+    uint8_t *const codes_m, *const codes_v;
+
+    __device__ ElementsOfThread(const AdamArguments& arguments, const Segment& s)
+        : a(arguments), segment(s), groups(static_cast<int>(moment_groups(s.size))),
+          start(s.offset + threadIdx.x % GROUP_LANES * CHUNK), weights(arguments.w, start),
+          codes_m(static_cast<uint8_t*>(s.m.data) + start - s.offset),
+          codes_v(static_cast<uint8_t*>(s.v.data) + start - s.offset) {}
+
+    // From the thread's elements of the first group to those of this one; for a group beyond the segment's
+    // last, to those of the last.
+    __device__ int64_t distance(int group) const {
+        return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP;
+    }
+    __device__ Loaded<W> load(int group) const {
+        const int64_t i = distance(group);
+        return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
+                a.gradients.load(start - a.first_element + i)};
+    }
+    // Encodes and stores, unless the group is beyond the last.
+    __device__ void store(int group, Values& w, const Values& m, const Values& v, const Expansion& new_m,
+                          const Expansion& new_v, uint32_t& top) const {
+        const bool live = group < groups;
+        const int64_t i = distance(group);
+        weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
+        if (!live) return;
+        put(codes_m + i, encode_moments<false>(a.m, new_m, m));
+        put(codes_v + i, encode_moments<true>(a.v, new_v, v));
+    }
+};
+
+// A warp updates windows of a segment: the one that begins with group `first_group`, and then every WARPS-th
+// that begins before `last_group`. If the last group of the segment has no partner in its step, half of the
+// warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
 template <class W>
 static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_group,
                                           int last_group, const float* table_m, const float* table_v) {
     if (first_group >= last_group) return 0;
-    const int groups = static_cast<int>(moment_groups(segment.size));
+    const ElementsOfThread<W> elements(a, segment);
+    const int groups = elements.groups;
     const int half = threadIdx.x % 32 / GROUP_LANES;
-
-    // The thread's eight elements of the segment's first group, and how far away those of another group are.
-    const int64_t start = segment.offset + threadIdx.x % GROUP_LANES * CHUNK;
-    const W weights(a.w, start);
-    uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + start - segment.offset;
-    uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + start - segment.offset;
-    auto element_of = [&](int group) { return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP; };
-    auto load = [&](int group) -> Loaded<W> {
-        const int64_t i = element_of(group);
-        return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
-                a.gradients.load(start - a.first_element + i)};
-    };
-
     const FieldOfLane mine(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
     // `next` is always one step ahead: it arrives while the threads compute. Where the compiler moves it into
     // other registers within a step, it waits for it. It does not if load() begins with the codes, and if the
     // new scales are found before the weights are stored: 81% of copy bandwidth in place of 71%.
-    Loaded<W> next = load(first_group + half);
+    Loaded<W> next = elements.load(first_group + half);
     float next_field = mine.load(first_group);
     for (int window = first_group; window < last_group; window += WARPS * WINDOW) {
         const int next_window = window + WARPS * WINDOW;
@@ -272,12 +302,12 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
             auto old = [&](int which) { return field_of_step(old_field, step, which); };
             const Expansion old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
-            weights.values(next.w, w);
+            elements.weights.values(next.w, w);
             a.gradients.values(next.g, g);
             const float factor_m = decode_moments<false>(a.m, old_m, next.m, table_m, m);
             const float factor_v = decode_moments<true>(a.v, old_v, next.v, table_v, v);
             const bool more = step + 1 < STEPS && window + (step + 1) * GROUPS_PER_STEP < groups;
-            next = load(more ? group + GROUPS_PER_STEP : next_window + half);
+            next = elements.load(more ? group + GROUPS_PER_STEP : next_window + half);
 
             // Update: AdamW.
             const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
@@ -290,13 +320,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
                 const Expansion new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
-            const bool live = group < groups;
-            const int64_t i = element_of(group);
-            weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
-            if (live) {
-                put(codes_m + i, encode_moments<false>(a.m, new_m, m));
-                put(codes_v + i, encode_moments<true>(a.v, new_v, v));
-            }
+            elements.store(group, w, m, v, new_m, new_v, top);
         }
         mine.store(window, new_field);
     }

@@ -72,6 +72,36 @@ static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], in
 // ===========================================================================================================
 // Residual and norm, forward
 
+// The largest magnitude of a norm's output for one row, whose chunks in this thread are x. Chunks that are
+// not live lie behind the row.
+template <class Element, class Live>
+static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS],
+                                        RowStatistics statistics, Live live) {
+    uint32_t top = 0;
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (!live(c)) continue;
+        Values weight, bias;
+        load_parameters<Element>(n, row_column(c), weight, bias);
+        for (int j = 0; j < CHUNK; j++)
+            top = max(top, magnitude_bits(normalized(x[c][j], statistics, weight[j], bias[j])));
+    }
+    return top;
+}
+
+// Which rows of x and branch are added to make a row. With tokens, x is the embedding and branch the learned
+// positions, of which the first `period` repeat.
+struct RowsToAdd {
+    int64_t x, branch;
+};
+static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t period) {
+    RowsToAdd from{.x = row, .branch = row};
+    if (tokens) {
+        if (row < rows) from.x = tokens[row];
+        from.branch = static_cast<uint32_t>(row) % static_cast<uint32_t>(period);
+    }
+    return from;
+}
+
 // sum = x + branch, by rows (N, C). branch may be no tensor. With tokens (N) the sum is x[token] +
 // branch[position], where the position of a row is row % period. The kernel writes the sum to x_out, if that
 // is a tensor, and to the norm's input. It leaves what the next GEMM's quantizer needs: the row statistics of
@@ -84,16 +114,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
     auto live = [&](int c) { return row < rows && row_column(c) < C; };
-    int64_t x_row = row, branch_row = row;
-    if (tokens) {
-        if (row < rows) x_row = tokens[row];
-        branch_row = static_cast<uint32_t>(row) % static_cast<uint32_t>(period);
-    }
+    const RowsToAdd from = rows_to_add(row, rows, tokens, period);
     Raw raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
-        raw_x[c] = x.load(x_row * C + row_column(c));
-        if (branch.data) raw_branch[c] = branch.load(branch_row * C + row_column(c));
+        raw_x[c] = x.load(from.x * C + row_column(c));
+        if (branch.data) raw_branch[c] = branch.load(from.branch * C + row_column(c));
     }
     Values v[ROW_CHUNKS] = {};  // what the norm reads
 #pragma unroll
@@ -112,16 +138,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
     const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps);
     if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
-    if (!y_amax) return;
-    uint32_t top = 0;
-    for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (!live(c)) continue;
-        Values weight, bias;
-        load_parameters<Element>(next, row_column(c), weight, bias);
-        for (int j = 0; j < CHUNK; j++)
-            top = max(top, magnitude_bits(normalized(v[c][j], statistics, weight[j], bias[j])));
-    }
-    update_amax_by_warp(&y_amax->amax, top);
+    if (y_amax) update_amax_by_warp(&y_amax->amax, amax_of_norm<Element>(next, v, statistics, live));
 }
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
@@ -149,7 +166,8 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 // chunk lie apart, so that neighbouring threads use different banks: first the first halves of all chunks,
 // then the second halves, four floats each.
 static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
-    float4 &a = sums[col / CHUNK], &b = sums[(C + col) / CHUNK];
+    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, and as many second ones
+    float4& b = sums[(C + col) / CHUNK];  // = C / CHUNK + col / CHUNK, in fewer instructions
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
@@ -181,16 +199,17 @@ static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values
     }
 }
 
-// Adds a chunk's dx to g, as the equations above say. dy becomes dy xhat, its part of dweight. x: of RMSNorm
-// the input, of LayerNorm xhat.
+// Adds a chunk's dx to g, as the equations above say, and sets its part of dweight. x: of RMSNorm the input,
+// of LayerNorm xhat.
 template <bool RMS>
-static __device__ void add_dx(const Values& x, Values& dy, const Values& weight, RowStatistics statistics,
-                              float mean_d, float mean_d_xhat, Values& g) {
+static __device__ void add_dx(const Values& x, const Values& dy, const Values& weight,
+                              RowStatistics statistics, float mean_d, float mean_d_xhat, Values& g,
+                              Values& dweight) {
     for (int j = 0; j < CHUNK; j++) {
         const float xhat = RMS ? x[j] * statistics.rstd : x[j];
         const float d = dy[j] * weight[j];
         g[j] += statistics.rstd * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
-        dy[j] *= xhat;
+        dweight[j] = dy[j] * xhat;
     }
 }
 
@@ -259,12 +278,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         // dx, and the sums of dweight and dbias.
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values dy, weight, g;
+            Values dy, weight, g, dweight_of_row;
             dy_and_weight(c, dy, weight);
             g_in.values(raw_g[c], g);
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            add_dx<RMS>(x[c], dy, weight, statistics, mean_d, mean_d_xhat, g);
-            add_columns(dweight, C, row_column(c), dy);
+            add_dx<RMS>(x[c], dy, weight, statistics, mean_d, mean_d_xhat, g, dweight_of_row);
+            add_columns(dweight, C, row_column(c), dweight_of_row);
             g_out.from(element).round_and_store(offset(c), g, true);
             top = larger_magnitude(top, g);
         }
