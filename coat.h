@@ -1,6 +1,19 @@
-// coat.h - the vocabulary that the CPU reference and the GPU implementation of COAT (arXiv 2410.19313) share:
-// number formats, what shares a scale, recipes, formats of an optimizer's moments, the shapes of models, the
-// tensors that a transformer block saves for backward, the parameters of a model, and quantization errors.
+// coat.h - the vocabulary that the CPU reference and the GPU implementation of COAT (arXiv 2410.19313) share.
+// The first half is number formats, what shares a scale, recipes, optimizers and quantization errors: the
+// words of the paper. The second half, from the line "Models" on, is the shapes of models, the tensors that
+// a transformer block saves for backward, and the parameters.
+//
+// These words have one meaning each in all files:
+//   FMAX, FMIN    a format's largest and its smallest positive value
+//   code          a stored element: encode() rounds a value to a code, decode() gives the value of a code
+//   amax          the largest |x| of some elements
+//   scale block   the elements of a matrix that share a scale, rows x cols of them
+//   scale         s = amax / FMAX of a scale block, which stores code = encode(x / s): x = decode(code) s
+//   group         a scale block of 1x16: 16 neighbouring features of one token
+//   moment group  elements of a moment that share a moment range: 128 consecutive elements of a parameter,
+//                 or all of them
+//   moment range  (max, k) of a moment group: its amax, and the exponent of dynamic range expansion. Without
+//                 expansion it is max alone. The scale of a moment group is not stored: it follows from max
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
 //   B  sequences in a micro-batch         L    transformer blocks         F  feed-forward size
@@ -32,8 +45,8 @@ struct FormatInfo {
     const char* safetensors;  // in safetensors files
     int bytes;                // of an element
     int mantissa;  // bits: a normal value has a relative rounding error of at most 2^-(mantissa + 1)
-    float max;     // the largest finite value, FMAX
-    float min;     // the smallest positive value, FMIN, which is subnormal
+    float max;     // FMAX, the largest finite value
+    float min;     // FMIN, the smallest positive value, which is subnormal
 };
 
 // The rows have the order of Format.
@@ -49,12 +62,12 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format need scales: FP8 and FP16 have too small a range without.
+// Whether moments in this format are scaled, and so have moment ranges. FP8 and FP16 reach too short without.
 constexpr bool is_scaled(Format f) { return f != Format::F32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
-// Granularity: which elements of a matrix share a scale. They form a scale block of rows x cols elements. The
-// size 0 means all rows or all columns. Scale blocks at the end of a row or column may be smaller.
+// Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
+// columns. Scale blocks at the end of a row or column may be smaller.
 
 struct Granularity {
     int rows, cols;
@@ -66,14 +79,14 @@ inline constexpr Granularity PER_TENSOR{.rows = 0, .cols = 0};
 inline constexpr Granularity PER_ROW{.rows = 1, .cols = 0};
 inline constexpr Granularity PER_1x128{.rows = 1, .cols = 128};
 inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
-// A scale group of the paper: 16 neighbouring features of one token (figure 4a).
+// The paper's groups (figure 4a).
 inline constexpr Granularity PER_GROUP{.rows = 1, .cols = 16};
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// How a matrix is stored: the format of its elements and, in FP8, which of them share a scale, and the format
-// of the scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix.
+// How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
+// scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix.
 struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
@@ -107,8 +120,10 @@ struct Quant {
         return concat(name, " ", granularity.rows, "x", granularity.cols);
     }
 };
+// Without scales:
 inline constexpr Quant FP32{.format = Format::F32};
 inline constexpr Quant BF16{.format = Format::BF16};
+// With scales, by granularity:
 inline constexpr Quant E4M3_TENSOR{.format = Format::E4M3};
 inline constexpr Quant E5M2_TENSOR{.format = Format::E5M2};
 inline constexpr Quant E4M3_GROUP{
@@ -126,10 +141,11 @@ inline constexpr Quant E4M3_128x128{.format = Format::E4M3, .granularity = PER_1
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
-// A scale may change along the reduction only from one scale block to the next. So the columns of a
-// granularity run along the reduction: an operand that is reduced over its rows is transposed before it is
-// quantized. With 1x128, for example, 128 features of a token share a scale of x in fprop, and 128 tokens of
-// a feature in wgrad, so x is quantized twice. Per-tensor and 128x128 scales are the same for the transpose.
+// A GEMM multiplies codes. It sums the products of one scale block along the reduction, and multiplies this
+// sum by the scales. So scale blocks must be long along the reduction: the columns of a granularity run along
+// it, and an operand that is reduced over its rows is transposed before it is quantized. With 1x128, for
+// example, 128 features of a token share a scale of x in fprop, and 128 tokens of a feature in wgrad: x is
+// quantized twice. Per-tensor and 128x128 scale blocks are the same for the transpose: there once is enough.
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -197,15 +213,28 @@ inline const std::vector<Recipe>& recipes() {
     return table;
 }
 
+// The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
+// multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the
+// compute dtype.
+struct LinearFormats {
+    Quant x, w, g;
+    bool fallback;
+};
+inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
+    const Quant plain{.format = r.compute};
+    if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
+    return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
+}
+
 // -----------------------------------------------------------------------------------------------------------
-// Optimizers: how AdamW's moments are stored between steps (section 4). FP8 moments have one scale for each
-// moment group, which is 128 consecutive elements of a parameter, or one for the whole parameter (MS-AMP's
-// FP8-LM, arXiv 2310.18313).
+// Optimizers: how AdamW's moments are stored between steps (section 4). Moments in FP8 and FP16 have a moment
+// range for each moment group of 128 elements, or one for the whole parameter (MS-AMP's FP8-LM, arXiv
+// 2310.18313).
 
 inline constexpr int MOMENT_GROUP = 128;
 
-// How many scales a moment with n elements has in format f.
-constexpr int64_t moment_scales(Format f, bool per_tensor, int64_t n) {
+// How many moment groups, each with a moment range, the n elements of a moment in format f form.
+constexpr int64_t moment_groups(Format f, bool per_tensor, int64_t n) {
     if (!is_scaled(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
@@ -214,12 +243,13 @@ struct OptimizerFormat {
     const char* name;
     Format m, v;              // of first and of second moments
     bool expand = false;      // dynamic range expansion of FP8 moments
-    bool per_tensor = false;  // one scale for the whole parameter; else one for each moment group
+    bool per_tensor = false;  // the whole parameter is one moment group; else 128 elements are
     const char* about = "";   // a line of --help
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t scales(Format f, int64_t n) const { return moment_scales(f, per_tensor, n); }
-    // Whether moments are FP8 codes in groups, which adamw.cu has a kernel for. m and v are only so together.
+    int64_t groups(Format f, int64_t n) const { return moment_groups(f, per_tensor, n); }
+    // Whether m and v are FP8 codes in moment groups of 128, for which adamw.cu has a kernel. In every row of
+    // the table both are, or neither.
     bool fp8_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
@@ -231,7 +261,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
         {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expand = true,
          .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
-         .about = "FP8 moments, one scale per group of 128, not expanded"},
+         .about = "FP8 moments, one scale per moment group of 128, not expanded"},
         {.name = "fp8lm", .m = Format::E4M3, .v = Format::F16, .per_tensor = true,
          .about = "E4M3 and FP16 moments, one scale per tensor (FP8-LM)"},
         {.name = "bf16", .m = Format::BF16, .v = Format::BF16,
@@ -255,7 +285,45 @@ template <class Table> const auto& find_row(const Table& table, std::string_view
 }
 
 // -----------------------------------------------------------------------------------------------------------
+// Quantization errors, by kind of tensor.
+
+struct QuantStats {
+    double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
+    int64_t elements = 0;
+    int64_t saturated = 0;  // elements with |x| clearly above the largest value of the format times the scale
+    int64_t flushed = 0;    // elements that were not zero and became zero
+
+    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
+    QuantStats& operator+=(const QuantStats& o) {
+        signal += o.signal;
+        noise += o.noise;
+        elements += o.elements;
+        saturated += o.saturated;
+        flushed += o.flushed;
+        return *this;
+    }
+};
+
+// clang-format off
+// Attention: the four tensors that Recipe::attention is the format of.
+enum class ReportKind : uint8_t {
+    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
+};
+inline constexpr const char* REPORT_KIND_NAMES[] = {
+    "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
+    "weights", "gradients", "first moments", "second moments"};
+// clang-format on
+
+struct QuantReport {
+    QuantStats kinds[static_cast<int>(ReportKind::Count)];
+    std::vector<float> k_m, k_v;   // k of all moment groups of the first and of the second moments
+    bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
+};
+
+// ===========================================================================================================
 // Models
+//
+// The words of the paper end here. What follows are the models that it is applied to.
 
 struct Architecture {
     const char* name;       // Hugging Face's model_type
@@ -371,8 +439,8 @@ inline void validate(const ModelConfig& c) {
     auto require = [&](bool ok, const auto&... what) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
-    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows, and a
-    // row of FP32 logits fits a GPU's GEMM workspace.
+    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows. A row
+    // of FP32 logits fits a GPU's GEMM workspace, and a row of the hidden size the kernels of gpu/norm.cu.
     const struct {
         const char* name;
         int64_t value, limit;
@@ -385,7 +453,7 @@ inline void validate(const ModelConfig& c) {
                  {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
-    // FP8 GEMMs need 16; no group may span q and k.
+    // Dimensions of FP8 GEMMs are multiples of 16, and no group may hold elements of both q and k.
     constexpr int64_t multiple = std::max(16, PER_GROUP.cols);
     require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
             " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
@@ -398,26 +466,13 @@ inline void validate(const ModelConfig& c) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// A transformer block. Its forward and backward passes are block_forward() and block_backward() of
-// reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
+// What a transformer block saves for backward (table 2). Its passes are block_forward() and block_backward()
+// of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
 
-// The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
-// multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the
-// compute dtype.
-struct LinearFormats {
-    Quant x, w, g;
-    bool fallback;
-};
-inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
-    const Quant plain{.format = r.compute};
-    if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
-    return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
-}
-
-// What a block saves for backward (table 2). Backward also needs the outputs of norms and of the activation
-// function. They are not saved: they are computed again from their saved inputs, which costs little.
-// They are the rows of saved_per_layer(), in this order.
-enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
+// The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
+// and of the activation function. These are not saved: backward computes them again from their saved inputs,
+// which costs little.
+enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
 struct SavedTensor {  // (N, cols)
     Saved which;
@@ -433,7 +488,8 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Reci
     return {
         {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .quant = r.nonlinear},
         {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .quant = r.attention},
-        {.which = Saved::Attention, .name = "attention output", .cols = c.q_cols(), .quant = r.attention},
+        {.which = Saved::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
+         .quant = r.attention},
         {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .quant = FP32},
         {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .quant = r.nonlinear},
         {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
@@ -449,7 +505,7 @@ struct Role {
     bool decay = false;              // weight decay applies
     bool optimizer_formats = false;  // its moments have the formats of the optimizer; else FP32
     bool linear = false;             // it is the weight of a linear layer, which the recipe quantizes
-    bool ones = false;               // it starts at 1; else at random values, or at 0 if init_std is 0
+    bool ones = false;               // it starts at 1; else at random values, or at 0 (init_std)
 };
 // EMBEDDING is also the role of learned positions and of the head.
 inline constexpr Role EMBEDDING{.decay = true, .optimizer_formats = true};
@@ -461,8 +517,8 @@ struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
-    float init_std;      // standard deviation of the first values
-    // Elements before it in the flat order of all parameters, where each is padded to whole moment groups.
+    float init_std;      // standard deviation of the first values; 0: they are 0, or 1 by the role
+    // Elements before it in the flat order of all parameters, where each is padded to a multiple of 128.
     int64_t offset;
     // A bucket is the parameters whose gradients backward completes at the same time. Buckets are counted in
     // the order of the forward pass.
@@ -542,40 +598,5 @@ inline int64_t parameter_count(const ModelConfig& c) {  // without padding rows
     for (const Param& p : parameters(c)) n += used_elements(c, p);
     return n;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Quantization errors, by kind of tensor.
-
-struct QuantStats {
-    double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
-    int64_t elements = 0;
-    int64_t saturated = 0;  // elements with |x| clearly above the largest value of the format times the scale
-    int64_t flushed = 0;    // elements that were not zero and became zero
-
-    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
-    QuantStats& operator+=(const QuantStats& o) {
-        signal += o.signal;
-        noise += o.noise;
-        elements += o.elements;
-        saturated += o.saturated;
-        flushed += o.flushed;
-        return *this;
-    }
-};
-
-// clang-format off
-enum class ReportKind : uint8_t {
-    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
-};
-inline constexpr const char* REPORT_KIND_NAMES[] = {
-    "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
-    "weights", "gradients", "first moments", "second moments"};
-// clang-format on
-
-struct QuantReport {
-    QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // the expansion factors of all moment groups
-    bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
-};
 
 }  // namespace coat

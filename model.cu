@@ -294,7 +294,7 @@ private:
     void attention_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);
-        const View saved_qkv = saved(layer, Saved::Qkv), saved_out = saved(layer, Saved::Attention);
+        const View saved_qkv = saved(layer, Saved::Qkv), saved_out = saved(layer, Saved::AttentionOutput);
         const View qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed while its codes
         // are made
@@ -509,14 +509,14 @@ private:
     void attention_out_backward(Layer& layer, const View& dout) {
         const Arena::Scope scope(arena_);
         const Operand g8 = layer.attention_out.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
-        layer.attention_out.wgrad(g8, stored(saved(layer, Saved::Attention)));
+        layer.attention_out.wgrad(g8, stored(saved(layer, Saved::AttentionOutput)));
         layer.attention_out.dgrad(g8, dout);
     }
     // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax if rope() is the
     // last to change it.
     void qkv_gradient(Layer& layer, const View& dout, const View& dqkv) {
         const View qkv = load_attention(saved(layer, Saved::Qkv));
-        const View out = load_attention(saved(layer, Saved::Attention));
+        const View out = load_attention(saved(layer, Saved::AttentionOutput));
         void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention_sizes())));
         coat::attention_backward(attention_sizes(), attention_input(layer, qkv).data, out.data,
                                  saved_log_sum_exp(layer), dout.data, dqkv.data, workspace, stream_);
@@ -812,9 +812,9 @@ private:
     }
 
     template <class Value> Value sum_of_ranks(const Value& mine) const {
-        if (!setup_.processes) return mine;
+        if (!setup_.all_ranks) return mine;
         Value sum{};
-        for (const Value& theirs : setup_.processes->all_gather(mine)) sum += theirs;
+        for (const Value& theirs : setup_.all_ranks->all_gather(mine)) sum += theirs;
         return sum;
     }
 };
@@ -828,7 +828,7 @@ std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weigh
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {
     Setup alone = s;
-    alone.processes = nullptr;  // the ranks do not meet in a dry run
+    alone.all_ranks = nullptr;  // the ranks do not meet in a dry run
     return Network(alone, 0, cache_weights, nullptr).dry_step();
 }
 

@@ -1,7 +1,8 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
-// contains, and the interface Model, which train.cpp drives. reference_model.cpp implements it on the CPU and
-// model.cu on the GPU, independently, so that a test that compares the two can fail. They share the first
-// weights and the random bits of stochastic rounding, which are defined here.
+// contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
+// CPU and model.cu on the GPU, independently, so that a test that compares the two can fail. They share the
+// first weights and the random bits of stochastic rounding, which are defined here. The equations of the
+// paper need nothing of this file: the first three sections of reference.cpp can be read before it.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -33,8 +34,9 @@ COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, fl
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
     z ^= z >> 32;
-    const uint64_t sum = (z & 0xFFFF) + (z >> 16 & 0xFFFF) + (z >> 32 & 0xFFFF) + (z >> 48);
-    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));  // variance 1/3
+    const uint64_t sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
+    // A sum of four uniform values from 0 to 1 has the variance 4/12, so the standard deviation 1 / sqrt(3).
+    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
 }
 
 // The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
@@ -55,7 +57,7 @@ COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-// The key of one update. step: AdamW::step + AdamW::skipped.
+// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, below).
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return rounding_bits(seed * 0x9E3779B97F4A7C15ull, static_cast<uint64_t>(step)) << 32;
 }
@@ -113,7 +115,7 @@ struct Setup {
     // each bucket within backward.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
-    Ranks* processes = nullptr;  // null with one rank, and for a plan
+    Ranks* all_ranks = nullptr;  // how they exchange values; null with one rank, and for a plan
 };
 
 inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; }  // of a step, on all ranks
@@ -124,13 +126,13 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What a rank owns. Each rank owns a part of every matrix (as ZeRO-3). It adds up all ranks' gradients of its
-// part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered just
-// before it is used. A vector is small: every rank owns the whole of it, and all compute the same.
+// What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank adds up all ranks' gradients
+// of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
+// just before it is used. A vector is small: every rank owns the whole of it, and all compute the same.
 
-// Parts of a matrix are cut only between shard units. So no moment group is cut, and sums that are added
-// within shard units first are the same for any number of ranks. A matrix that is smaller than a shard unit
-// belongs to the last rank.
+// Parts of a matrix are cut only between shard units. So no moment group of 128 is cut, and sums that are
+// added within shard units first are the same for any number of ranks. If a matrix has fewer shard units than
+// there are ranks, some ranks own nothing of it. A matrix of less than one belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 
 struct Range {  // consecutive elements
@@ -147,10 +149,10 @@ inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
 inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
 inline int64_t padded(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
 
-// The format of sums of gradients. Every addition to a BF16 sum rounds it, so the compute dtype is used for
-// at most four additions: one for each micro-batch, or two if the head is also the embedding. Longer sums are
-// FP32. The micro-batches of all ranks count, so that the number of ranks does not change the format. The
-// gradients of one micro-batch of each rank are added in FP32, and the sum is rounded once.
+// The format in which a weight's gradients are summed over the micro-batches of a step. A micro-batch adds
+// one gradient, or two to the embedding if this is also the head. Sums of at most four are in the compute
+// dtype. Longer sums are in FP32, because every addition to a BF16 sum rounds it. The micro-batches of all
+// ranks are counted, so that the format does not depend on how they are divided among ranks.
 inline Format gradient_format(const Setup& s) {
     return micro_batches(s) * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
@@ -166,8 +168,8 @@ struct StateTensor {
     int bytes;          // of an element
     std::vector<int64_t> shape;
     Param param;
-    // How many consecutive elements of the parameter one element of this tensor belongs to: 128 for the
-    // maximum of a moment group.
+    // How many consecutive elements of the parameter share one element of this tensor: 128 share the max of a
+    // moment group.
     int64_t shared_by = 1;
     static constexpr int64_t ALL = 0;  // of shared_by: all elements of the parameter
 
@@ -217,8 +219,8 @@ inline ReportKind report_kind(LinearOperand o) {
 }
 
 // The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest
-// first, and the scale of the next step. The scale is 0 as long as the history is empty: then the operand is
-// scaled just in time.
+// first, and the scale of the next step. Before the first step all of these are 0. While the scale is 0, the
+// operand is scaled just in time.
 inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
@@ -239,8 +241,9 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
     return table;
 }
 
-// The state besides the weights: the remainders of the masters, the moments and the state of delayed scaling.
-// A BF16 weight and its signed 16-bit remainder are the FP32 master: bits = (bf16 << 16) + remainder.
+// The state besides the weights: the remainders of the masters, the codes and moment ranges of the moments,
+// and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master:
+// bits = (bf16 << 16) + remainder.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {
@@ -257,11 +260,11 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t scales = s.optimizer.scales(f, p.size());
+            const int64_t groups = s.optimizer.groups(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
-            if (scales) add(moment + ".max", "F32", 4, {scales}, shared_by);
-            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {scales}, shared_by);
+            if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
+            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
@@ -308,7 +311,7 @@ inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
 }
-// The number that turns the sum of the losses of n targets into their mean.
+// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
 inline double divisor_of_mean(const int32_t* targets, int64_t n) {
     return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
 }

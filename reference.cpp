@@ -321,7 +321,7 @@ void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     expands = expand && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t scales = moment_scales(f, per_tensor, n);
+    const int64_t scales = moment_groups(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
     max.assign(scales, 0.0f);
     k.assign(expands ? scales : 0, 1.0f);
@@ -386,7 +386,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
             .decay = decays ? a.weight_decay : 0.0f,
             .bias1 = float(1 - std::pow(double(a.beta1), step)),
             .bias2_root = float(std::sqrt(1 - std::pow(double(a.beta2), step))),
-            .gradient_scale = clips ? float(a.clip / grad_norm) : 1.0f};
+            .clip_factor = clips ? float(a.clip / grad_norm) : 1.0f};
 }
 
 // One AdamW step in FP32, with the clipped gradient g:
@@ -398,7 +398,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
 #pragma omp parallel for if (n > 1 << 14)
     for (int64_t i = 0; i < n; i++) {
-        const float g = gradient[i] * f.gradient_scale;
+        const float g = gradient[i] * f.clip_factor;
         m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
         v[i] = f.beta2 * v[i] + f.one_minus_beta2 * (g * g);
         const float update = m[i] / f.bias1 / (std::sqrt(v[i]) / f.bias2_root + f.eps);

@@ -102,7 +102,7 @@ struct AdamWFactors {
     float eps;
     float decay;              // weight decay, 0 where it does not apply
     float bias1, bias2_root;  // 1 - beta1^t and sqrt(1 - beta2^t)
-    float gradient_scale;     // below 1 if the gradients are clipped
+    float clip_factor;     // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);

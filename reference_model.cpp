@@ -423,7 +423,7 @@ public:
         const double norm = gradient_norm();
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
         // Below 2^62, the square of a clipped gradient fits every format of v. NaN fails, too.
-        const double clipped_norm = norm * adamw_factors(adamw, false, norm).gradient_scale;
+        const double clipped_norm = norm * adamw_factors(adamw, false, norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(adamw, norm);
         return {.loss = loss, .grad_norm = norm, .skipped = skipped, .targets = counted};
@@ -494,11 +494,11 @@ private:
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.processes) clear_gradients();  // several ranks have their sums in sums_
+            if (a == 0 || setup_.all_ranks) clear_gradients();  // several ranks have their sums in sums_
             losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
-            if (setup_.processes) sum_over_ranks(a == 0);
+            if (setup_.all_ranks) sum_over_ranks(a == 0);
         }
-        if (setup_.processes) gradients.swap(sums_);
+        if (setup_.all_ranks) gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
         for (int64_t a = 0; a < accumulate; a++)
@@ -528,7 +528,7 @@ private:
 
     // A value, or a vector of values, of all ranks in their order.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<Element>{mine};
+        return setup_.all_ranks ? setup_.all_ranks->all_gather(mine) : std::vector<Element>{mine};
     }
 
     // After every micro-batch, in FP32 and in the order of the ranks: sum = round(sum + g_0 + g_1 + ...).

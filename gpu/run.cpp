@@ -29,8 +29,8 @@ uint8_t* Arena::take_bytes(int64_t bytes) {
 
 void Device::wait(const char* what) const {
     enqueue(stream, [&] {
-        if (setup.processes)
-            setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        if (setup.all_ranks)
+            setup.all_ranks->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);
     });
 }
@@ -58,13 +58,13 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t scales = o.scales(f, shards[i].own.count);
+            const int64_t groups = o.groups(f, shards[i].own.count);
             MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
                               .max = nullptr,
                               .k = nullptr,
                               .format = f};
-            if (is_scaled(f)) moment.max = arena.take<float>(scales * places);
-            if (o.expands(f)) moment.k = arena.take<float>(scales);
+            if (is_scaled(f)) moment.max = arena.take<float>(groups * places);
+            if (o.expands(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
         }
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
@@ -243,11 +243,11 @@ void Parameters::note_state() {
         if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
-            const int64_t scales = setup.optimizer.scales(m.format, count);
+            const int64_t groups = setup.optimizer.groups(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
-            if (m.max) entries_[of + ".max"] = {i, m.max, scales * 4};
-            if (m.k) entries_[of + ".k"] = {i, m.k, scales * 4};
+            if (m.max) entries_[of + ".max"] = {i, m.max, groups * 4};
+            if (m.k) entries_[of + ".k"] = {i, m.k, groups * 4};
         }
         if (scales_.delayed() && params[i].role.linear) note_delayed_scales(i);
     }
@@ -472,14 +472,14 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
 }
 
 std::unique_ptr<Model> make_gpu(const Setup& setup) {
-    int local = setup.processes ? setup.processes->local() : 0;  // number of the GPU
+    int local = setup.all_ranks ? setup.all_ranks->local() : 0;  // number of the GPU
     const std::string missing = why_no_gpu(local);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
     if (std::getenv("COAT_SHARE_GPU")) local = 0;  // slow: for tests of several ranks on one GPU
     check(cudaSetDevice(local),
           concat("Choosing GPU number ", local, " failed; each rank needs a GPU of its own").c_str());
     const int capability = gpu_capability();
-    for (int theirs : setup.processes ? setup.processes->all_gather(capability) : std::vector<int>())
+    for (int theirs : setup.all_ranks ? setup.all_ranks->all_gather(capability) : std::vector<int>())
         if (theirs != capability)
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     Setup s = setup;

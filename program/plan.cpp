@@ -81,7 +81,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
         {"norm of each head of q and k", attention, compute, compute},
         {"rotary positions", compute, none, arch.qk_norm ? compute : attention},
         {"attention", arch.qk_norm ? compute : attention, none, attention,
-         saves(Saved::Attention) + "; " + saves(Saved::LogSumExp)},
+         saves(Saved::AttentionOutput) + "; " + saves(Saved::LogSumExp)},
         {"attention output projection" + falls, x, w, compute},
         {"residual add", compute, none, sum},
         {"norm 2", read, compute, x, saves(Saved::Norm2Input)},

@@ -195,7 +195,7 @@ void start_ranks(Run& run, std::unique_ptr<ProcessGroup>& processes) {
     run.processes = processes.get();
     run.setup.ranks = launch.ranks;
     run.setup.rank = processes->rank();
-    run.setup.processes = several ? processes.get() : nullptr;
+    run.setup.all_ranks = several ? processes.get() : nullptr;
     const bool prints = launch.rank == 0 && processes->rank() == 0;  // by torchrun, and by --ranks
     if (!prints && !std::freopen("/dev/null", "w", stdout)) throw Error("/dev/null cannot be written.");
 }

@@ -103,7 +103,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
                                           .decay = s.decay,
                                           .bias1 = s.bias1,
                                           .bias2_root = std::sqrt(s.bias2),
-                                          .gradient_scale = 1.0f};
+                                          .clip_factor = 1.0f};
     Floats values[2] = {Floats(n), Floats(n)};
     const Moment views[2] = {m, v};
     reference::Moment moments[2];

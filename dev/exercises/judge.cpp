@@ -839,7 +839,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
                                               .decay = in.s.decay,
                                               .bias1 = in.s.bias1,
                                               .bias2_root = std::sqrt(in.s.bias2),
-                                              .gradient_scale = 1.0f};
+                                              .clip_factor = 1.0f};
         Floats w = in.w, now[2] = {in.m, in.v};
         reference::adamw(factors, n, in.g.data(), w.data(), now[0].data(), now[1].data());
         reference::Moment expected[2] = {before[0], before[1]};

@@ -198,7 +198,7 @@ struct Exact {
     Exact(const Run& run, const HostParam& p, const AdamW& a)
         : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
         reference::AdamWFactors f = reference::adamw_factors(a, p.decays, 0);
-        f.gradient_scale = run.clip;
+        f.clip_factor = run.clip;
         const float* g = &run.gradient[p.offset];
         w_float.assign(run.master.begin() + p.offset, run.master.begin() + p.offset + p.size);
         w = doubles(w_float);

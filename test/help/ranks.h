@@ -44,7 +44,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
                 processes->threads = true;
             }
             Setup own = setup;
-            own.rank = rank, own.ranks = ranks, own.processes = processes.get();
+            own.rank = rank, own.ranks = ranks, own.all_ranks = processes.get();
             body(own);
         });
     for (std::thread& thread : threads) thread.join();
