@@ -11,17 +11,19 @@ namespace {
 // -----------------------------------------------------------------------------------------------------------
 // config.json
 
+// What a missing field of config.json means.
+enum class Missing : uint8_t { IsError, KeepsDefault };
+
 // The fields of config.json that are values of ModelConfig: visit(name in all models but GPT-2, name in
-// GPT-2, value, required). A null name: the field does not exist there. Where a field that is not required is
-// missing, the value stays what it was.
+// GPT-2, value, what it means if it is missing). Where the name is null, the field does not exist.
 template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
-    visit("num_hidden_layers", "n_layer", c.L, true);
-    visit("hidden_size", "n_embd", c.C, true);
-    visit("num_attention_heads", "n_head", c.NH, true);
+    visit("num_hidden_layers", "n_layer", c.L, Missing::IsError);
+    visit("hidden_size", "n_embd", c.C, Missing::IsError);
+    visit("num_attention_heads", "n_head", c.NH, Missing::IsError);
     visit("num_key_value_heads", nullptr, c.NKV);
     visit("head_dim", nullptr, c.head_size);
     visit("intermediate_size", "n_inner", c.F);
-    visit("vocab_size", "vocab_size", c.V, true);
+    visit("vocab_size", "vocab_size", c.V, Missing::IsError);
     visit("max_position_embeddings", "n_positions", c.max_T);
     visit("rms_norm_eps", "layer_norm_epsilon", c.norm_eps);
     visit("tie_word_embeddings", "tie_word_embeddings", c.tied);
@@ -29,22 +31,23 @@ template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
 }
 // Likewise the fields of rope_scaling, where its type is llama3.
 template <class Visit> void visit_fields(RopeScaling& s, const Visit& visit) {
-    visit("factor", nullptr, s.factor, true);
-    visit("low_freq_factor", nullptr, s.low_freq_factor, true);
-    visit("high_freq_factor", nullptr, s.high_freq_factor, true);
-    visit("original_max_position_embeddings", nullptr, s.original_positions, true);
+    visit("factor", nullptr, s.factor, Missing::IsError);
+    visit("low_freq_factor", nullptr, s.low_freq_factor, Missing::IsError);
+    visit("high_freq_factor", nullptr, s.high_freq_factor, Missing::IsError);
+    visit("original_max_position_embeddings", nullptr, s.original_positions, Missing::IsError);
 }
 
 template <class Values> void read_fields(Values& values, bool gpt2, const Fields& f) {
-    visit_fields(values, [&](const char* others, const char* of_gpt2, auto& value, bool required = false) {
+    visit_fields(values, [&](const char* others, const char* of_gpt2, auto& value,
+                             Missing missing = Missing::KeepsDefault) {
         const char* const name = gpt2 ? of_gpt2 : others;
-        if (!name || (!required && !f.has(name))) return;
+        if (!name || (missing == Missing::KeepsDefault && !f.has(name))) return;
         if (f.has(name) && f.object[name] == 0) f.reject(name, "above 0");
         value = f.get<std::decay_t<decltype(value)>>(name);
     });
 }
 template <class Values> void write_fields(Values& values, bool gpt2, ordered_json& object) {
-    visit_fields(values, [&](const char* others, const char* of_gpt2, const auto& value, bool = false) {
+    visit_fields(values, [&](const char* others, const char* of_gpt2, const auto& value, Missing = {}) {
         const char* const name = gpt2 ? of_gpt2 : others;
         if (name) object[name] = value;
     });
@@ -126,8 +129,9 @@ ordered_json config_json(ModelConfig c) {
 // -----------------------------------------------------------------------------------------------------------
 // Names and shapes of tensors
 
-// Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two. They follow
-// each other here as in the parameter. The first names are those of all models but GPT-2.
+// The names in Hugging Face's files for each of our parameters: in all models but GPT-2, and in GPT-2. Our
+// parameters are fused: qkv has the rows of three tensors of those files, gate_up those of two, in this
+// order.
 const std::map<std::string, std::pair<std::vector<std::string>, std::vector<std::string>>> NAMES = {
     {"embedding", {{"model.embed_tokens"}, {"transformer.wte"}}},
     {"positions", {{}, {"transformer.wpe"}}},
@@ -157,7 +161,7 @@ struct Piece {
     }
 };
 
-// The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as a column.
+// The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as one column.
 std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
     char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
     int64_t layer = -1;                // not in a layer

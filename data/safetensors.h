@@ -30,8 +30,6 @@ using nlohmann::ordered_json;  // its fields keep their order
 // -----------------------------------------------------------------------------------------------------------
 // Files
 
-inline bool ends_with(const std::string& text, const std::string& end) { return text.ends_with(end); }
-
 inline std::string path_in(const std::string& folder, const std::string& file) {
     return (fs::path(folder) / file).string();
 }
@@ -41,8 +39,8 @@ inline std::string path_in(const std::string& folder, const std::string& file) {
 // file became shorter, ends the program.
 class MappedFile {
 public:
-    explicit MappedFile(
-        const std::string& path);  // std::bad_alloc if there is no room for it among addresses
+    // Error if it cannot be read; std::bad_alloc if there is no room for it among the addresses.
+    explicit MappedFile(const std::string& path);
     MappedFile(const MappedFile&) = delete;
     ~MappedFile();
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty

@@ -22,11 +22,12 @@ import tempfile
 from conversations import DATE_AS_TEXT, NOT_COUNTED, ChatTemplate, stop_the_clock, tokens_of_record
 from records import Report, fail, files_below, has_conversations, read_conversations, read_texts
 
-PROGRESS = 10 << 20  # characters from which on it is shown: more than ten seconds
-PART = 1 << 18  # characters of a text that the tokenizer gets at least, if there are so many
-BATCH = 1 << 21  # characters that it gets at a time: it needs up to 190 bytes of memory for each
-LONGEST_CONVERSATION = 1 << 19  # characters
-OPEN_WINDOWS = 64  # that the next conversation may go into
+# All of these but the last are numbers of characters.
+PROGRESS = 10 << 20  # for so many the progress is shown: they take more than ten seconds
+PART = 1 << 18  # a longer text is cut into parts, which the tokenizer gets one by one
+BATCH = 1 << 21  # the tokenizer gets so many at a time; it needs up to 190 bytes of memory for each
+LONGEST_CONVERSATION = 1 << 19  # a longer conversation is cut, or one with more than any T tokens can have
+OPEN_WINDOWS = 64  # so many windows may still get the next conversation
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja",
                    "chat_template.json")
@@ -38,13 +39,14 @@ def header(*words):
 
 
 def hold_out(items, part):
-    """(training, validation): every n-th item is held out, and of few texts the end of each."""
+    """(items to train on, items that are held out): every n-th item is held out. If there are fewer than n
+    texts, it is the end of each text."""
     every = max(2, round(1 / part))
     if len(items) < every and isinstance(items[0], str):
-        cut = [int(len(text) * (1 - part)) for text in items]
-        return [t[:n] for t, n in zip(items, cut)], [t[n:] for t, n in zip(items, cut)]
+        ends = [int(len(text) * (1 - part)) for text in items]
+        return [text[:n] for text, n in zip(items, ends)], [text[n:] for text, n in zip(items, ends)]
     first = min(every // 2, len(items) - 1)
-    return [x for i, x in enumerate(items) if i % every != first], items[first::every]
+    return [item for i, item in enumerate(items) if i % every != first], items[first::every]
 
 
 def end_of_part(text, begin):
@@ -114,6 +116,7 @@ def encode(tokenizer, texts, end):
 
 
 def train_bpe(texts, size):
+    """A tokenizer with a byte-level BPE of `size` tokens, trained on the texts."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
     bpe = tokenizers.ByteLevelBPETokenizer()
@@ -144,8 +147,8 @@ def pieces_of(tokenizer):
 
 
 def tokens_of_conversations(template, files, T, report):
-    """The tokens of each conversation, cut after T."""
-    # No more characters than these can be in T tokens, whatever the tokens are.
+    """The first T tokens of each conversation that has an answer in them."""
+    # So many characters are enough for T tokens, whatever the tokens are.
     longest = max(LONGEST_CONVERSATION, T * max(map(len, template.tokenizer.get_vocab())))
     found, without, longer = [], 0, 0
     for record in read_conversations(files, report):
@@ -165,7 +168,7 @@ def tokens_of_conversations(template, files, T, report):
 
 
 def pack(conversations, T, padding):
-    """Windows of T tokens. A conversation goes into the first open window that has room."""
+    """One stream, in windows of T tokens. A conversation goes into the first open window that has room."""
     windows, packed = [], array.array("I")
     for tokens in conversations:
         window = next((w for w in windows[-OPEN_WINDOWS:] if len(w) + len(tokens) <= T), None)
@@ -253,35 +256,56 @@ def replace_files(folder, contents, stale):
             os.remove(path)
 
 
+def streams_of_texts(run, files, report):
+    """(tokenizer, the streams of tokens to train on and held out) of files of text."""
+    texts = read_texts(files, report)
+    report.print()
+    if not texts:
+        fail("there is no text; give text files or folders of them.")
+    parts = hold_out(texts, run.hold_out)
+    tokenizer = open_tokenizer(run.tokenizer) or train_bpe(parts[0], run.train_bpe)
+    return tokenizer, [encode(tokenizer, part, tokenizer.eos_token_id) for part in parts]
+
+
+def streams_of_conversations(run, files, report):
+    """The same of files of conversations."""
+    tokenizer = open_tokenizer(run.tokenizer)
+    conversations = tokens_of_conversations(ChatTemplate(tokenizer), files, run.seq, report)
+    padding = tokenizer.eos_token_id or 0
+    return tokenizer, [pack(part, run.seq, padding) for part in hold_out(conversations, run.hold_out)]
+
+
+def contents_of_files(streams, seq, pieces, end):
+    """What train.bin, val.bin and tokenizer.bin contain, by their names. Tokens have 16 bits if all of them
+    fit and all count, and else 32. The length of a piece is one byte."""
+    wide = seq > 0 or len(pieces) > 1 << 16
+    magic, code = (20240801, "I") if wide else (20240520, "H")
+    contents = {}
+    for name, tokens in zip(("train.bin", "val.bin"), streams):
+        contents[name] = [header(magic, 1, len(tokens), seq), array.array(code, tokens).tobytes()]
+    short = [piece[:255] for piece in pieces]
+    contents["tokenizer.bin"] = [header(20240328, 2, len(pieces), -1 if end is None else end),
+                                 *(bytes([len(piece)]) + piece for piece in short)]
+    return contents
+
+
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     run, report = parse_arguments(), Report()
     files = [file for path in run.text for file in files_below(path, report)]
     chats = [file for file in files if has_conversations(file)]
     check_arguments(run, files, chats)
-    texts = read_texts(files, report) if not chats else []
-    if not chats:
-        report.print()
-        if not texts:
-            fail("there is no text; give text files or folders of them.")
-        texts = hold_out(texts, run.hold_out)
-    tokenizer = open_tokenizer(run.tokenizer) or train_bpe(texts[0], run.train_bpe)
+    if chats:
+        tokenizer, streams = streams_of_conversations(run, chats, report)
+    else:
+        tokenizer, streams = streams_of_texts(run, files, report)
+    if max(map(len, streams)) >= 1 << 31:
+        fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
     end = tokenizer.eos_token_id
     if end is None:
         print("The tokenizer has no token that ends a text; texts follow each other without one.")
-    if chats:
-        conversations = tokens_of_conversations(ChatTemplate(tokenizer), chats, run.seq, report)
-        streams = [pack(part, run.seq, end or 0) for part in hold_out(conversations, run.hold_out)]
-    else:
-        streams = [encode(tokenizer, part, end) for part in texts]
-    if max(map(len, streams)) >= 1 << 31:
-        fail("a token file holds fewer than 2^31 tokens; give parts of the text, each with its own --out.")
-    pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
-    width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)
-    contents = {name: [header(magic, 1, len(tokens), run.seq), array.array(width, tokens).tobytes()]
-                for name, tokens in zip(("train.bin", "val.bin"), streams)}
-    contents["tokenizer.bin"] = [header(20240328, 2, len(pieces), -1 if end is None else end),
-                                 *(bytes([len(piece)]) + piece for piece in pieces)]
+    pieces = list(pieces_of(tokenizer))
+    contents = contents_of_files(streams, run.seq, pieces, end)
     for name, content in tokenizer_files(run.tokenizer, tokenizer).items():
         contents[name] = [content]
     replace_files(run.out, contents, TOKENIZER_FILES)

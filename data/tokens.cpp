@@ -11,7 +11,7 @@
 
 namespace coat {
 
-constexpr uint32_t NOT_COUNTED = 1u << 31;
+constexpr uint32_t NOT_COUNTED = 1u << 31;  // the bit of a token that does not count in the loss
 
 void TokenStream::append(const Source& source) {
     if (source.count == 0) return;
@@ -48,7 +48,7 @@ std::vector<TokenStream::Part>::const_iterator TokenStream::part_of(int64_t toke
     return std::upper_bound(parts_.begin(), parts_.end(), token, is_before) - 1;
 }
 
-// The tokens as they are in token files: the highest bit says that one does not count.
+// Tokens as they are in token files, with the bit NOT_COUNTED.
 std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
     std::vector<uint32_t> all(count);
     const int64_t end = first + count;
@@ -127,9 +127,9 @@ TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file
     return source;
 }
 
-// A text that occurs twice is used once: its copy would make validation easier than it is.
-void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& c) {
-    constexpr size_t HELD_OUT = 20;  // every 20th
+// Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
+void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& corpus) {
+    constexpr size_t HELD_OUT = 20;  // of so many texts or more, every 20th is held out
     const KnownFiles known(options.known);
     std::map<uint64_t, std::string> path_of_hash;
     std::vector<LeftOut> copies;
@@ -141,42 +141,42 @@ void read_texts(const std::vector<std::string>& paths, const CorpusOptions& opti
         const uint64_t hash = hash_of(*file);
         if (file->bytes() == 0) continue;
         if (!reason.empty()) {
-            c.left_out.push_back({path, reason});
+            corpus.left_out.push_back({path, reason});
         } else if (!known.has(path)) {
-            c.left_out.push_back({path, NEW_FILE});
+            corpus.left_out.push_back({path, NEW_FILE});
         } else if (const auto [other, is_first] = path_of_hash.emplace(hash, path); !is_first) {
             copies.push_back({path, "has the same text as " + other->second});
         } else {
             const bool copied = copied_bytes + file->bytes() <= options.copied_bytes;
             if (copied) copied_bytes += file->bytes();
             texts.push_back(source_of_text(file, copied));
-            c.files.push_back({path, file->bytes(), hash});
+            corpus.files.push_back({path, file->bytes(), hash});
         }
     }
     for (size_t i = 0; i < texts.size(); i++) {
         const bool held_out = texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2;
-        (held_out ? c.validation : c.train).append(texts[i]);
+        (held_out ? corpus.validation : corpus.train).append(texts[i]);
     }
-    c.left_out.insert(c.left_out.end(), copies.begin(), copies.end());
-    c.vocabulary = byte_vocabulary();
-    c.bytes = true;
+    corpus.left_out.insert(corpus.left_out.end(), copies.begin(), copies.end());
+    corpus.vocabulary = byte_vocabulary();
+    corpus.bytes = true;
 }
 
 constexpr int64_t HEADER = 256 * 4;  // bytes
 constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
 
-// All token files must have one vocabulary.
-void take_vocabulary(const std::string& path, Corpus& c) {
+// Takes the vocabulary beside a token file. All token files must have the same.
+void take_vocabulary(const std::string& path, Corpus& corpus) {
     const Vocabulary found = read_vocabulary(path);
-    if (c.vocabulary_file.empty()) c.vocabulary = found;
-    if (found.pieces != c.vocabulary.pieces)
+    if (corpus.vocabulary_file.empty()) corpus.vocabulary = found;
+    if (found.pieces != corpus.vocabulary.pieces)
         throw Error("--data has token files of another tokenizer than ", path,
                     "; make all of them with one tokenizer (data/tokenize.py).");
-    c.vocabulary.end_token = found.end_token;
-    c.vocabulary_file = path;
+    corpus.vocabulary.end_token = found.end_token;
+    corpus.vocabulary_file = path;
 }
 
-void read_token_file(const std::string& path, Corpus& c) {
+void read_token_file(const std::string& path, Corpus& corpus) {
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -188,64 +188,67 @@ void read_token_file(const std::string& path, Corpus& c) {
     if (!known || file->bytes() != HEADER + int64_t{count} * width)
         throw Error("--data ", path, " is not a whole token file, as others are; give files of one kind, or ",
                     "write it again with data/tokenize.py.");
-    if (c.train.size() + c.validation.size() == 0) c.seq = seq;
-    if (seq != c.seq)
-        throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,
+    if (corpus.train.size() + corpus.validation.size() == 0) corpus.seq = seq;
+    if (seq != corpus.seq)
+        throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,
                     " (0: text); give files of one kind.");
     const std::string name = fs::path(path).filename().string();
     const bool held_out = name.find("val") != name.npos && name.find("train") == name.npos;
-    TokenStream& stream = held_out ? c.validation : c.train;
+    TokenStream& stream = held_out ? corpus.validation : corpus.train;
     // The token after a packed file's last window is no target that counts: the next file begins there.
     if (seq && stream.size()) stream.take_end(1);
     stream.append(
         {.owner = file, .data = file->data() + HEADER, .width = width, .count = count, .file = file.get()});
-    c.files.push_back({path, file->bytes(), hash_of(*file)});
+    corpus.files.push_back({path, file->bytes(), hash_of(*file)});
     const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
-    if (beside != c.vocabulary_file && fs::exists(beside)) take_vocabulary(beside, c);
+    if (beside != corpus.vocabulary_file && fs::exists(beside)) take_vocabulary(beside, corpus);
 }
 
-void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& c) {
+// Reads the files, which are token files, or else texts.
+void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
-        return read_texts(found.paths, options, c);
+        return read_texts(found.paths, options, corpus);
     const KnownFiles known(options.known);
     for (const std::string& path : found.paths) {
-        if (known.has(path)) read_token_file(path, c);
-        else c.left_out.push_back({path, NEW_FILE});
+        if (known.has(path)) read_token_file(path, corpus);
+        else corpus.left_out.push_back({path, NEW_FILE});
     }
     std::set<std::string> folders;
-    for (const DataFile& file : c.files) folders.insert((fs::path(file.path).parent_path() / ".").string());
+    for (const DataFile& file : corpus.files)
+        folders.insert((fs::path(file.path).parent_path() / ".").string());
     const auto with_tokenizer = std::find_if(folders.begin(), folders.end(), [](const std::string& folder) {
         return !tokenizer_in(folder).empty();
     });
-    if (with_tokenizer != folders.end()) c.tokenizer_folder = *with_tokenizer;
+    if (with_tokenizer != folders.end()) corpus.tokenizer_folder = *with_tokenizer;
 }
 
-// Where no file is held out, that is the last tenth.
-void hold_out_end(Corpus& c) {
-    if (c.train.size() && c.validation.size()) return;
-    c.train.append(c.validation);
-    int64_t stays = c.train.size() - ceil_div(c.train.size(), 10);
-    if (c.seq) stays = stays / c.seq * c.seq;  // so that the held-out part begins with a window
-    c.validation = c.train.take_end(c.train.size() - stays);
+// If no file is held out, or every one is, the last tenth of all tokens is.
+void hold_out_end(Corpus& corpus) {
+    if (corpus.train.size() && corpus.validation.size()) return;
+    corpus.train.append(corpus.validation);
+    int64_t stays = corpus.train.size() - ceil_div(corpus.train.size(), 10);
+    if (corpus.seq)
+        stays = stays / corpus.seq * corpus.seq;  // so that the held-out part begins with a window
+    corpus.validation = corpus.train.take_end(corpus.train.size() - stays);
 }
 
 }  // namespace
 
 Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
     const FoundFiles found = find_data_files(data, options.written);
-    Corpus c;
-    c.left_out = found.left_out;
+    Corpus corpus;
+    corpus.left_out = found.left_out;
     try {
-        read_files(found, options, c);
+        read_files(found, options, corpus);
     } catch (const std::bad_alloc&) {
         throw Error("--data ", data,
                     " does not fit into memory; turn it into token files, which are read from ",
                     "the disk (python3 data/tokenize.py), or give a part of it.");
     }
-    hold_out_end(c);
-    if (c.validation.size()) return c;
+    hold_out_end(corpus);
+    if (corpus.validation.size()) return corpus;
     std::string why;
-    for (const LeftOut& file : c.left_out) {
+    for (const LeftOut& file : corpus.left_out) {
         if (why.size() > 500) break;
         why += concat(why.empty() ? ": " : ", ", file.path, " ", file.reason);
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <string_view>
 #include <unordered_map>
 
@@ -30,38 +31,62 @@ bool Vocabulary::is_byte_level() const {
 
 namespace {
 
-enum class ReportKind : uint8_t { Space, Letter, Digit, Other };
-ReportKind kind(char c) {
+enum class CharacterKind : uint8_t { Space, Letter, Digit, Other };
+CharacterKind kind_of(char c) {
     const auto byte = uint8_t(c);
-    if (byte >= 0x80) return ReportKind::Letter;
-    if (std::strchr(" \t\n\v\f\r", c) && c) return ReportKind::Space;
-    if (c >= '0' && c <= '9') return ReportKind::Digit;
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ? ReportKind::Letter : ReportKind::Other;
+    if (byte >= 0x80) return CharacterKind::Letter;
+    if (std::strchr(" \t\n\v\f\r", c) && c) return CharacterKind::Space;
+    if (c >= '0' && c <= '9') return CharacterKind::Digit;
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') ? CharacterKind::Letter : CharacterKind::Other;
 }
 
-// The length of the first word of a text, as GPT-2's pattern cuts it. No token crosses the end of a word.
+// The length of the first word of a text, as GPT-2's pattern cuts it. No token crosses the end of a word. The
+// pattern:
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// Characters beyond ASCII count as letters, which most of them are. Where one is not, the word is longer than
-// GPT-2's; its tokens are the same, because no token has both kinds.
+// Characters beyond ASCII count as letters here, which most of them are. If one is none, the word is longer
+// than GPT-2's, but its tokens are the same, because no token has both kinds.
 size_t first_word(std::string_view text) {
     for (const std::string_view end : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
         if (text.starts_with(end)) return end.size();
     const size_t space = text[0] == ' ' && text.size() > 1 ? 1 : 0;
-    const ReportKind first = kind(text[space]);
+    const CharacterKind first = kind_of(text[space]);
     size_t end = space;
-    if (first != ReportKind::Space) {
-        while (end < text.size() && kind(text[end]) == first) end++;
+    if (first != CharacterKind::Space) {
+        while (end < text.size() && kind_of(text[end]) == first) end++;
         return end;
     }
-    while (end < text.size() && kind(text[end]) == ReportKind::Space) end++;
+    while (end < text.size() && kind_of(text[end]) == CharacterKind::Space) end++;
     if (end == text.size() || end == 1) return end;
     return end - 1;  // the last space belongs to the word that follows
 }
 
 }  // namespace
 
-// Of all pairs of neighbours that together are a token, the one with the smallest number is joined first:
-// byte pair encoding has numbered its tokens in the order in which it learned them.
+// The tokens of one word, appended to `tokens`. At first each byte is a part of its own. Again and again, two
+// neighbours that together are a token are joined: of all such pairs the one whose token has the smallest
+// number, because byte pair encoding has numbered its tokens in the order in which it learned them.
+static void encode_word(std::string_view word, const std::unordered_map<std::string_view, int32_t>& token_of,
+                        std::vector<int32_t>& tokens) {
+    std::vector<size_t> begins(word.size() + 1);  // where the parts of the word begin, and its end
+    std::iota(begins.begin(), begins.end(), size_t(0));
+    const auto part = [&](size_t i, size_t parts) {
+        return word.substr(begins[i], begins[i + parts] - begins[i]);
+    };
+    for (;;) {
+        size_t best = 0;  // the part that is joined with the next
+        int32_t smallest = INT32_MAX;
+        for (size_t i = 0; i + 2 < begins.size(); i++) {
+            const auto found = token_of.find(part(i, 2));
+            if (found == token_of.end() || found->second >= smallest) continue;
+            best = i;
+            smallest = found->second;
+        }
+        if (smallest == INT32_MAX) break;
+        begins.erase(begins.begin() + int64_t(best) + 1);
+    }
+    for (size_t i = 0; i + 1 < begins.size(); i++) tokens.push_back(token_of.at(part(i, 1)));
+}
+
 std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
     std::unordered_map<std::string_view, int32_t> token_of;
     for (size_t t = 0; t < pieces.size(); t++) token_of.emplace(pieces[t], int32_t(t));
@@ -69,22 +94,7 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
     for (std::string_view rest = text; !rest.empty();) {
         const std::string_view word = rest.substr(0, first_word(rest));
         rest.remove_prefix(word.size());
-        std::vector<size_t> at(word.size() + 1);  // where parts of the word begin, and its end
-        for (size_t i = 0; i < at.size(); i++) at[i] = i;
-        for (;;) {
-            size_t best = 0;  // the part that is joined with the next
-            int32_t smallest = INT32_MAX;
-            for (size_t i = 0; i + 2 < at.size(); i++) {
-                const auto found = token_of.find(word.substr(at[i], at[i + 2] - at[i]));
-                if (found == token_of.end() || found->second >= smallest) continue;
-                best = i;
-                smallest = found->second;
-            }
-            if (smallest == INT32_MAX) break;
-            at.erase(at.begin() + int64_t(best) + 1);
-        }
-        for (size_t i = 0; i + 1 < at.size(); i++)
-            tokens.push_back(token_of.at(word.substr(at[i], at[i + 1] - at[i])));
+        encode_word(word, token_of, tokens);
     }
     return tokens;
 }

@@ -1,5 +1,5 @@
-// flags.h - the command line of ./train. One table lists the flags; reading them, --help, and what a
-// checkpoint keeps of them all follow from it.
+// flags.h - the command line of ./train. The values are members of Flags. The table FLAGS has a row for each
+// flag; how it is read, its line of --help, and whether a checkpoint keeps it follow from its row.
 #pragma once
 #include <charconv>
 #include <set>
@@ -15,27 +15,56 @@ using Json = nlohmann::ordered_json;
 
 inline constexpr const char* VERSION = "1.0";
 
-// The value of a flag is that of the command line; else that of the checkpoint that the run continues; else
-// the default below, or the table's for a GPU or for a model folder.
+// The value of a flag is the one on the command line; else the one in the checkpoint that the run continues;
+// else the default of the table for a model folder or for a GPU; else the default below.
 struct Flags {
-    std::string device = "auto", model = "llama-tiny", recipe = "coat", optimizer, attention = "compute",
-                master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log,
-                prompt;
-    int64_t ranks = 1, batch = 16, seq = 128, accumulate = 1, steps = 250, warmup = 100, seed = 1,
-            save_every = 0, keep = 2, eval_every = 50, eval_tokens = 1 << 15, sample_every = 125,
-            tokens = 256;
-    double temperature = 0.8, lr = 3e-3, weight_decay = 0.1, clip = 1;
-    bool plan = false, help = false, version = false;
+    // What is trained, and where.
+    std::string device = "auto";
+    int64_t ranks = 1;
+    std::string model = "llama-tiny";
+    std::string recipe = "coat";
+    std::string optimizer;  // empty: that of the recipe
+    std::string attention = "compute";
+    std::string master = "exact";
+    std::string gradients = "kept";
+    // The steps.
+    std::string data = "/usr/include/c++";
+    int64_t batch = 16;
+    int64_t seq = 128;
+    int64_t accumulate = 1;
+    int64_t steps = 250;
+    double lr = 3e-3;
+    int64_t warmup = 100;
+    double weight_decay = 0.1;
+    double clip = 1;
+    int64_t seed = 1;
+    // What is saved.
+    std::string out = "out";
+    int64_t save_every = 0;
+    int64_t keep = 2;
+    std::string resume;
+    // What is measured and printed.
+    int64_t eval_every = 50;
+    int64_t eval_tokens = 1 << 15;
+    int64_t sample_every = 125;
+    std::string prompt;
+    int64_t tokens = 256;
+    double temperature = 0.8;
+    std::string log;
+    bool plan = false;
+    bool help = false;
+    bool version = false;
 
     void parse(int argc, char** argv);
     // Whether the flag of this name is on the command line.
     bool given(const std::string& name) const { return given_.count(name) > 0; }
 
-    // These set each flag that is not given and has a default of its own for a GPU, or for a model folder.
+    // These set flags that are not given: those that have a default of their own for a GPU, or for a model
+    // folder.
     void take_gpu_defaults();
     void take_folder_defaults();
-    // Sets each flag that is not given to the value in a checkpoint. A flag that is given and would make the
-    // run another one is an Error. Returns what the given flags change of the steps to come, as a text:
+    // Sets each flag that is not given to its value in a checkpoint. Error if a flag that is given would make
+    // the run another one. Returns what the given flags change in the steps to come, as a text:
     // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".
     std::string take_checkpoint(const Json& saved);
 
@@ -44,24 +73,27 @@ struct Flags {
     Json saved_settings() const;
 
 private:
-    std::set<std::string> given_;
+    std::set<std::string> given_;  // the names of the flags on the command line
 };
 
-// What happens to a flag when a run is resumed. NOT_SAVED: a checkpoint does not keep it. MAY_CHANGE: another
-// value may be given. CHANGES_STEPS: likewise, and the checkpoints tell that it was changed, since the steps
-// that follow depend on it. MUST_MATCH: another value is an error, since it would change what the saved
-// tensors mean.
-enum OnResume : uint8_t { NOT_SAVED, MAY_CHANGE, CHANGES_STEPS, MUST_MATCH };
+// What a resumed run does with a flag.
+enum OnResume : uint8_t {
+    NOT_SAVED,      // a checkpoint does not keep its value
+    MAY_CHANGE,     // another value may be given
+    CHANGES_STEPS,  // likewise, and checkpoints say that it was changed, since the steps that follow depend
+                    // on it
+    MUST_MATCH,     // another value is an error, since it would change what the saved tensors mean
+};
 
 struct Flag {
     const char* name;
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
     OnResume on_resume;
-    const char* about;                     // a line of --help
+    const char* about;                     // its line of --help
     const char* words = "";                // the texts that may be given, separated by spaces; "": any text
-    const char* gpu_default = nullptr;     // on a GPU, if it is not that of Flags
-    const char* folder_default = nullptr;  // where --model is a folder; it goes before that of a GPU
-    int64_t least = 0;                     // of a number
+    const char* gpu_default = nullptr;     // the default on a GPU, if it is not that of Flags
+    const char* folder_default = nullptr;  // the default where --model is a folder, also on a GPU
+    int64_t least = 0;                     // the smallest number that may be given
 
     bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
 };
@@ -136,29 +168,33 @@ inline const Flag FLAGS[] = {
 inline Json value(const Flags& flags, const Flag& flag) {
     return std::visit([&](auto member) { return Json(flags.*member); }, flag.member);
 }
-inline std::string text_of(const Json& x) { return x.is_string() ? x.get<std::string>() : x.dump(); }
+// A value as it is written on the command line.
+inline std::string text_of(const Json& value) {
+    return value.is_string() ? value.get<std::string>() : value.dump();
+}
 
-// Sets a flag that takes a value; Error if the text is none of its words, or no number that it may have.
-// Whole numbers have at most 31 bits, so that batch x seq cannot overflow.
+// Sets a flag that takes a value from its text. Error if the text is none of the flag's words, or no number
+// that it may have. Numbers have at most 31 bits, so that batch x seq cannot overflow.
 inline void set(Flags& flags, const Flag& flag, const std::string& text) {
-    auto parse = [&](auto member) {
-        using T = std::decay_t<decltype(flags.*member)>;
-        if constexpr (std::is_same_v<T, std::string>) {
+    const auto parse = [&](auto member) {
+        using Value = std::decay_t<decltype(flags.*member)>;
+        if constexpr (std::is_same_v<Value, std::string>) {
             if (*flag.words && !is_one_of(flag.words, text))
                 throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
             if (flag.on_resume != NOT_SAVED && utf8_length(text) < text.size())
                 throw Error("--", flag.name, " ", text, " is not UTF-8, as the files of checkpoints are; ",
                             "rename it, or give a link with another name.");
             flags.*member = text;
-        } else if constexpr (!std::is_same_v<T, bool>) {
-            T x{};
-            const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
+        } else if constexpr (!std::is_same_v<Value, bool>) {
+            Value number{};
+            const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
             const bool is_number = error == std::errc() && *end == 0;
-            const char* const kind = std::is_same_v<T, int64_t> ? "a whole number" : "a number";
-            if (!is_number || !(x >= flag.least && x <= INT32_MAX))
+            const bool is_in_range = number >= flag.least && number <= INT32_MAX;  // false for NaN
+            const char* const kind = std::is_same_v<Value, int64_t> ? "a whole number" : "a number";
+            if (!is_number || !is_in_range)
                 throw Error("--", flag.name, " ", text, " is not ", kind, " from ", flag.least, " to ",
                             INT32_MAX, "; give such a number.");
-            flags.*member = x;
+            flags.*member = number;
         }
     };
     std::visit(parse, flag.member);
@@ -167,10 +203,10 @@ inline void set(Flags& flags, const Flag& flag, const std::string& text) {
 // -----------------------------------------------------------------------------------------------------------
 // The command line
 
-// How many letters must be inserted, removed or replaced to make one word of the other (Levenshtein's
-// distance).
+// Levenshtein's distance: how many letters must be inserted, removed or replaced to turn one word into the
+// other.
 inline size_t distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);  // from the first letters of a to each beginning of b
+    std::vector<size_t> row(b.size() + 1);  // row[j]: from the first i letters of a to the first j of b
     std::iota(row.begin(), row.end(), size_t(0));
     for (size_t i = 0; i < a.size(); i++) {
         size_t diagonal = row[0];
@@ -190,14 +226,15 @@ inline const Flag* similar_flag(std::string word) {
     word.erase(0, word.find_first_not_of('-'));
     std::replace(word.begin(), word.end(), '_', '-');
     const Flag* best = nullptr;
-    size_t least =
-        1 + (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3));  // two letters are swapped
+    // One letter of a short word may be wrong, a third of the letters of a long one, and two that are
+    // swapped.
+    size_t least = 1 + (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3));
     for (const Flag& flag : FLAGS) {
         const std::string name = flag.name;
-        const bool begins = word.size() > 1 && (name.starts_with(word) || word.starts_with(name + "-"));
-        const size_t letters = begins ? 1 : distance(word, name);
-        if (letters >= least) continue;
-        least = letters;
+        const bool is_beginning = word.size() > 1 && (name.starts_with(word) || word.starts_with(name + "-"));
+        const size_t wrong_letters = is_beginning ? 1 : distance(word, name);
+        if (wrong_letters >= least) continue;
+        least = wrong_letters;
         best = &flag;
     }
     return best;
@@ -224,9 +261,13 @@ inline void Flags::parse(int argc, char** argv) {
             this->*std::get<bool Flags::*>(flag->member) = true;
             continue;
         }
-        const bool follows = equals == argument.npos;
-        if (follows && i + 1 == argc) throw Error(name, " needs a value after it.");
-        set(*this, *flag, follows ? argv[++i] : argument.substr(equals + 1));
+        if (equals != argument.npos) {
+            set(*this, *flag, argument.substr(equals + 1));
+            continue;
+        }
+        i++;  // the value is the next argument
+        if (i == argc) throw Error(name, " needs a value after it.");
+        set(*this, *flag, argv[i]);
     }
 }
 

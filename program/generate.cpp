@@ -11,18 +11,19 @@
 namespace coat {
 namespace {
 
-int32_t draw(std::vector<float>& logits, double temperature, std::mt19937_64& random) {
+// Draws a token with the probabilities softmax(logits / temperature).
+int32_t draw(const std::vector<float>& logits, double temperature, std::mt19937_64& random) {
     const auto largest = std::max_element(logits.begin(), logits.end());
     if (temperature == 0) return int32_t(largest - logits.begin());
-    const float top = *largest;
-    for (float& logit : logits) logit = std::exp((logit - top) / float(temperature));
-    return std::discrete_distribution<int32_t>(logits.begin(), logits.end())(random);
+    std::vector<float> weights;  // the probabilities times a constant
+    for (const float logit : logits) weights.push_back(std::exp((logit - *largest) / float(temperature)));
+    return std::discrete_distribution<int32_t>(weights.begin(), weights.end())(random);
 }
 
 }  // namespace
 
 void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawing,
-                     std::vector<int32_t>& tokens, const std::function<void()>& seen) {
+                     std::vector<int32_t>& tokens, const std::function<void()>& on_token) {
     std::vector<float> logits(size_t(model.setup().config.V));
     std::mt19937_64 random(drawing.seed);
     for (int64_t i = 0; i < drawing.most; i++) {
@@ -30,22 +31,24 @@ void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawi
         model.next_logits(&*tokens.end() - count, count, logits.data());
         const int32_t mine = draw(logits, drawing.temperature, random);
         tokens.push_back(processes.all_gather(mine).front());  // ranks must end together
-        seen();
+        on_token();
         if (tokens.back() == drawing.end_token) return;
     }
 }
 
 std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T) {
-    constexpr int64_t OF_TEXT = 16, MOST_WINDOWS = 1000;
+    constexpr int64_t OF_TEXT = 16;         // tokens
+    constexpr int64_t MOST_WINDOWS = 1000;  // that are looked at
     const auto size = static_cast<size_t>(T);
-    std::vector<int32_t> tokens(size), targets(size), longer;
+    std::vector<int32_t> tokens(size), targets(size);
+    std::vector<int32_t> longer;  // the first question that leaves less than half of the window
     for (int64_t window = 0; window < MOST_WINDOWS && (window + 1) * T <= held_out.size(); window++) {
         held_out.read(window * T, T, tokens.data(), targets.data());
         const auto is_counted = [](int32_t target) { return target != NO_TARGET; };
         const int64_t first = std::find_if(targets.begin(), targets.end(), is_counted) - targets.begin();
         if (first == 0) return {tokens.begin(), tokens.begin() + (T > OF_TEXT ? OF_TEXT : 0)};
         const std::vector<int32_t> prompt(tokens.begin(), tokens.begin() + first);
-        if (first <= T / 2) return prompt;  // the answer has room
+        if (first <= T / 2) return prompt;
         if (first < T && longer.empty()) longer = prompt;
     }
     return longer;
@@ -98,7 +101,8 @@ static std::vector<int32_t> tokens_of(const Vocabulary& vocabulary, const std::s
     return vocabulary.encode("\n");
 }
 
-// How many of the last bytes begin a UTF-8 character that is not complete. 11xxxxxx begins one.
+// How many bytes at the end of a text are the beginning of a UTF-8 character that is not complete. A byte
+// 11xxxxxx begins a character of several bytes, 10xxxxxx continues one, and 0xxxxxxx is one.
 static size_t incomplete_end(const std::string& text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); n++) {
         const auto byte = uint8_t(text[text.size() - n]);
@@ -109,11 +113,12 @@ static size_t incomplete_end(const std::string& text) {
     return 0;
 }
 
-// A model that only generates: one sequence of T tokens. It also has the moments and gradients of training,
-// so they are the smallest possible.
+// The setup of a model that only generates: one sequence of T tokens. Such a model, too, has the moments and
+// gradients of training; here they are the smallest possible.
 static Setup setup_to_generate(Setup s, int64_t T) {
     s.optimizer = find_row(optimizers(), "coat", "--optimizer");
-    s.B = s.accumulate = 1;
+    s.B = 1;
+    s.accumulate = 1;
     s.T = T;
     s.master = s.recipe.compute == Format::F32;
     s.keep_gradients = s.ranks > 1;
@@ -127,17 +132,19 @@ void print_continuation(const std::string& folder, const std::string& text, Setu
     setup.config = read_model_config(folder);
     const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
     std::vector<int32_t> tokens = tokens_of(vocabulary, text);
-    const int64_t prompt = int64_t(tokens.size()), limit = std::min(longest, setup.config.longest_sequence());
+    const auto prompt = int64_t(tokens.size());
+    const int64_t limit = std::min(longest, setup.config.longest_sequence());
     setup = setup_to_generate(setup, std::min(limit, prompt + drawing.most));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
-    load_weights(folder, setup.config, nullptr);
+    Model* const only_check = nullptr;
+    load_weights(folder, setup.config, only_check);
     const std::unique_ptr<Model> model = make(setup);
     load_weights(folder, setup.config, model.get());
 
     drawing.end_token = vocabulary.end_token;
-    std::string pending = text;  // what is not printed yet
-    const auto print = [&](size_t kept) {
+    std::string pending = text;            // what is not printed yet
+    const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
         const std::string whole = pending.substr(0, pending.size() - kept);
         std::fputs(printable(whole, "\n\t").c_str(), stdout);
         std::fflush(stdout);

@@ -10,35 +10,40 @@
 
 namespace coat {
 
+// How tokens are drawn.
 struct Drawing {
-    double temperature = 0.8;  // of the probabilities; 0: the most probable token
-    int64_t most = 256;        // new tokens
-    int32_t end_token = -1;    // after this token no other follows; -1: there is none
+    double temperature = 0.8;  // logits are divided by it; 0 takes the most probable token
+    int64_t most = 256;        // the largest number of new tokens
+    int32_t end_token = -1;    // after this token no other follows; -1 if there is none
     uint64_t seed = 1;
 };
 
 // Appends new tokens to `tokens`, which has at least one. The model sees the last --seq tokens; each new one
 // costs a whole forward pass, because nothing is saved between them. Every rank calls it at the same time and
-// gets the same tokens. `seen` is called with all tokens after each that is new.
+// gets the same tokens. `on_token` is called after each token that was appended.
 void continue_tokens(
     Model& model, ProcessGroup& processes, const Drawing& drawing, std::vector<int32_t>& tokens,
-    const std::function<void()>& seen = [] {});
+    const std::function<void()>& on_token = [] {});
 
-// The beginning of a sample of held-out text, in windows of T tokens. Of text these are its first tokens. Of
-// conversations they are those before the first token that counts: a question, without its answer. Empty if
-// the window has no room for more.
+// The tokens that a sample continues, from held-out data in windows of T tokens. If the data are text, these
+// are its first tokens. If they are conversations, these are the tokens before the first one that counts in
+// the loss: a question, without its answer. Empty if no window has room for an answer.
 std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T);
 
-// What turns text into the tokens of a model: the model's folder says it. Python: a tokenizer as Hugging Face
-// stores it, which this program cannot run.
-enum class Tokenizer : uint8_t { Bytes, Pieces, Python, Unknown };
+// What turns text into the tokens of a model, as the files of its folder show.
+enum class Tokenizer : uint8_t {
+    Bytes,   // a token is a byte
+    Pieces,  // a byte-level BPE, which tokenizer.bin holds
+    Python,  // a tokenizer as Hugging Face stores it, which this program cannot run
+    Unknown,
+};
 Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config);
 
 // The command that continues a text with the newest checkpoint in a run's folder; empty if there is none.
 std::string command_to_try(const std::string& out, const std::string& checkpoint, const ModelConfig& config);
 
 // ./train --prompt: prints the text and how the model in the folder continues it. `setup` has the recipe and
-// the ranks; the rest is chosen here. The model sees at most `longest` tokens. `make`: make_gpu or
+// the ranks; the rest is chosen here. The model sees at most `longest` tokens. `make` makes it: make_gpu or
 // make_reference.
 void print_continuation(const std::string& folder, const std::string& text, Setup setup, int64_t longest,
                         ProcessGroup& processes, Drawing drawing,

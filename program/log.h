@@ -1,9 +1,9 @@
 // log.h - the log of a run (--log): a file with one line of JSON for each event, which dev/plot.py draws.
 //
-// A line has "kind", "step", "seconds" since the program was started, and the fields of its kind. Each start
-// of
-// ./train begins with a line of the kind "settings". It has the date, all flags, and "run_started": a run
-// that is resumed keeps that of its first start, so that one file may hold several runs.
+// A line has "kind", "step", "seconds" since the program was started, and the fields of its kind. At each
+// start
+// ./train first writes a line of the kind "settings". It has the date, all flags, and "run_started", the date
+// of the run's first start: a run that is resumed keeps it, so that one file may hold several runs.
 #pragma once
 #include <fcntl.h>
 #include <sys/file.h>
@@ -37,14 +37,15 @@ inline std::string utc_now() {
 
 class RunLog {
 public:
-    // Writes behind what the file contains. Error if it cannot be written, or if another run is writing it.
+    // Opens the file; lines go behind what it has. Error if it cannot be written, or if another run writes
+    // it.
     void open(const std::string& path) {
         path_ = path;
         file_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
         if (file_ < 0)
             throw Error("--log ", path, " cannot be written (", std::strerror(errno),
                         "); choose another file.");
-        if (!std::filesystem::is_regular_file(path)) return;  // say /dev/null
+        if (!std::filesystem::is_regular_file(path)) return;  // such as /dev/null
         if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
             throw Error("--log ", path, " is the log of another run that is going on; choose another file.");
         // A run that was killed, or had a full disk, may have left a part of a line.
@@ -53,7 +54,8 @@ public:
         if (before && before.get() != '\n') write("\n");
     }
 
-    // A log that cannot be written any more, say because the disk is full, does not end the run.
+    // Writes a line; nothing if no file is open. A log that cannot be written any more, say because the disk
+    // is full, does not end the run.
     void print(const char* kind, int64_t step, const nlohmann::ordered_json& fields) {
         using nlohmann::ordered_json;
         ordered_json line = {

@@ -9,14 +9,17 @@ int64_t warmup_steps(int64_t warmup, int64_t steps) {
     return steps > 0 && warmup > steps ? steps / 10 : warmup;
 }
 
-// As in the paper's runs, the rate ends at a tenth of the peak. The first step's is above 0: no step is lost.
+// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so
+// that no step is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
-    constexpr double FLOOR = 0.1, PI = 3.14159265358979323846;
+    constexpr double FLOOR = 0.1;
+    constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The length of the cosine in steps. After n steps it would end with the step after the last, as is usual
-    // (nanoGPT, torchtitan). The last of a few steps would then be far from a tenth: 0.33 if there are three.
-    // So the last step lies at 99% of the cosine at least, where the rate is 0.1002 of the peak.
+    // The cosine has n steps in nanoGPT and torchtitan, so that it would end one step after the last one. The
+    // last of a few steps is then far from a tenth: at 0.33 of the peak if there are three. Here the cosine
+    // is shorter if need be, so that the last step lies at 99% of it at least, where the rate is 0.1002 of
+    // the peak.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
@@ -55,27 +58,36 @@ void validate(const Setup& s) {
 }
 
 std::vector<PrecisionPart> precision_plan(const Setup& s) {
-    const Recipe& r = s.recipe;
+    const Recipe& recipe = s.recipe;
     const Architecture& arch = s.config.arch;
-    const LinearFormats q = linear_formats(s);
-    const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-",
-                      nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text(),
-                      w = q.w.text(), g = q.g.text(), read = r.forward_reads_groups ? nonlinear : compute,
-                      sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : ""),
-                      falls = q.fallback ? " (falls back)" : "",
-                      dw = concat(info(gradient_format(s)).name, " gradient"),
-                      weights = compute + (s.master && compute != fp32 ? " + 16 bits = " + fp32 : "");
-    auto saves = [&](Saved which) {
+    const LinearFormats linear = linear_formats(s);
+    const std::string none = "-";
+    // The formats, as they are printed.
+    const std::string compute = info(recipe.compute).name;
+    const std::string fp32 = info(Format::F32).name;
+    const std::string nonlinear = recipe.nonlinear.text();
+    const std::string attention = recipe.attention.text();
+    const std::string x = linear.x.text();
+    const std::string w = linear.w.text();
+    const std::string g = linear.g.text();
+    const std::string dw = concat(info(gradient_format(s)).name, " gradient");
+    const std::string read = recipe.forward_reads_groups ? nonlinear : compute;  // by norms and activations
+    const std::string sum =
+        compute + (recipe.nonlinear.fp8() ? " and " + nonlinear : "");  // the residual stream
+    const std::string weights = compute + (s.master && compute != fp32 ? " + 16 bits = " + fp32 : "");
+    const std::string falls = linear.fallback ? " (falls back)" : "";
+    const auto saves = [&](Saved which) {
         const SavedTensor t = saved_per_layer(s)[int(which)];
         return concat(t.name, " ", t.quant.text());
     };
-    auto moment = [&](const char* name, Format f) {
+    const auto moment = [&](const char* name, Format f) {
         std::string writes = info(f).name;
         if (is_scaled(f)) writes += s.optimizer.expands(f) ? ", max and k" : ", max";
         if (is_scaled(f)) writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
         return Operator{name, info(f).name, none, writes};
     };
-    std::vector<Operator> block = {
+    // Each row: its name, what it reads, its weights, what it writes, and what it saves for backward.
+    std::vector<Operator> layer = {
         {"norm 1", read, compute, x, saves(Saved::Norm1Input)},
         {"q, k, v projection" + falls, x, w, compute},
         {"norm of each head of q and k", attention, compute, compute},
@@ -90,12 +102,13 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
         {"down projection" + falls, x, w, compute},
         {"residual add", compute, none, sum}};
     // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
-    Operator& before_attention = block[arch.rope && !arch.qk_norm ? 3 : 1];
-    before_attention.writes = attention, before_attention.saves = saves(Saved::Qkv);
-    if (!arch.rope) block.erase(block.begin() + 3);
-    if (!arch.qk_norm) block.erase(block.begin() + 2);
+    Operator& before_attention = layer[arch.rope && !arch.qk_norm ? 3 : 1];
+    before_attention.writes = attention;
+    before_attention.saves = saves(Saved::Qkv);
+    if (!arch.rope) layer.erase(layer.begin() + 3);
+    if (!arch.qk_norm) layer.erase(layer.begin() + 2);
     return {{"", {{"embedding", "tokens", compute, sum}}},
-            {concat("each of ", s.config.L, " layers"), block},
+            {concat("each of ", s.config.L, " layers"), layer},
             {"",
              {{"final norm", compute, compute, compute, "its input " + compute},
               {"head", compute, compute, compute},
@@ -105,7 +118,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
               {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
               {arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear + ", " + compute, none, g},
               {"norms", nonlinear + ", " + compute, compute, compute},
-              {"attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute},
+              {"attention", (recipe.attention.fp8() ? attention + ", " : "") + compute, none, compute},
               {"head", compute, compute, compute}}},
             {"update",
              {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
@@ -117,18 +130,22 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(c);
     const Format compute = s.recipe.compute, dw = gradient_format(s);
-    std::map<std::string, int64_t> kept_of;  // bytes of all tensors whose names end so; "": of the weights
+    // The bytes of all tensors that this rank keeps, by the end of their names: ".m", ".m.max", ...; "": the
+    // weights.
+    std::map<std::string, int64_t> kept_of;
     for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    const BucketElements e = bucket_elements(s);
-    // Elements that exist at the same time.
-    const int64_t gradients = s.keep_gradients ? shard_places(s).back().rank_offset : e.largest + e.embedding;
-    auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
+    const BucketElements bucket = bucket_elements(s);
+    // How many elements of gradients exist at the same time.
+    const int64_t gradients =
+        s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
+    const auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const bool fp32 = compute == Format::F32;  // such a weight is its own master
     using C = Category;
+    // Each row: its category, its name, its bytes, what an item is, and how many items there are.
     std::vector<MemoryRow> plan = {
         {C::Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
         {C::Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
@@ -164,7 +181,8 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_baseline(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    s.master = s.keep_gradients = true;
+    s.master = true;
+    s.keep_gradients = true;
     return s;
 }
 
@@ -174,7 +192,8 @@ Setup bf16_baseline(Setup s) {
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t known = total_bytes(plan), gradients = total_bytes(plan, Category::Gradients);
-    int64_t overlap = 0;  // gradients that lie where saved activations were, and so were counted twice
+    int64_t overlap =
+        0;  // the bytes of gradients that lie where saved activations were: counted twice in `known`
     if (s.keep_gradients)
         overlap = std::clamp<int64_t>(s.config.L * saved_layer_bytes(s) - gradients_offset(s), 0, gradients);
     const int64_t arena = arena_bytes(s, caches_weights(s));
@@ -256,7 +275,8 @@ std::string gpu_fit_text(int64_t bytes, bool complete) {
     return text;
 }
 
-// A table of rows: their memory in GB, and per item, of the run and of the BF16 run beside it.
+// Prints the rows: their memory in GB and the bytes of an item, of the run and of the BF16 run beside it;
+// then the sums of the categories. `complete`: the working memory is among them.
 static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vector<MemoryRow>& beside,
                               bool complete) {
     for (size_t i = 0; i < plan.size(); i++) {
@@ -274,12 +294,12 @@ static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vec
                         double(total_bytes(beside, Category(i))) / 1e9);
 }
 
-void print_plan(const Setup& s, bool gpu) {
+void print_plan(const Setup& s, bool on_gpu) {
     print_precision(s);
     const Setup other = bf16_baseline(s);
-    const std::vector<MemoryRow> on_gpu = gpu_memory_plan(s);
-    const std::vector<MemoryRow> plan = gpu ? on_gpu : memory_plan(s);
-    const std::vector<MemoryRow> beside = gpu ? gpu_memory_plan(other) : memory_plan(other);
+    const std::vector<MemoryRow> gpu_plan = gpu_memory_plan(s);
+    const std::vector<MemoryRow> plan = on_gpu ? gpu_plan : memory_plan(s);
+    const std::vector<MemoryRow> beside = on_gpu ? gpu_memory_plan(other) : memory_plan(other);
     const int64_t C = s.config.C, count = parameter_count(s.config);
     const auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
     std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
@@ -288,16 +308,16 @@ void print_plan(const Setup& s, bool gpu) {
     std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
     const bool knows_all = knows_working_memory(s);
-    print_memory_rows(plan, beside, gpu && knows_all);
-    const auto moments = [&](const auto& rows) {
+    print_memory_rows(plan, beside, on_gpu && knows_all);
+    const auto optimizer_bytes = [&](const auto& rows) {  // per parameter
         return double(total_bytes(rows, Category::Optimizer)) / double(count);
     };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / double(C), saved_bytes_per_token_and_layer(other) / double(C), C,
-        s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
-    std::printf("\n%s\n", gpu_fit_text(total_bytes(on_gpu), knows_all).c_str());
+        s.ranks > 1 ? " of each rank" : "", optimizer_bytes(plan), optimizer_bytes(beside));
+    std::printf("\n%s\n", gpu_fit_text(total_bytes(gpu_plan), knows_all).c_str());
 }
 
 }  // namespace coat

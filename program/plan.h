@@ -1,5 +1,6 @@
-// plan.h - what is known of a run before it starts: learning rates, the format of every tensor, the bytes of
-// every category (the paper's table of memory, for any model).
+// plan.h - what is known of a run before it starts: the learning rate of each step, the format of every
+// tensor, and the bytes of every kind of memory (the paper's table of memory, for any model). --plan prints
+// the last two.
 #pragma once
 #include "../gpu/plan.h"
 
@@ -12,30 +13,33 @@ int64_t warmup_steps(int64_t warmup, int64_t steps);
 // it.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// Floating-point operations of training on a token: 6 for each weight of a GEMM (the head has one, looking up
-// the embedding has none); and in each layer 6 T for each element of q: two products with T / 2 keys.
+// The floating-point operations of training on one token. For each weight of a GEMM they are 2 in forward and
+// 4 in backward; the head has such a GEMM, and looking up the embedding has none. Attention in each layer has
+// 6 T for each element of q: two products with T / 2 keys on average, forward and twice backward.
 double flops_per_token(const ModelConfig& c, int64_t T);
 
-// Error if a run is refused, on every device, also where only GPUs have the limit. Allocates nothing.
+// Error if such a run is refused. That does not depend on the device, even if only a GPU has the limit.
 void validate(const Setup& s);
 
-// The precision flow (paper section 5): formats of what operators read, write and save for backward.
+// The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
+// writes, and of what it saves for backward, as --plan prints them.
 struct Operator {
-    std::string name, reads, weights, writes, saves = "-";  // as --plan prints them
+    std::string name, reads, weights, writes, saves = "-";
 };
-using PrecisionPart = std::pair<std::string, std::vector<Operator>>;  // of a step: "backward", "update", ...
+// A part of a step with its title: "backward", "update", ...
+using PrecisionPart = std::pair<std::string, std::vector<Operator>>;
 std::vector<PrecisionPart> precision_plan(const Setup& s);
 
-// The memory of a run. The workspace is what operators need only while they run (one layer's FP8 operands,
-// logits, partial sums): on a GPU, gpu_memory_plan() adds its rows.
+// The kinds of memory of a run. The workspace is what operators need only while they run (one layer's FP8
+// operands, logits, partial sums). It has rows only in gpu_memory_plan().
 enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace, All };
 
 struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
-    int64_t count;    // how many of these there are
+    const char* per;  // the item: "parameter", "token", ...; the bytes of one item are printed, too
+    int64_t count;    // how many items there are
     double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
@@ -49,10 +53,11 @@ Setup bf16_baseline(Setup s);
 // -----------------------------------------------------------------------------------------------------------
 // One GPU
 
-// CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
+// The bytes of CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
-// memory_plan() with the rows that a GPU adds; the total has GPU_CONTEXT, page_tables() and the allocation.
-// In a program without CUDA the working memory is not in it: knows_working_memory() is false.
+// memory_plan() with the rows that a GPU adds: the total is all that the run takes there. A program without
+// CUDA does not know the working memory of operators: then knows_working_memory() is false, and it is not in
+// the total.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 bool knows_working_memory(const Setup& s);
 
@@ -66,11 +71,11 @@ std::string counted(int64_t n, const std::string& what);  // "1 rank", "2 ranks"
 // recipe_on_gpu() returns it.
 std::string recipe_text(const Setup& s);
 
-// "On a GPU: 78.8 GB. Fits: 80 GB (H100), ... Too small: 24 GB (RTX 4090), ...". complete: the bytes are all
-// that the run needs.
+// "On a GPU: 78.8 GB. Fits: 80 GB (H100), ... Too small: 24 GB (RTX 4090), ...". `complete` says that the
+// bytes are all that the run needs.
 std::string gpu_fit_text(int64_t bytes, bool complete);
 
-// gpu: the run is to be on a GPU, so that the table has the rows of one.
-void print_plan(const Setup& s, bool gpu);
+// Prints the formats and the memory of a run; with the rows that a GPU adds if the run is to be `on_gpu`.
+void print_plan(const Setup& s, bool on_gpu);
 
 }  // namespace coat

@@ -71,8 +71,8 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
             }
             for (const StateTensor& t : optimizer_tensors(s)) {
                 INFO(t.name);
-                if (ends_with(t.name, ".k")) CHECK(values_of<float>(state, t.name) == Floats(t.size(), 1.0f));
-                else if (!ends_with(t.name, ".remainder")) CHECK(norm(state.at(t.name)) == 0);
+                if (t.name.ends_with(".k")) CHECK(values_of<float>(state, t.name) == Floats(t.size(), 1.0f));
+                else if (!t.name.ends_with(".remainder")) CHECK(norm(state.at(t.name)) == 0);
             }
         }
 }
@@ -268,10 +268,10 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 if (arch.rope) g.resize(size_t(s.config.q_cols() * (p.rows > 1 ? p.cols : 1)));
                 INFO(p.name);
                 // The gradient of the activation's input is quantized from FP32, and a bias sums that.
-                const bool sums_fp32 = fp8 && ends_with(p.name, "gate_up.bias"), head = p.name == "head";
+                const bool sums_fp32 = fp8 && p.name.ends_with("gate_up.bias"), head = p.name == "head";
                 int64_t wrong = 0;
                 for (size_t e = 0; e < g.size(); e += head ? size_t(p.cols) : 1) wrong += !bf16_value(g[e]);
-                if (ends_with(p.name, ".bias") || p.name == "embedding" || head)
+                if (p.name.ends_with(".bias") || p.name == "embedding" || head)
                     CHECK(((wrong > 0) == sums_fp32 && norm(g) > 0));
                 if (!fp8 || !p.role.linear) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
@@ -554,7 +554,7 @@ PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales 
         Training t(make, s);
         Snapshot before;
         for (const StateTensor& tensor : scaling_tensors(s.config, s.recipe)) {
-            const Floats values(size_t(tensor.size()), ends_with(tensor.name, ".scale") ? 0.5f : 3.0f);
+            const Floats values(size_t(tensor.size()), tensor.name.ends_with(".scale") ? 0.5f : 3.0f);
             t.model->write(tensor.name, values.data());
             before[tensor.name] = read_as<uint8_t>(*t.model, tensor.name, tensor.total_bytes());
         }

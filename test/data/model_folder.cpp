@@ -36,7 +36,7 @@ struct HuggingFace {
     }
     Piece& at(const std::string& end, const std::string& or_end = "none") {
         for (Piece& p : pieces)
-            if (ends_with(p.theirs, end) || ends_with(p.theirs, or_end)) return p;
+            if (p.theirs.ends_with(end) || p.theirs.ends_with(or_end)) return p;
         throw std::logic_error(end);
     }
     // The bits in a file of a number between 1 and 2 that has these bits as a float.

@@ -93,7 +93,7 @@ struct ChatFolder : Folder {
             inside = counts;
             if ((i + 1) % corpus.seq) continue;
             if (inside) text += "]";
-            while (ends_with(text, "<|end|>")) text.resize(text.size() - strlen("<|end|>"));
+            while (text.ends_with("<|end|>")) text.resize(text.size() - strlen("<|end|>"));
             text += "\n", inside = false;
         }
         return text;

@@ -18,13 +18,13 @@ public:
         Random random(seed);
         for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
             for (const StateTensor& t : table) {
-                const bool weight = t.name == t.param.name, k = ends_with(t.name, ".k");
+                const bool weight = t.name == t.param.name, k = t.name.ends_with(".k");
                 std::string& bytes = tensors[t.name];
                 bytes.resize(size_t(owned(setup, t).count * t.bytes));
                 for (char& b : bytes) b = char(random.bits());
                 // In every format the second bit of the top byte is the first bit of the exponent.
                 for (size_t i = t.bytes - 1; i < bytes.size() && t.dtype != std::string("I16"); i += t.bytes)
-                    bytes[i] &= weight || ends_with(t.name, ".m") ? '\xBF' : '\x3F';
+                    bytes[i] &= weight || t.name.ends_with(".m") ? '\xBF' : '\x3F';
                 for (size_t i = 0; k && i < bytes.size(); i += 4) {
                     const float factor = 0.0625f * float(1 + random.below(1024));
                     std::memcpy(&bytes[i], &factor, 4);
