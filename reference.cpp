@@ -21,7 +21,8 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 has more bits and a larger bias.
+// FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 is built alike, with more bits and a
+// larger bias.
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
@@ -39,8 +40,10 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
 //   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
-// The steps of a normal value begin with a binary 1. It adds one to the exponent field, which is e + bias, so
-// the field starts with one less. In the second row the carry of rounding gives the next exponent.
+// The exponent field of a normal value is e + bias. Its steps have M + 1 bits, of which the first is 1 and
+// lies in the place of the exponent field. So the sum begins with e + bias - 1 there, and the steps add the
+// missing 1. In the second row rounding carries to 16 = 10000 in binary, which adds 2: the code has the next
+// exponent.
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa;
     const int bias = exponent_bias(f);
@@ -110,14 +113,18 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // ===========================================================================================================
 // 2. Quantizers (the paper's preliminaries; granularity and group scaling: section 5)
 //
-// The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the block, and
-// FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says
-// which elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
+// The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
+// block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) s. The
+// granularity says which elements form a scale block. (CPU and GPU do not divide by s: they multiply by 1 /
+// s, rounded to FP32.)
 
-// The scale of a block: s = amax / FMAX, or 1 for a block of zeros. A scale that is stored in BF16 is rounded
-// to the nearest. In E4M3 amax / s is then at most 449.75 = 448 (1 + 2^-8), which still rounds to 448, as all
-// below 464 do. If amax is not finite, the scale is NaN, and so is every value that is decoded with it. Only
-// the scale of a whole tensor is then 1, because the step is skipped.
+// The scale of a scale block: s = amax / FMAX, or 1 for a block of zeros. A scale that is stored in BF16 is
+// rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
+// 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
+//
+// If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
+// value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
+// (reference_model.cpp, checked_amax). Its scale is then 1.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -133,9 +140,9 @@ static float group_amax(const float* x, int64_t n) {
     return std::bit_cast<float>(std::min(largest, 0x7F800000u));
 }
 
-// The amax of a whole tensor by group scaling (section 5.2): stage one takes the maxima of groups, stage two
-// the maximum of these. On a GPU this mostly needs no pass of its own: a kernel that has the values in
-// registers takes their maximum.
+// The amax of a whole tensor by group scaling (section 5.2): stage one takes the amaxes of groups, stage two
+// the largest of these. On a GPU this mostly needs no pass of its own: a kernel that has the values in
+// registers takes their amax.
 float amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
@@ -144,8 +151,8 @@ float amax(const float* x, int64_t n) {
     return largest;
 }
 
-// The scale of the block that contains (row, col). Scales form a row-major matrix, one element for each
-// block.
+// The scale of the scale block that contains (row, col). Scales form a row-major matrix, with one element for
+// each scale block.
 float Quantized::scale(int64_t row, int64_t col) const {
     if (!quant.fp8()) return 1.0f;
     const int64_t block = row / block_rows() * quant.scale_cols(cols) + col / block_cols();
@@ -164,7 +171,7 @@ static void add_error(QuantStats& s, float x, float dequantized) {
     s.elements++;
 }
 
-// Just-in-time scales of all blocks of x (rows, cols), from their own amaxes.
+// Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes.
 static void compute_scales(const float* x, Quantized& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t blocks = q.quant.scales(q.rows, q.cols), across = q.quant.scale_cols(q.cols);
@@ -209,7 +216,7 @@ static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
     }
 }
 
-// Quantizes x (rows, cols): the codes of all elements and the scales of all blocks.
+// Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats,
                    const float* scale) {
     Quantized q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .quant = quant};
@@ -225,7 +232,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 // The values (rows, cols) of a quantized tensor: x = decode(code) s.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
-    float values[256] = {};  // of the codes of FP8
+    float values[256] = {};  // of all codes, if they are FP8
     for (uint16_t code = 0; q.quant.fp8() && code < 256; code++) values[code] = decode(q.quant.format, code);
     const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > 1 << 14)
@@ -253,8 +260,8 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 
 // A GEMM operand x (rows, cols) with the rounding of FP8: quantized and dequantized again. Tensor cores
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
-// columns of a granularity run along the reduction (coat.h, Recipe). So for a reduction over rows the
-// transpose is quantized, unless its blocks are those of x.
+// columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
+// transpose is quantized, unless it has the same scale blocks.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
@@ -278,38 +285,37 @@ void DelayedScale::end_step(Format fp8) {
 // 3. FP8 optimizer with dynamic range expansion (paper section 4)
 //
 // The dynamic range of a format is R = FMAX / FMIN, its largest over its smallest positive value. For E4M3 it
-// is 448 / 2^-9 = 229,376. A group X of 128 moments has R_X = max|X| / min|X|, where the minimum is the
-// smallest that is not zero. R_X is often below 1,000, so the group uses a part of E4M3's codes only.
-// Section 4.2 stretches the group to the range of the format before quantization, and contracts it
-// afterwards:
+// is 448 / 2^-9 = 229,376. A moment group X has R_X = max|X| / min|X|, where the minimum is the smallest that
+// is not zero. R_X is often below 1,000, so the moment group uses a part of E4M3's codes only. Section 4.2
+// stretches it to the dynamic range of the format before quantization, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) s)
-// f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
+// f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment range (max, k) are all that is stored.
 
 // Equation 4: k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. It is rounded because
 // the GPU's logarithms differ in their last bits: so k still agrees in nearly all groups. (The released code
-// rounds down to 1/16, which costs precision.) In a group of equal magnitudes log R_X is 0 and any k is
-// exact: every code is FMAX, and contract() gives max.
+// rounds down to a multiple of 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and
+// any k is exact: every code is that of FMAX or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
     const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // log R_X
-    if (!(log_ratio * k_max > log_range)) return k_max;                           // nearly equal magnitudes
+    if (!(log_ratio * k_max > log_range)) return k_max;                           // also for log R_X = 0
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 
-// f(x) / s = sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
-// logarithms, because |x| / max alone may underflow.
+// f(x) / s = sign(x) FMAX (|x| / max)^k, with the sign of x. encode() rounds it to a code. The power is
+// computed with logarithms, because |x| / max alone may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. In a group with a very large
-// range the power underflows in FP32, although its product with max does not. So max is multiplied twice by
-// the square root of the power. The result is at least the smallest positive value: a second moment that is
-// not zero must not become zero.
+// The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
+// power underflows in FP32, although its product with max does not. So max is multiplied twice by the square
+// root of the power. The result is at least the smallest positive value: a second moment that is not zero
+// must not become zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
@@ -341,7 +347,8 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores the elements from first to end - 1, which are group g: first the group's max and k, then its codes.
+// Stores the elements from first to end - 1, which are moment group g: first its moment range, then its
+// codes.
 void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second) {
     float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
     for (int64_t i = first; i < end; i++) {
@@ -359,7 +366,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
     }
 }
 
-// Stores x (n) group by group. Formats without scales have no groups.
+// Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool second, QuantStats* stats) {
     if (!is_scaled(format)) {
 #pragma omp parallel for if (n > 1 << 14)
@@ -423,11 +430,12 @@ static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, 
     return panels;
 }
 
-constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its blocks of k
+constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its parts of k
 
 // c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
-// sum runs over k. a and b are packed, so that this loop reads memory in order, and in blocks of 512 of k, so
-// that a block stays in the caches.
+// sum runs over k. a and b are packed into panels, so that this loop reads memory in order: a panel of a has
+// 6 rows of a, a panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts of 512,
+// so that the panels of a part stay in the caches.
 template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c) {
     for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
         const int64_t depth = std::min(DEPTH, k - k0);
@@ -450,7 +458,8 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
                     panel_a += TILE_ROWS;
                     panel_b += TILE_COLS;
                 }
-                // A copy in loops with constant bounds: otherwise the compiler would keep sum in memory.
+                // Below, sum would be read with bounds that the compiler does not know, and for this it would
+                // keep sum in memory from the start. So those loops read a copy.
                 for (int row = 0; row < TILE_ROWS; row++)
                     for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
                 for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
@@ -590,7 +599,8 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[up] = d * a * s;
                 dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
-                const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));  // 0 * infinity is NaN
+                // The limit keeps a * a finite. Where it acts, 1 - t * t is 0, and 0 * infinity would be NaN.
+                const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[gate] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -701,7 +711,7 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t kv_head = 0; kv_head < c.NKV; kv_head++) {
-            // Where the key and the value of position 0 are in qkv and in dqkv.
+            // Where the key and the value of position 0 begin in qkv and in dqkv.
             const int64_t key = b * T * row + c.q_cols() + kv_head * HS, value = key + c.kv_cols();
             const auto key_columns = transposed(qkv + key, T, HS, row);
             const auto value_columns = transposed(qkv + value, T, HS, row);

@@ -25,22 +25,22 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---
-// A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its block. In FP32
-// and BF16 the codes are the values, and there are no scales.
+// A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
+// In FP32 and BF16 there are no scales.
 struct Quantized {
     std::vector<uint8_t> codes;   // rows * cols elements of quant.format
-    std::vector<uint8_t> scales;  // one for each block, of quant.scale_format
+    std::vector<uint8_t> scales;  // one for each scale block, of quant.scale_format
     int64_t rows = 0, cols = 0;
     Quant quant{.format = Format::F32};
 
-    // The size of a scale block. A granularity of 0 means all rows or columns.
+    // The rows and columns of a scale block.
     int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
     int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }
     float scale(int64_t row, int64_t col) const;
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Quant& q, float amax);  // the scale of a block with this amax
+float scale_of(const Quant& q, float amax);  // the scale of a scale block with this amax
 float amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
 // x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
@@ -58,35 +58,39 @@ std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t co
 // Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
 // before there is one, from the largest amax of the step so far.
 struct DelayedScale {
-    std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step; empty: not delayed
-    float scale = 0;             // of the current step; 0: none yet
-    float amax = 0;              // of the current step so far, over its micro-batches
+    // The amaxes of the last recipe.history steps, the newest first; 0 for steps that have not been. A vector
+    // without elements: this operand has no delayed scaling.
+    std::vector<float> history;
+    float scale = 0;  // of the current step; 0: none yet
+    float amax = 0;   // of the current step so far, over its micro-batches
     void end_step(Format fp8);
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
-// k of a group whose magnitudes that are not zero are from min_nonzero to max.
+// k of a moment group whose magnitudes that are not zero are from min_nonzero to max.
 float expansion_factor(Format fp8, float max, float min_nonzero);
-float expand(Format fp8, float x, float max, float k);
-float contract(Format fp8, float y, float max, float k);
+float expand(Format fp8, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
+float contract(Format fp8, float y, float max, float k);  // its inverse, with the sign of y; at most max
 
-// One moment (n) of one parameter, in any format. The elements of a moment group share (max, k); the last
-// group may be short. A group of zeros has max = 0 and k = 1.
+// One moment (n) of one parameter, in any format. The elements of a moment group share a moment range (max,
+// k). The last moment group may be short. One of zeros has max = 0 and k = 1.
 //   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:            code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::F32;
     bool expands = false;
     int64_t n = 0;
-    bool per_tensor = false;     // all n elements are one group
+    bool per_tensor = false;     // all n elements are one moment group
     std::vector<uint8_t> codes;  // n elements of format
-    std::vector<float> max, k;   // one for each group; empty if the format has no scales
+    std::vector<float> max;      // of each moment group; empty if the format is not scaled
+    std::vector<float> k;        // of each moment group; empty without expansion
 
     // A moment of n zeros. expand, per_tensor: as in coat.h, OptimizerFormat.
     void init(Format f, bool expand, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
-    // x: (n). A positive second moment in groups of 128 gets at least the smallest code: if it became zero,
-    // the next update would explode. If `stats` is given, the errors are added to it.
+    // x: (n). second: x are second moments. A positive one in a moment group of 128 gets at least the
+    // smallest code: if it became zero, the next update would explode. If `stats` is given, the errors are
+    // added to it.
     void store(const float* x, bool second, QuantStats* stats = nullptr);
 
     int64_t group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
@@ -102,7 +106,7 @@ struct AdamWFactors {
     float eps;
     float decay;              // weight decay, 0 where it does not apply
     float bias1, bias2_root;  // 1 - beta1^t and sqrt(1 - beta2^t)
-    float clip_factor;     // below 1 if the gradients are clipped
+    float clip_factor;        // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);

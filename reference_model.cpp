@@ -26,8 +26,9 @@ using Floats = std::vector<float>;
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
-// passes read the same quantized values: backward linearizes the operators where forward computed them, and
-// treats rounding as the identity. (In coat-saved forward reads other values: as_forward_reads().)
+// passes read the same quantized values, so backward has the derivatives of the operators where forward
+// computed them. It treats rounding as the identity. (In coat-saved forward reads other values:
+// as_forward_reads().)
 
 namespace {
 
@@ -87,8 +88,9 @@ public:
         return rounded(residual);
     }
 
-    // Forward and, if loss_scale is not 0, backward: adds the gradients of loss_scale times the sum of the
-    // losses. tokens, targets: (B, T). Returns the sum of the losses.
+    // Forward and, if loss_scale is not 0, backward. tokens, targets: (B, T). Returns the sum of the losses.
+    // What backward adds to the gradients are those of this sum times loss_scale, which is 1 / (targets of
+    // the step).
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
         const Tensor x = forward(tokens, B, T);           // (N, C)
         const Tensor y = rounded(norm("final_norm", x));  // (N, C)
@@ -230,7 +232,8 @@ private:
         }
     }
 
-    // x (N, in) -> y (N, out). x8, w8 and g8 are quantized and decoded again: FP32 values that FP8 can hold.
+    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
+    // of the operand can hold, which is FP8 in most recipes.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
@@ -257,7 +260,8 @@ private:
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(name, dw);
-        if (has_bias(name)) {  // dbias sums dy over tokens: with FP8 GEMMs dy itself, not its codes
+        // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
+        if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
@@ -294,8 +298,7 @@ private:
         return rounded(qkv);
     }
 
-    // --- One transformer block. ./train --plan prints its operators and formats as a table, in this order
-    // ---
+    // --- One transformer block. ./train --plan prints its operators and formats, in this order ---
 
     // Block l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
     // and the output of the last branch, in FP32: the next norm's input is quantized from this sum, and the
@@ -304,7 +307,7 @@ private:
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum
+        // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
         s.norm1_input = save(residual, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
@@ -314,7 +317,7 @@ private:
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
-        // that are dequantized from groups are FP32; attention reads them rounded to BF16
+        // that are dequantized from groups are FP32; attention reads them rounded to BF16.
         qkv = attention_input(layer, rounded(load(s.qkv)));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
@@ -356,10 +359,10 @@ private:
         const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
 
-        // Attention out
+        // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
         const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
 
-        // Attention -> RoPE, in the compute dtype
+        // Attention -> RoPE
         const Tensor attention = rounded(load(s.attention));
         const Tensor qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
@@ -387,7 +390,7 @@ private:
 };
 
 // ===========================================================================================================
-// 6. The Model that train.cpp drives: weights, moments, and one training step
+// 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
 // Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
 
@@ -421,8 +424,9 @@ public:
 
         const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
         const double norm = gradient_norm();
-        for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
-        // Below 2^62, the square of a clipped gradient fits every format of v. NaN fails, too.
+        // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
+        for (char theirs : all_gather(char(finite))) finite = finite && theirs;
+        // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
         const double clipped_norm = norm * adamw_factors(adamw, false, norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(adamw, norm);
@@ -494,7 +498,8 @@ private:
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.all_ranks) clear_gradients();  // several ranks have their sums in sums_
+            // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
+            if (a == 0 || setup_.all_ranks) clear_gradients();
             losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
             if (setup_.all_ranks) sum_over_ranks(a == 0);
         }
@@ -531,7 +536,8 @@ private:
         return setup_.all_ranks ? setup_.all_ranks->all_gather(mine) : std::vector<Element>{mine};
     }
 
-    // After every micro-batch, in FP32 and in the order of the ranks: sum = round(sum + g_0 + g_1 + ...).
+    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
+    // additions are in FP32 and in the order of the ranks.
     void sum_over_ranks(bool first) {
         for (size_t i = 0; i < params.size(); i++) {
             Floats& sum = sums_[i];
@@ -558,7 +564,8 @@ private:
         return std::sqrt(sum);
     }
 
-    // After an update or write(), each rank has changed its part of the weights: they exchange these.
+    // The weights that the network computes with, after an update or write() has changed the state of a
+    // parameter: each rank gives those of the part that it owns.
     void refresh(size_t i) {
         const ParamState& s = states_[i];
         const Range own = owned(setup_, params[i]);
@@ -613,7 +620,7 @@ private:
         return {.data = of.data(), .bytes = of.size() * sizeof(Element)};
     }
 
-    // Finds them by the tensor's name. Gradients are read only.
+    // The memory of the tensor with this name. Gradients can only be read.
     Memory find(const std::string& name, bool to_write = false) {
         const size_t i = param_of(params, name);
         const Range own = owned(setup_, params[i]);
