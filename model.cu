@@ -28,10 +28,11 @@
 //     are not in it: they are never stored. A Lazy (gpu/operators.h) says what they are computed from, and
 //     the kernel that makes the operand of the next GEMM computes them.
 //
-// The amaxes of FP8 operands. Where scales come just in time, the amax of the whole tensor must be known
-// before its codes are made. A kernel that has the values earlier anyway is given the place for their amax:
-// x_amax() or g_amax() of the linear layer that will read them. Where there is none, a pass over the tensor
-// computes the amax just before it is quantized. (Both places are null where no amax is needed.)
+// The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). Where a tensor has one scale,
+// which comes just in time, its amax must be known before its codes are made. A kernel that has the values
+// earlier anyway is given the place for their amax: x_amax() or g_amax() of the linear layer that will read
+// them. Where there is none, a pass over the tensor computes the amax just before it is quantized. (In
+// recipes that need no amaxes both places are null.)
 //
 //   operand           what it is                 who computes its amax
 //
@@ -52,8 +53,8 @@
 //                                                Qwen3) a pass in make_g8()
 //
 //   Who reads it: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w
-//   for dgrad. It also quantizes x a second time, for wgrad. This x is computed again from what was saved,
-//   but its scale still comes from the amax that forward has left.
+//   for dgrad. It also quantizes x a second time, for wgrad. This x is what was saved, or is computed again
+//   from it; its scale still comes from the amax that forward has left.
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
@@ -138,7 +139,7 @@ class Network final : public Model {
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
     View residual_buffer_{};
 
-    // What send() copies from, so it must stay until the host waits for the GPU again.
+    // send() copies from these, so they must stay until the host waits for the GPU again.
     double loss_scale_ = 0;
     EmbeddingOrder embedding_order_;
 
