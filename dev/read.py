@@ -153,6 +153,11 @@ int64_t uint64_t bf16 float2 float4 uint2 uint4 dim3 Real Floats Tensor Values""
 TOKEN = re.compile(r'(?P<c>//.*)|(?P<s>"(?:\\.|[^"\\])*")|(?P<p>^\s*#\w+.*)|(?P<n>\b(?:0x[\w.]+(?:[-+]\d+f?)?'
                    r'|\d[\w.]*(?:e[-+]\d+f?)?))|(?P<w>[A-Za-z_]\w*)')
 
+POWER = re.compile(r"(?<=[\w)|])\^(\([^()]*\)|-?\w+(?:[./]\w+)?)")
+
+def superscript(match):
+    return f"<sup>{match[1].strip('()')}</sup>".replace("-", "−")
+
 class Page:
     def __init__(self, cuts):
         self.by_name = collections.defaultdict(list)
@@ -200,8 +205,7 @@ class Page:
         """Prose of a comment: powers, names of code, links."""
         text = html.escape(text, quote=False).replace("-&gt;", "→")
         text = re.sub(r"\b([A-Za-z])_([A-Za-z0-9])\b", r"\1<sub>\2</sub>", text)
-        text = re.sub(r"(?<=[\w)|])\^(\([^()]*\)|-?\w+(?:/\w+)?)",
-                      lambda m: f"<sup>{m[1].strip('()')}</sup>".replace("-", "−"), text)
+        text = POWER.sub(superscript, text)
 
         def name(match):
             word, call = match.group(1), match.group(2) or ""
@@ -260,7 +264,7 @@ def inline(text):
         part = html.escape(part, quote=False).replace("&lt;br&gt;", "<br>")
         part = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", part)
         part = re.sub(r"\*([^*\s][^*]*)\*", r"<em>\1</em>", part)
-        parts[i] = part
+        parts[i] = POWER.sub(superscript, part)
     return re.sub(r"\[([^\]]*)\]\(([^)\s]*)\)", link, "".join(parts))
 
 def link(match):
