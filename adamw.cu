@@ -8,26 +8,28 @@
 // g is the gradient of the weight w, and t the number of the step. One kernel decodes m and v, updates m, v
 // and w in FP32, and encodes the new m and v.
 //
-// What is stored. 128 consecutive moments of a parameter are a group. A moment is a byte, its FP8 code. A
-// group has two scales, which are FP32: max, its largest magnitude, and k, its expansion factor (part 1).
+// What is stored. 128 consecutive moments of a parameter are a moment group, which this file calls a group. A
+// moment is a byte, its FP8 code. Two FP32 values say how a group's codes are decoded: max, its largest
+// magnitude, and k, its expansion factor (part 1). They are its Expansion. The paper's scale follows from
+// them, so it is not stored.
 //
-// Who owns what. A thread owns eight consecutive elements, half a warp (16 lanes) a group, and a warp a
-// window of eight groups. It updates the window in four steps, two groups in each:
+// Who owns what. A warp owns a window of eight groups, which it updates in four steps. In each step half a
+// warp (16 lanes) has a group, and a thread eight consecutive elements of it:
 //
 //   step s      group 2 s of the window              group 2 s + 1
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
-// The window has 32 scales: max and k of m and of v, of eight groups. Each lane keeps one of them:
+// A group has four fields: max and k of m, and those of v. A window has 32, and each lane keeps one of them:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
-//   scale       m.max  m.k    v.max  v.k    the same four of each of these groups:
+//   field       m.max  m.k    v.max  v.k    the same four of each of these groups:
 //   group       0      0      0      0      2       4       6         1        3        5        7
 //
-// Which bytes move. Each is read and written once. An element takes 14.25 bytes: twice its BF16 weight (2),
-// the remainder of the FP32 master (2), m (1), v (1) and its part of the scales (0.125); and once its
-// gradient (2). An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the way there, with
-// what each idea wins.
+// Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
+// weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of the fields (0.125). The
+// gradient (2) is only read. An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the way
+// there, with what each idea wins.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -36,11 +38,11 @@ constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // that own a group: 16
 constexpr int GROUPS_PER_STEP = 32 / GROUP_LANES;  // of a warp: 2
 constexpr int STEPS = 4;                           // of a window
 constexpr int WINDOW = STEPS * GROUPS_PER_STEP;    // groups of a window: 8
-enum { M_MAX, M_K, V_MAX, V_K, FIELDS };           // the scales of a group, and how many there are
-static_assert(STEPS * FIELDS == GROUP_LANES, "a lane keeps one scale of a window");
+enum { M_MAX, M_K, V_MAX, V_K, FIELDS };           // the fields of a group, and how many there are
+static_assert(STEPS * FIELDS == GROUP_LANES, "a lane keeps one field of a window");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-struct Expansion {  // the scales of a group's first moments, or of its second
+struct Expansion {  // of a group's first moments, or of its second
     float max, k;
 };
 
@@ -65,7 +67,7 @@ static __device__ float expansion_factor(const MomentFormat& f, float largest, f
 }
 
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the group. For x = 0 the logarithm is -infinity, and
-// y is 0.
+// y is 0. (The CPU's expand() returns y with its sign.)
 static __device__ float expand_magnitude(const MomentFormat& f, float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_fmax));
 }
@@ -75,8 +77,8 @@ static __device__ float inverse_of_max(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k). log_y is log2(|y| / FMAX). The result is not multiplied by max:
-// see decode_moments().
+// Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
+// contract() takes y and returns x. Here decode_moments() leaves the product with max to its caller.)
 static __device__ float contract_log(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -85,12 +87,14 @@ static __device__ float contract_log(float inverse_k, float log_y) { return fast
 // almost never taken: as a function that is called, or in a loop that is not unrolled, it makes the fast path
 // up to 24% slower.
 
-// A group is wide if its magnitudes may differ by more than about 2^120.
+// A group is wide if R_X may exceed about 2^120: log2(R_X) is log_range / k.
 static __device__ bool is_wide(const MomentFormat& f, const Expansion& group) {
     return f.log_range > 120.0f * group.k;
 }
+// Encoding divides by max, so that also 1 / max must be normal. Decoding multiplies by it, and asks only
+// whether the group is wide.
 static __device__ bool expands_fast(const MomentFormat& f, const Expansion& group) {
-    return !is_wide(f, group) && (group.max >= 0x1p-100f || group.max == 0);  // 1 / max must be normal, too
+    return !is_wide(f, group) && (group.max >= 0x1p-100f || group.max == 0);
 }
 static __device__ float expand_carefully(const MomentFormat& f, const Expansion& group, float x) {
     return f.fmax * fast_exp2(group.k * (log2f(fabsf(x)) - log2f(group.max)));
@@ -104,9 +108,11 @@ static __device__ float contract_carefully(const Expansion& group, float inverse
 // ===========================================================================================================
 // 2. The eight moments of a thread
 
-// The codes of eight moments x. A second moment is never negative, and one above zero must stay above zero.
-// The fast path needs no care for that: there R_X is below 2^120, and k at most 1/512 too large, so the
-// smallest moment becomes more than 0.85 of the smallest code.
+// The codes of eight moments x. A second moment is never negative, and one above zero must stay above zero,
+// because the update divides by its root. The fast path does so by itself. With the k of equation 4 the
+// smallest moment of a group, max / R_X, becomes FMIN. k is rounded, and may be 1/512 too large: then it
+// becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, and 2^(-120/512) is 0.85. So it is
+// at least 0.85 FMIN, and is encoded as FMIN.
 template <bool SECOND>
 static __device__ uint2 encode_moments(const MomentFormat& f, const Expansion& group, const Values& x) {
     Values y;  // the magnitudes that are encoded
@@ -141,8 +147,8 @@ static __device__ void fill_table(const MomentFormat& f, float* table) {
 
 // Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
 // not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
-// that decays the moment. The factor is the max of the group; on the careful path 1; and the scale where
-// nothing is expanded.
+// that decays the moment. The factor is the max of the group; on the careful path 1; and the scale max / FMAX
+// where nothing is expanded. x is first an entry of the table, then a magnitude, and last gets its sign.
 template <bool SECOND>
 static __device__ float decode_moments(const MomentFormat& f, const Expansion& group, uint2 codes,
                                        const float* table, Values& x) {
@@ -163,11 +169,11 @@ static __device__ float decode_moments(const MomentFormat& f, const Expansion& g
 }
 
 // ===========================================================================================================
-// 3. The scales of a group, and those of a window
+// 3. The Expansion of a group, and the fields of a window
 
-// The scales of a group, from the new moments of its 16 lanes. Magnitudes are compared as bits: as integers
-// these have the same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves it out.
-// (In a group of zeros both magnitudes become 0.)
+// The Expansion of a group, from the new moments of its 16 lanes. Magnitudes are compared as bits: as
+// integers these have the same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves
+// it out. (In a group of zeros both magnitudes become 0.)
 static __device__ Expansion expansion_of_group(const MomentFormat& f, const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
@@ -183,7 +189,7 @@ static __device__ Expansion expansion_of_group(const MomentFormat& f, const Valu
     return {.max = largest, .k = f.expand ? expansion_factor(f, largest, smallest) : 1.0f};
 }
 
-// Which scale of a window this lane keeps (the second drawing), and where it is in memory.
+// Which field of a window this lane keeps (the second drawing), and where it is in memory.
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
     int step, group;   // of the window: its group, and the step in which that is updated
@@ -209,7 +215,7 @@ struct FieldOfLane {
     }
 };
 
-// The scale `which` of the group that this half of the warp updates in a step, fetched from the lane that
+// The field `which` of the group that this half of the warp updates in a step, fetched from the lane that
 // keeps it in `kept`.
 static __device__ float field_of_step(float kept, int step, int which) {
     return __shfl_sync(ALL_LANES, kept, step * FIELDS + which, GROUP_LANES);
@@ -219,7 +225,7 @@ static __device__ float field_of_step(float kept, int step, int which) {
 // 4. The kernel
 
 constexpr int WARPS = 8, BLOCKS_PER_SM = 2;  // of a block; a thread may then have 128 registers
-constexpr int64_t LEAST_GROUPS = 16384;      // of a block, so that its start and end do not count
+constexpr int64_t LEAST_GROUPS = 16384;      // of a block, so that its start and end take little of its time
 
 // What a thread loads for a step: its eight elements, as they are stored.
 template <class W> struct Loaded {
@@ -284,9 +290,11 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
     const FieldOfLane mine(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
-    // `next` is always one step ahead: it arrives while the threads compute. Where the compiler moves it into
-    // other registers within a step, it waits for it. It does not if load() begins with the codes, and if the
-    // new scales are found before the weights are stored: 81% of copy bandwidth in place of 71%.
+    // `next` is what the next step needs. It is loaded as soon as a step has decoded its own, and arrives
+    // while the threads compute. The order of two things decides about the speed: load() begins with the
+    // codes, and a step finds its new Expansions before it stores the weights. In another order the compiler
+    // copies `next` to other registers in the middle of a step. The threads then wait there until it has
+    // arrived, and the kernel reaches 71% of copy bandwidth, not 81%.
     Loaded<W> next = elements.load(first_group + half);
     float next_field = mine.load(first_group);
     for (int window = first_group; window < last_group; window += WARPS * WINDOW) {
@@ -314,7 +322,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
-            // Encode, and store. The new scales are stored later, with those of the window's other groups.
+            // Encode, and store. The new fields are stored later, with those of the window's other groups.
             const Expansion new_m = expansion_of_group(a.m, m), new_v = expansion_of_group(a.v, v);
             if (step == mine.step) {
                 const Expansion new_of_lane = mine.is_of_v() ? new_v : new_m;
@@ -339,7 +347,8 @@ static __device__ int segment_with(const AdamArguments& a, int64_t element) {
 }
 
 // A block has consecutive groups, [begin, end) in the rank's order. Within each segment among them its warps
-// take turns; there groups count from the segment's first.
+// take turns with the windows, where groups count from the segment's first. A window that lies in two blocks
+// belongs to the one in which it begins.
 template <class W>
 static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
     __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
@@ -370,7 +379,8 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
 // 5. The launch
 
 // As many blocks as the GPU runs at once; or several times as many, if each then has LEAST_GROUPS groups.
-// Slow groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
+// Groups that take the careful path are slow, and are neighbours (the rows of tokens that no longer occur).
+// With more blocks they are shared out better.
 static unsigned blocks_of(int64_t groups) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, groups / (at_once * LEAST_GROUPS));

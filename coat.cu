@@ -1,5 +1,5 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
-// gpu/operators.h; the same operators on the CPU, with the same names: section 2 of reference.cpp).
+// gpu/operators.h; the same arithmetic on the CPU: section 2 of reference.cpp).
 //
 // What is stored. Activations that backward reads again are E4M3 codes, with a BF16 scale for each 1x16 group
 // (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor; it is stored by
@@ -7,7 +7,8 @@
 // follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 rows of a chunk in
-// it, 8 neighbouring columns: no other thread stores these. Two neighbouring lanes own a 1x16 group.
+// it, 8 neighbouring columns: it loads and computes them, and stores their codes by rows. (Transposed codes
+// pass through shared memory, so other threads store those.) Two neighbouring lanes own a 1x16 group.
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
@@ -40,8 +41,11 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
     return top;
 }
 
-// write_back: x becomes what the groups hold. TAKES_AMAX: of_activation gets the amax of the activation's
-// output, computed from what the groups hold (forward_reads_groups) or from x. No caller wants both.
+// Quantizes x, and does one of two things besides, or neither:
+//   write_back   x becomes what the groups hold
+//   TAKES_AMAX   of_activation gets the amax of the activation's output, which is computed from what the
+//                groups hold if forward_reads_groups, else from x
+// No caller wants both, so a kernel with TAKES_AMAX ignores write_back.
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back,
@@ -95,8 +99,8 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 // ===========================================================================================================
 // 2. Group scaling: the amax of a tensor in two stages
 //
-// Stage one finds the amax of each group of values; here a group is what a warp has. (The paper takes 1xG
-// groups; the result is the same.) Stage two finds the largest of these, by an atomicMax. Mostly both happen
+// Stage one finds the amax of a part of the tensor. The paper's parts are 1xG groups, here a part is what a
+// warp has; the result is the same. Stage two finds the largest of these, by an atomicMax. Mostly both happen
 // in passing, in a kernel that has the values anyway: the kernels that write the inputs of norms and
 // activations compute the outputs for their amax. The kernel below is for what no other kernel has at hand,
 // for instance the gradient of gate and up.
@@ -135,7 +139,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
-    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go
+    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
     for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
     uint2 four_rows[PLANES][4];
 
@@ -170,7 +174,8 @@ template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Opera
 // ===========================================================================================================
 // 4. Without codes, and the choice between all of these
 
-// Values are rounded to BF16, or stored as FP32.
+// Values are rounded to BF16, or stored as FP32. (FP32 values take more registers than TILE_BLOCKS_PER_SM
+// blocks would leave: here it is two blocks.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     round_kernel(Producer x, int64_t rows, EitherDense out) {
@@ -196,8 +201,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
         return quantize_groups(x.input, out.view, false, stats, s);
     }
-    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, stats, s);
-    if (out.delayed) return quantize_delayed(x, out, stats, s);
+    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, stats, s);  // gpu/other_scaling.cu
+    if (out.delayed) return quantize_delayed(x, out, stats, s);                    // there, too
     measure(x, out, stats, s);  // first, because the codes may overwrite x
     if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);
     else quantize_per_tensor<Format::E4M3>(x, out, s);

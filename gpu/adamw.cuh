@@ -26,9 +26,10 @@ struct Factors {
     float root_factor, scaled_eps;
 };
 
-// On entry the old first moment is factor_m * m: decoding leaves the product to this function. The factor is
-// a scale, or the max of a group. keep_m = b1 * factor_m, so that one operation multiplies by both. On return
-// m is the new moment itself. The same holds for v. decay is that of the parameter, which may be 0.
+// Decoding leaves a product to this function: the old first moment is m times a factor, which is a scale or
+// the max of a group. The caller gives keep_m = b1 * factor, so that one operation multiplies by both. On
+// return m is the new moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
+// does not decay.
 inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
                                      float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -42,9 +43,9 @@ inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
 // A kernel is compiled for each of Bf16Weights<true>, Bf16Weights<false> and FloatWeights. Each counts
-// elements from a `first` one. store() rounds eight weights, writes them if `live`, and updates `top`, the
-// bits of the largest magnitude so far. key and element decide about random bits: rounding_key() of the step,
-// and the first element's number in the flat order.
+// elements from the `first` one of those that it is made for. store() rounds eight weights, writes them if
+// `live`, and updates `top`, the bits of the largest magnitude so far. The random bits follow from key, the
+// rounding_key() of the step, and from element, the first element's number in the flat order.
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
 // With a master the number is 0x8000, which rounds to nearest. What the weight lacks is its remainder:
@@ -77,7 +78,8 @@ template <bool MASTER> struct Bf16Weights {
         if constexpr (!MASTER) {
             Dense<bf16>::values(raw.weights.words, v);
         } else {
-            for (int j = 0; j < CHUNK; j++) {  // the inverse of store()
+            // The inverse of store(), which says why 0x8000 is flipped and then subtracted.
+            for (int j = 0; j < CHUNK; j++) {
                 const uint32_t remainders = raw.remainders.words[j / 2] ^ 0x80008000u;
                 const uint32_t sum = __byte_perm(remainders, raw.weights.words[j / 2], j % 2 ? UPPER : LOWER);
                 v[j] = __uint_as_float(sum - 0x8000u);
@@ -96,7 +98,8 @@ template <bool MASTER> struct Bf16Weights {
         if (!live) return;
         put(weights + i, sixteen_bits_of(sums, UPPER));
         if (!MASTER) return;
-        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
+        // sum = bits + 0x8000, of which the weight is the upper half. So the remainder, which is bits minus
+        // the weight << 16, is the lower half minus 0x8000. In 16 bits that only flips the highest bit.
         const uint4 lower = sixteen_bits_of(sums, LOWER);
         put(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u, lower.z ^ 0x80008000u,
                                        lower.w ^ 0x80008000u));
@@ -135,7 +138,8 @@ struct MomentFormat {
     float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
 };
 
-// Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
+// Whether a moment has scales, or max and k: is_scaled() of coat.h, for kernels. FP32 moments have none:
+// those of norm weights and biases, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
 }
@@ -160,8 +164,8 @@ struct AdamArguments {
     __device__ bool in_fp8_groups(const Segment& s) const { return has_scales(s.m) && !m.per_tensor; }
 };
 
-// Clears the amaxes of the weights, then updates the segments whose moments are not in FP8 groups
-// (other_optimizers.cu). fp8_groups: other segments are.
+// First clears the amaxes of all segments' weights, also for adamw_fp8_kernel. Then updates the segments
+// whose moments are not in FP8 groups (other_optimizers.cu). fp8_groups: other segments are.
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -53,8 +53,8 @@ constexpr int CHUNK = 8;
 using Values = float[CHUNK];  // of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far, `top` in most kernels, is kept as a value or as bits. The bits of |x|, read
-// as an integer, have the same order as |x|, with NaN above infinity.
+// The largest magnitude so far, `top` in most kernels, is kept as an FP32 value or as its bits. The bits of
+// |x|, read as an integer, have the same order as |x|, with NaN above infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|); NaN if either is NaN
@@ -552,9 +552,10 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // dev/ladders/quantize_transpose.cu.)
 //
 // A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, as many as there are banks of
-// shared memory, so that the n-th word of every column lies in bank n. Thread (across, down) of the 16 x 16
-// has rows 8 * down ... + 7 of columns 8 * across ... + 7. To each of these columns it writes two words:
-// down.0, which has its first 4 rows, and down.1. They lie so:
+// shared memory, so that the n-th place of every column lies in bank n. Thread (across, down) of the 16 x 16
+// has rows 8 * down ... + 7 of columns 8 * across ... + 7. To each of these columns it writes two words: word
+// 2 * down, which has its first 4 rows and is called down.0 here, and word 2 * down + 1, called down.1. It
+// writes word w to place w ^ (2 * across) ^ (down & 1), so that they lie so:
 //
 //                      piece 0: rows 0 ... 15    piece 1: rows 16 ... 31
 //   bank                0     1     2     3       4     5     6     7      ...    31

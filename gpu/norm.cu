@@ -16,7 +16,8 @@ namespace coat::gpu {
 constexpr int ROW_CHUNKS = 4;  // of a thread, at most
 constexpr int ROW_WARPS = 16;  // of a block, at most
 
-// As few warps as hold a row of C columns; several rows in a block where a row is short.
+// As few warps as hold a row of C columns, at most 32 * CHUNK * ROW_CHUNKS * ROW_WARPS = 2^14 of them, which
+// validate() in coat.h makes sure of. Where a row takes fewer than four warps, a block has several rows.
 static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
@@ -27,8 +28,9 @@ static __device__ int64_t row_column(int chunk) {
 }
 
 // x[i] becomes the sum of the x[i] of all threads of a row, in a fixed order, with the same bits in each of
-// them. All threads of the block call it. Each PLACE has shared memory of its own. Two successive calls need
-// different ones, because a thread may still be reading the first when another writes the second.
+// them. All threads of the block call it, because it synchronizes them. Each PLACE has shared memory of its
+// own. Two successive calls need different places: a thread may still be reading the first when another
+// writes the second.
 template <int PLACE, int COUNT> static __device__ void row_sum(float (&x)[COUNT]) {
     __shared__ float parts[COUNT][ROW_WARPS];
     for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
@@ -48,8 +50,9 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// Of a row whose chunks are x. Forward and backward have the same chunks in the same threads, and so get the
-// same bits.
+// Of a row whose chunks are x. The forward pass of both norms calls it. LayerNorm's backward pass does too,
+// and gets the same bits, because its threads have the same chunks. RMSNorm's backward pass needs only the
+// sum of squares, which it takes together with another sum.
 static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
                                                float eps) {
     float sum[1] = {0};
@@ -155,7 +158,7 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 }
 
 // ===========================================================================================================
-// Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
+// Norm, backward. With xhat = (x - mean) / std, 1 / std being rstd, and d = dy * weight:
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
 //   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
 //   both       dweight += dy xhat, dbias += dy
@@ -166,13 +169,15 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 // chunk lie apart, so that neighbouring threads use different banks: first the first halves of all chunks,
 // then the second halves, four floats each.
 static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
-    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, and as many second ones
-    float4& b = sums[(C + col) / CHUNK];  // = C / CHUNK + col / CHUNK, in fewer instructions
+    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second ones
+    float4& b = sums[(C + col) / CHUNK];  // entry C / CHUNK + col / CHUNK
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
 
-// The sums of a block's threadIdx.y, added in order, to row blockIdx.x of partials (blocks, C).
+// The sums of the block's rows of threads, one set for each threadIdx.y, are added in order and written to
+// row blockIdx.x of partials (blocks, C). Entry i of a set has four columns: of the i-th chunk its first
+// half, or, for i from C / CHUNK on, of chunk i - C / CHUNK its second half.
 static __device__ void write_partials(const float4* sums, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
@@ -213,8 +218,10 @@ static __device__ void add_dx(const Values& x, const Values& dy, const Values& w
     }
 }
 
-// g_out = g_in + dx by rows (N, C); g_in may be no tensor. Also the row statistics, the amax of g_out, and
-// each block's sums for dweight and dbias: partials (blocks, C), for dweight and behind it for dbias.
+// g_out = g_in + dx by rows (N, C); g_in may be no tensor. The kernel also writes the row statistics, the
+// amax of g_out, and each block's sums: partials (blocks, C) for dweight, and behind it (blocks, C) for
+// dbias. It writes the statistics anew because all norms have one place for them, which later norms have used
+// since.
 template <class Storage, bool RMS, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
@@ -266,7 +273,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             dy_and_weight(c, dy, weight);
             add_to_row_sums<RMS>(x[c], dy, weight, statistics, sum);
         }
-        // Two places in turn. (Of LayerNorm, row_statistics() uses others between two of these sums.)
+        // The sums of two successive rows need different places. RMSNorm takes place 1 and place 2 in turn.
+        // LayerNorm takes place 2 always, since row_statistics() uses places 0 and 1 between two of them.
         if (RMS && turn) row_sum<1>(sum);
         else row_sum<2>(sum);
         turn = !turn;

@@ -3,8 +3,9 @@
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
-//   - Rows are tokens. There may be any number of them, but a multiple of 16 for transposed codes. Columns
-//     are a multiple of 16. Pointers are 16-byte aligned.
+//   - The rows of an activation or a gradient are tokens; those of a weight are its outputs. There may be any
+//     number of them, but a multiple of 16 for transposed codes. Columns are a multiple of 16. Pointers are
+//     16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing is FP8.
 //   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
 //   - An AmaxAndScale* whose name ends with amax is where an operator leaves an amax: the larger of that and
@@ -74,7 +75,9 @@ struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
 
-// A norm layer. Backward recomputes its output from `in` and the row statistics instead of saving it.
+// A norm layer. Its output is not stored: whatever reads it computes it from `in` and the row statistics.
+// These are not saved either. All norms of a model may have the same place for them, because norm_backward()
+// computes them anew before backward needs the norm's output.
 struct Norm {
     View in;                        // (N, C) in the compute dtype, or in groups
     const void* weight;             // (C) compute dtype
@@ -92,7 +95,7 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct Lazy {
     LazyOp op;
     int64_t rows, cols;  // of the result
-    View input{};        // what it is computed from: the stored tensor, the norm's input, or gate_up
+    View input{};        // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
     View dact{};         // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
     Norm norm{};         // LazyOp::Norm
@@ -132,19 +135,22 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
 // Scaling per tensor takes two passes, amax() and quantize(). A kernel that has the values at hand anyway
 // updates the amax itself, which saves the first pass.
 
-// out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch; with delayed scaling, in every
-// step. x must not be in FP32.
+// out->amax = max(out->amax, |x|). The caller clears the amaxes of activations and gradients before every
+// micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not be in
+// FP32.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
 // Writes x as out says:
-//   FP8 per tensor             just in time, from the amax in amax_and_scale(out.view); or out.delayed
-//   FP8 per row, 1x128, 128x128  just in time, with the scales, which are computed first
-//   E4M3 in 1x16 groups        x must be a tensor that is stored in BF16
-//   BF16 or FP32
-// FP8 is made of BF16 tensors and of groups, not of FP32. The output may be written over the input if a code
-// has as many bytes as a stored input element: a thread loads its elements before it stores their codes. What
-// quantizing loses is added to *stats, if that is not null. `out` may have more rows than x: these are left
-// as they are.
+//   FP8 per tensor               The scale is computed from the amax in amax_and_scale(out.view); if
+//                                out.delayed, it is that of the history.
+//   FP8 per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
+//   E4M3 in 1x16 groups          x must be a tensor that is stored in BF16.
+//   BF16 or FP32                 Nothing has a scale.
+// - x may be computed from BF16 tensors and from groups. From FP32 tensors only the last of these is made.
+// - The output may be written over the input if a code has as many bytes as a stored input element: a thread
+//   loads its elements before it stores their codes.
+// - stats: what quantizing loses is added to it. It may be null.
+// - out may have more rows than x: these are left as they are.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
@@ -156,29 +162,37 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
                                AmaxAndScale* amax, QuantStats* stats, cudaStream_t s);
 
-// Groups, BF16 or FP32 -> BF16 or FP32, in the same shape. Groups are dequantized.
+// Groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
 void convert(const View& x, const View& out, cudaStream_t s);
 
 // ===========================================================================================================
 // 3. Residual stream and norms (gpu/norm.cu)
 
-// The residual sum of rows (N, C), and what the norm after it needs:
-//   sum = x + branch    branch may be no tensor. With tokens (N), x is the embedding and branch the learned
-//                       positions, or no tensor: sum = x[token] + branch[row % T]
-//   next.in = sum       in groups, or rounded
-//   x_out = sum         rounded: the new residual stream. It may be the same memory as x. Pass no tensor if
-//                       next.in stores the same values anyway (norm inputs saved in the compute dtype)
-//   next.row_statistics, and in y_amax the amax of the norm's output: those of next.in if
-//   forward_reads_saved, else
-//                       of x_out (coat.h, forward_reads_groups)
+// sum = x + branch, of rows (N, C), and what the next norm needs of it. Read are
+//   x        the residual stream; with tokens (N), the embedding: the row x[token]
+//   branch   what is added, or no tensor; with tokens, the learned positions: the row branch[row % T]
+// Written are
+//   x_out                 the new residual stream: the sum, rounded. It may be the same memory as x. x_out is
+//                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
+//                         the compute dtype)
+//   next.in               the norm's input: the sum in groups, or rounded
+//   next.row_statistics   those of what the forward pass reads: of next.in if forward_reads_saved, else of
+//                         x_out (coat.h, forward_reads_groups)
+//   y_amax                the amax of the norm's output, computed from the same values
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
                   bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);
 
-// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dy is the
-// gradient of the norm's output and dx that of its input. All are (N, C). g_in may be no tensor, and g_out
-// may be g_in. g_amax gets the amax of g_out. n.row_statistics are written again. dweight and dbias: (C);
-// dbias is no tensor for RMSNorm. workspace: norm_backward_workspace(C) bytes.
+// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
+// gradient of the norm's input. Read are
+//   dy     (N, C) the gradient of the norm's output
+//   g_in   (N, C) the gradient of the residual stream, or no tensor
+// Written are
+//   g_out              (N, C). It may be g_in
+//   g_amax             the amax of g_out
+//   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
+//   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
+//   workspace          of norm_backward_workspace(C) bytes
 size_t norm_backward_workspace(int64_t C);
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
@@ -195,6 +209,9 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
 // Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
 // amax is not null.
 void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s);
+
+// In how many parts sums over rows are first added up: the rows of a workspace.
+inline constexpr int COLUMN_PARTIALS = 128;
 
 // Qwen3 has an RMSNorm of each head of q and of k, in (N, qkv_cols), in place.
 struct HeadNorm {
@@ -222,11 +239,11 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 // ===========================================================================================================
 // 6. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
-// gradient (n) += the sums over the rows of partials (rows, n): the second stage of the next ones.
+// gradient (n) += the sums over the rows of partials (rows, n): the second stage of column_sums(),
+// norm_backward() and head_norm_backward().
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
 // gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s);
 
 // The rows of g that belong to the same token, sorted on the host, so that sums have a fixed order.
@@ -268,9 +285,9 @@ struct MomentView {
     Format format;
 };
 
-// What this rank updates of one parameter: a row of a table on the device. `offset` counts in the rank's
-// order, in which its weights, masters and gradients lie one after the other. With one rank that is the order
-// of all parameters, the flat order.
+// What this rank updates of one parameter: a row of a table on the device. A rank has its parts of all
+// parameters one after the other: its weights, its masters and its gradients alike. This is the rank's order,
+// in which `offset` counts. With one rank it is the order of all parameters, the flat order.
 struct Segment {
     int64_t offset, size;  // elements
     MomentView m, v;
@@ -308,14 +325,15 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
                       int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
                       double* sums, cudaStream_t s);
-// Adds them to the state: those of all ranks, (ranks, 1 + shard_units). For a shard unit of a matrix one of
-// them at most is not 0, for one of a vector they are equal. clip: the limit of the norm; 0: none.
+// Adds these sums of all ranks, (ranks, 1 + shard_units), to the state. A shard unit of a matrix belongs to
+// one rank, so the other ranks' sums of it are 0. A vector belongs to every rank, so all sums of it are
+// equal; they count once. clip: the limit of the norm; 0: none.
 void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
                    cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
-// `overwrite`, without the old sum. g_r = received + r * n, without a place for this rank, whose own
-// gradients are at `own`.
+// `overwrite`, without the old sum. n: elements. This rank's gradients are at `own`. Those of the other
+// ranks are at `received`, one after the other in the order of the ranks, with no gap for this rank.
 void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,
                    int64_t rank, int64_t ranks, cudaStream_t s);
 
@@ -324,7 +342,8 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 
 // AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
 // are those of the range; gradients are FP32 or have the format of the weights. Every segment's m.format is
-// optimizer.m or FP32, and v's likewise. rounding: rounding_key() of this step, for weights without a master.
+// optimizer.m or FP32, and v's likewise. rounding_key: that of this step (model.h), for weights without a
+// master.
 // The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
@@ -339,9 +358,10 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
-// Delayed scaling. After a step the amaxes enter the histories, the newest first, and the next step's scale
-// is from_history = max(history) / FMAX. A maximum that is 0 or not finite leaves it as it was, and
-// *skipped all. scales (n); histories (n, length). *empty += the number of scales that are still 0.
+// Delayed scaling, after a step. The amax of each of scales (n) enters its history, a row of histories (n,
+// length), as the newest. The scale of the next step is from_history = max(history) / FMAX. If that maximum
+// is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything does. *empty += the
+// number of scales whose from_history is still 0.
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
