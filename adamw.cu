@@ -189,7 +189,8 @@ static __device__ Expansion expansion_of_group(const MomentFormat& f, const Valu
     return {.max = largest, .k = f.expand ? expansion_factor(f, largest, smallest) : 1.0f};
 }
 
-// Which field of a window this lane keeps (the second drawing), and where it is in memory.
+// Which field of a window this lane keeps (the second drawing), and where it is in memory. (A Segment,
+// gpu/operators.h, is what this rank has of one parameter.)
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
     int step, group;   // of the window: its group, and the step in which that is updated
@@ -234,8 +235,7 @@ template <class W> struct Loaded {
     EitherDense::Raw g;
 };
 
-// Where a thread's eight elements are in the groups of a segment, which is what this rank has of one
-// parameter (gpu/operators.h). Elements are counted in four ways:
+// Where a thread's eight elements are in the groups of a segment. Elements are counted in four ways:
 //   from the segment's first element           the codes of m and v
 //   in the rank's order                        weights and remainders; there the segment begins at its offset
 //   from the range's first element             gradients

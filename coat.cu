@@ -83,7 +83,7 @@ static void launch_quantize_groups(const View& x, const View& groups, bool write
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
-    measure(stored(x), {groups}, stats, s);
+    measure(stored(x), {groups}, stats, s);  // for the report, gpu/report.cu; nothing where stats is null
     launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
 }
 
@@ -116,6 +116,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
 }
 
+// A Lazy (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer() finds the
+// producer that computes it.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
     with_producer<true>(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,

@@ -91,8 +91,8 @@ static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHU
     return top;
 }
 
-// Which rows of x and branch are added to make a row. With tokens, x is the embedding and branch the learned
-// positions, of which the first `period` repeat.
+// The numbers of the rows of x and of branch whose sum is a row. With tokens, x is the embedding and branch
+// the learned positions: a sequence has `period` tokens, so that the position of a row is row % period.
 struct RowsToAdd {
     int64_t x, branch;
 };
@@ -105,10 +105,9 @@ static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t
     return from;
 }
 
-// sum = x + branch, by rows (N, C). branch may be no tensor. With tokens (N) the sum is x[token] +
-// branch[position], where the position of a row is row % period. The kernel writes the sum to x_out, if that
-// is a tensor, and to the norm's input. It leaves what the next GEMM's quantizer needs: the row statistics of
-// the norm, and the amax of its output.
+// sum = x + branch, by rows (N, C). branch may be no tensor; tokens (N): see rows_to_add(). The kernel writes
+// the sum to x_out, if that is a tensor, and to norm_input, the input of the norm `next`. It leaves what the
+// next GEMM's quantizer needs: the row statistics of the norm, and in y_amax the amax of its output.
 template <class Storage, bool FORWARD_READS_SAVED, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
@@ -324,7 +323,7 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
         launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
                dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
     });
-    reduce_partials(workspace, grid, dweight, s);
+    reduce_partials(workspace, grid, dweight, s);  // gpu/layers.cu
     if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
 }
 

@@ -341,7 +341,7 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // 8. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
 // AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
-// are those of the range; gradients are FP32 or have the format of the weights. Every segment's m.format is
+// are those of the range; the gradients' `format` is FP32 or that of the weights. Every segment's m.format is
 // optimizer.m or FP32, and v's likewise. rounding_key: that of this step (model.h), for weights without a
 // master.
 // The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
