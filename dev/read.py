@@ -304,7 +304,7 @@ def block(lines):
         items = re.split(r"^(?:- |\d+\. )", text, flags=re.M)[1:]
         kind = "ul" if lines[0][0] == "-" else "ol"
         return f"<{kind}>" + "".join(f"<li>{inline(' '.join(item.split()))}" for item in items) + f"</{kind}>"
-    css = " class=try" if lines[0].startswith("**Try.**") else ""
+    css = " class=try" if lines[0].startswith(("**Try.**", "*Expect:*", "**Now put")) else ""
     return f"<p{css}>{inline(' '.join(lines))}</p>"
 
 def prose(text):
