@@ -54,7 +54,7 @@ def formats():
         ax.set_xticks([2.0**e for e in range(-16, 17, 4)])
         ax.tick_params(labelbottom=True)
         ax.text(f.max, 1.1, f"largest: {float(f.max):,.0f}", ha="center", color=theme["blue"])
-        ax.text(f.min, 1.1, f"smallest: 2^{int(np.log2(f.min))}", ha="center", color=theme["red"])
+        ax.text(f.min, 1.1, f"smallest: $2^{{{int(np.log2(f.min))}}}$", ha="center", color=theme["red"])
     axes[1].set_xlabel("value (logarithmic). Blue: normal values, equally dense in each power of two.\n"
                        "Red: subnormal values, equally spaced.")
 
@@ -207,7 +207,7 @@ def granularity(x):
     for ax in grid[1]:
         ax.set_xlabel("feature")
     bar = figure.colorbar(magnitude, ax=grid[:, 0], location="bottom", ticks=[-12, 0, 12], aspect=24)
-    bar.ax.set_xticklabels(["2^-12", "1", "4096"])
+    bar.ax.set_xticklabels(["$2^{-12}$", "1", "$2^{12}$"])
     bar.set_label("|x| (the first picture)")
     bar = figure.colorbar(image, ax=grid[:, 1], location="bottom", ticks=[0, 6.25, 12.5, 25], aspect=24)
     bar.ax.set_xticklabels(["0", "6%", "12%", "25% or more"])
