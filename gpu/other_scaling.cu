@@ -8,7 +8,9 @@ namespace coat::gpu {
 // 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
 // Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
-// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes.
+// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes. The
+// kernels of both need more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave: hence two
+// blocks a multiprocessor.
 
 constexpr int LOG_128 = 7, ALL = 62;
 static_assert(TILE == 1 << LOG_128);
