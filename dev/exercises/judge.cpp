@@ -164,6 +164,7 @@ private:
         bool predicts;           // it says each value, not only what the wrong ones have in common
         bool of_input;           // what they have in common is a property of their inputs
         bool everywhere = true;  // it predicts the right values, too
+        bool of_shown = false;   // it predicts the first wrong value, which is shown
         size_t wrong = 0;        // so many wrong values
     };
     struct Result {
@@ -175,7 +176,9 @@ private:
             Explanation* e = find(text);
             if (!e) e = &explanations.emplace_back(Explanation{text, true, false});
             if (!so) e->everywhere = false;
-            if (so && !right) e->wrong++;
+            if (!so || right) return;
+            e->wrong++;
+            if (wrong == 1) e->of_shown = true;
         }
         // What the first wrong value does not have is not common to all.
         void has_in_common(const std::string& text, bool of_input) {
@@ -228,6 +231,13 @@ private:
         }
         if (!perhaps.empty()) return perhaps;
         if (!partly.empty()) return partly;
+        // Where there are several mistakes, none makes all wrong values: the value that is shown tells of
+        // one.
+        const Explanation* shown = nullptr;
+        for (const Explanation& e : result.explanations)
+            if (e.of_shown && (!shown || e.wrong > shown->wrong)) shown = &e;
+        if (shown)
+            return "Perhaps there are several mistakes. This one makes the value above: " + shown->text;
         return "Compare " + first_ + " and its operands with what stands above the function.";
     }
 

@@ -30,7 +30,13 @@ namespace {
 using namespace coat;
 using namespace coat::test;
 using Floats = std::vector<float>;
-using Words = std::string;  // a mistake in words
+// A mistake in words, or several, joined by " and ".
+struct Words : std::string {
+    using std::string::string;
+    bool operator==(const char* one) const {
+        return contains(" and " + *this + " and ", concat(" and ", one, " and "));
+    }
+};
 using Bytes = const uint8_t*;
 using Vector = const float*;
 
@@ -60,6 +66,8 @@ const std::vector<Mistake> MISTAKES = {
     {2, "returns amax", "This is amax itself"},
     {2, "codes without the scale", "the code of x, without the scale"},
     {2, "multiplies by s", "Multiply by 1 / s, not by s"},
+    {2, "divides by s and signed amax",
+     "several mistakes. This one makes the value above: A few codes are one off"},
     {2, "reads x[n]", "read x[0] to x[n - 1]"},
     {2, "writes past the end", "You write past the end of code"},
 
@@ -95,6 +103,8 @@ const std::vector<Mistake> MISTAKES = {
     {5, "the 1 in front is counted twice", "it adds 1 to the exponent field"},
 
     {6, "2^-6 as minimum", "The smallest code that is not zero is subnormal"},
+    {6, "2^-6 as minimum and k not limited at 64",
+     "several mistakes. This one makes the value above: The smallest"},
     {6, "1 as minimum", "The range ends at the smallest value"},
     {6, "k inverted", "This is upside down"},
     {6, "ln of the ratio", "One logarithm is natural"},
