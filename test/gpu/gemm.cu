@@ -68,8 +68,10 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     for (Doubles* x : {&operands.left, &operands.right})
         for (double& v : *x) v = std::fabs(v);
     Doubles bounds = operands.product();  // so far, the magnitudes of the sums
-    // A sum's relative error. FP32: K additions. Hopper's FP8: 14 bits of 32 products (DeepSeek-V3, 3.3.2).
-    const double K = double(p.K()), sum_error = qa.fp8() ? (K / 32 + 1) * 0x1p-13 : (K + 2) * 0x1p-24;
+    // A sum's relative error. FP32: K additions. Hopper's FP8: an instruction adds 32 products and rounds to
+    // 14 bits (DeepSeek-V3, 3.3.2), also the last instruction, whose products may be fewer.
+    const double K = double(p.K()), instructions = double(ceil_div(p.K(), 32));
+    const double sum_error = qa.fp8() ? (instructions + 1) * 0x1p-13 : (K + 2) * 0x1p-24;
     for (int64_t i = 0; i < p.M() * p.N(); i++) {
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N()] : 0.0);
         double rounded = std::fabs(exact[i] + extra);
