@@ -23,7 +23,8 @@ struct Tally : doctest::ConsoleReporter {
     }
     void test_run_end(const doctest::TestRunStats& run) override {
         ConsoleReporter::test_run_end(run);
-        tests = run.numTestCasesPassingFilters, failed = run.numTestCasesFailed;
+        tests = run.numTestCasesPassingFilters;
+        failed = run.numTestCasesFailed;
     }
 };
 REGISTER_REPORTER("tally", 0, Tally);
@@ -50,7 +51,11 @@ int main(int argc, char** argv) {
         if (std::sscanf(line, "%u passed, %u failed", &also_passed, &also_failed) < 2 &&
             std::strncmp(line, "skipped: ", 9) != 0)  // this process has counted them
             std::fputs(line, stdout);
-    if (second) status |= pclose(second), passed += also_passed, failed += also_failed;
+    if (second) {
+        status |= pclose(second);
+        passed += also_passed;
+        failed += also_failed;
+    }
     for (const std::string& name : Tally::skipped) std::printf("skipped: %s\n", name.c_str());
     if (passed + failed == 0) std::printf("no test has such a name\n");
     std::printf("%u passed, %u failed, %zu skipped\n", passed, failed, Tally::skipped.size());

@@ -140,10 +140,13 @@ PROPERTY("the same bits every time with any number of threads and after a resume
         CHECK(Training(make, other).losses(1)[0] != losses[0]);
         const Snapshot state = snapshot(*whole.model);
         restore(*resumed.model, state);
-        resumed.text = whole.text, resumed.adamw = whole.adamw;
-        resumed.tokens = whole.tokens, resumed.targets = whole.targets;
+        resumed.text = whole.text;
+        resumed.adamw = whole.adamw;
+        resumed.tokens = whole.tokens;
+        resumed.targets = whole.targets;
         CHECK(resumed.evaluate() == resumed.evaluate());
-        resumed.next_logits(s.T), resumed.report();
+        resumed.next_logits(s.T);
+        resumed.report();
         CHECK((snapshot(*resumed.model) == state));  // evaluating, sampling and reporting change nothing
         const Doubles rest = whole.losses(2);
         omp_set_num_threads(1);
@@ -303,7 +306,8 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             for (size_t i = 0; i < COUNTED; i++) targets[i] = int32_t(3 * i + 1);
             double sum = 0;  // of the losses of each, measured alone
             for (size_t i = 0; i < COUNTED; i++) {
-                t.targets = none, t.targets[i] = targets[i];
+                t.targets = none;
+                t.targets[i] = targets[i];
                 sum += t.evaluate();
             }
             t.targets = targets;
@@ -321,7 +325,8 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
                 t.again();
                 CHECK((gradients_of(*t.model) == gradients));
             }
-            t.targets = none, t.adamw.lr = 1;
+            t.targets = none;
+            t.adamw.lr = 1;
             const Snapshot kept = snapshot(*t.model);
             const StepResult empty = t.again();
             CHECK((empty.skipped && empty.targets == 0 && empty.loss == 0 && empty.grad_norm == 0));
@@ -453,7 +458,8 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped wi
             const StepResult r = t.step();
             CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INFINITY));
             CHECK((snapshot(*t.model) == state));
-            t.adamw.clip = 1, t.adamw.step--;
+            t.adamw.clip = 1;
+            t.adamw.step--;
             CHECK(!t.again().skipped);
             CHECK((snapshot(*t.model) != state));
             for (const StateTensor& tensor : state_tensors(t.setup()))
@@ -495,7 +501,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
     list.push_back(setup_of("coat", wide_heads(true), 2, 48));
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
-        s.keep_gradients = true, s.accumulate = 1;
+        s.keep_gradients = true;
+        s.accumulate = 1;
         Setup none = s;
         none.keep_gradients = false;
         Training kept(make, s), dropped(make, none);
@@ -526,7 +533,9 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
         a.next();
         for (auto* x : {&a.tokens, &a.targets})
             for (size_t i = 64; equal && i < x->size(); i++) (*x)[i] = (*x)[i - 64];
-        b.tokens = a.tokens, b.targets = a.targets, a.adamw.lr = b.adamw.lr = 0;
+        b.tokens = a.tokens;
+        b.targets = a.targets;
+        a.adamw.lr = b.adamw.lr = 0;
         CHECK((a.evaluate() == b.evaluate() && a.next_logits(3) == b.next_logits(3)));
         const StepResult x = a.again(), y = b.again();
         CHECK((x.loss == y.loss) == equal);
@@ -577,7 +586,8 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
     for (int run = 0; run < 3; run++) {
         for (size_t i = 0; i < tokens.size(); i++) {
             const size_t from = run == 2 ? i : i % 64 + size_t(64 * run);
-            t.tokens[i] = tokens[from], t.targets[i] = targets[from];
+            t.tokens[i] = tokens[from];
+            t.targets[i] = targets[from];
         }
         restore(*t.model, before);
         t.again();
@@ -613,7 +623,8 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
     const bool exact = make == make_reference;  // a GPU's powers may change a code by one
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
-        s.keep_gradients = true, s.accumulate = 1;
+        s.keep_gradients = true;
+        s.accumulate = 1;
         Training t(make, s);
         t.losses(3);
         const Snapshot state = snapshot(*t.model);

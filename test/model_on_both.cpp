@@ -115,7 +115,8 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
     }
     ModelConfig wide = wide_heads(false);
     check_step(rng, setup_of("coat attention", wide, 2, 80));
-    wide.arch = QWEN3, wide.head_size = 128;
+    wide.arch = QWEN3;
+    wide.head_size = 128;
     for (const char* words : {"coat attention", "bf16"}) check_step(rng, setup_of(words, wide, 2, 80));
 }
 
@@ -132,7 +133,10 @@ GPU_MODEL_TEST("step: recipes that no row of the table has") {
     for (const auto& [recipe, x, w, g, nonlinear] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));
-            s.recipe.x = x, s.recipe.w = w, s.recipe.g = g, s.recipe.nonlinear = nonlinear;
+            s.recipe.x = x;
+            s.recipe.w = w;
+            s.recipe.g = g;
+            s.recipe.nonlinear = nonlinear;
             check_step(rng, s);
         }
 }
@@ -168,7 +172,9 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
     for (const char* words : {"te lean moments fp8lm", "coat lean"}) list.push_back(setup_of(words));
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
-        s.B = 8, s.T = 32, s.accumulate = 1;
+        s.B = 8;
+        s.T = 32;
+        s.accumulate = 1;
         Training gpu(make_gpu, s), cpu(make_reference, s);
         std::vector<Training> others;  // 2^-17: the error of a gradient in FP32
         for (float change : s.recipe.compute == Format::F32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
@@ -178,7 +184,8 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         CHECK(compare_losses(gpu, cpu, others) > 0.5);
         std::swap(gpu.model, cpu.model);  // each goes on with the state of the other
         const Snapshot of_gpu = snapshot(*cpu.model), of_cpu = snapshot(*gpu.model);
-        restore(*gpu.model, of_gpu), restore(*cpu.model, of_cpu);
+        restore(*gpu.model, of_gpu);
+        restore(*cpu.model, of_cpu);
         CHECK((snapshot(*gpu.model) == of_gpu && snapshot(*cpu.model) == of_cpu));
         compare_losses(gpu, cpu, others);
     }

@@ -78,7 +78,8 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
         for (const int64_t ranks : {1, 4}) {
             INFO(std::string(run), " ", ranks);
             Setup s = setup_of(run, LLAMA_7B, 1, 64);
-            s.ranks = ranks, s.rank = ranks - 1;
+            s.ranks = ranks;
+            s.rank = ranks - 1;
             const std::vector<MemoryRow> plan = memory_plan(s);
             auto each = [&](Category c) {
                 return double(total_bytes(plan, c)) * double(ranks) / double(parameter_count(s.config));
@@ -149,7 +150,8 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
                 for (const auto& [rank, ranks] : {std::pair{0, 1}, {0, 2}, {1, 2}}) {
                     Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, T, accumulate};
                     if (s.config.V == 0) s.config.V = 256;
-                    s.rank = rank, s.ranks = ranks;
+                    s.rank = rank;
+                    s.ranks = ranks;
                     INFO(model.name, " ", std::string(recipe.name), " ", T, " ", accumulate, " ", rank);
                     const std::vector<Param> params = parameters(s.config);
                     const std::vector<ShardPlace> shards = shard_places(s);
@@ -177,7 +179,8 @@ TEST_CASE("head_sum_in_fp32: a BF16 gradient of the head is rounded at most four
     for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
         INFO(batch, " ", accumulate, " ", ranks, " ", tied);
         Setup s = setup_of("bf16", LLAMA_7B, batch, 2048, accumulate);
-        s.config.tied = tied, s.ranks = ranks;
+        s.config.tied = tied;
+        s.ranks = ranks;
         CHECK(head_sum_in_fp32(s) == in_fp32);
     }
 }
@@ -189,7 +192,8 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
         const char* refused = "";
     };
     ModelConfig c = tiny_config(LLAMA, true);
-    c.max_T = 256, c.window = 200;
+    c.max_T = 256;
+    c.window = 200;
     for (const auto& [run, T, B, accumulate, ranks, refused] :
          {Row{"coat", 200, 1, 9, 9},
           {"coat", 201, 1, 1, 1, "use at most --seq 200."},
@@ -210,7 +214,8 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
         CHECK(contains(error, refused));
         CHECK(error.empty() == (*refused == 0));
     }
-    c.NH = c.NKV = 1 << 13, c.head_size = 128;  // the product is bounded, not only each factor
+    c.NH = c.NKV = 1 << 13;
+    c.head_size = 128;  // the product is bounded, not only each factor
     CHECK_NOTHROW(validate(c));
     c.NH = c.NKV = 1 << 14;
     CHECK_THROWS_AS(validate(c), Error);

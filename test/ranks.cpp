@@ -164,7 +164,8 @@ TEST_CASE("ranks: rank 0 answers every rank with one message however many ranks 
         const std::string value = "D" + std::string("\x04\0\0\0\0\0\0\0", 8) + "abcd";
         for (const std::string& message : {value, "D" + std::string(8, '\0')})  // the last is for the end
             REQUIRE(send(ends[1], message.data(), message.size(), 0) == ssize_t(message.size()));
-        sockets.push_back(ends[0]), others.push_back(ends[1]);
+        sockets.push_back(ends[0]);
+        others.push_back(ends[1]);
     }
     {
         ProcessGroup ranks(0, 0, sockets);

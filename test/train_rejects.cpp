@@ -36,8 +36,10 @@ TEST_CASE("train: a misspelled flag is rejected with the flag that it most likel
 
 TEST_CASE("train: sizes and data and files that cannot work are rejected before the first step") {
     RunFolder folder;
-    fs::create_directory(folder.path / "empty"), fs::create_directory(folder.path / "llama-tiny");
-    fs::copy(small_model(), folder.path / "chat"), folder.write("chat/tokenizer.json", "{}");
+    fs::create_directory(folder.path / "empty");
+    fs::create_directory(folder.path / "llama-tiny");
+    fs::copy(small_model(), folder.path / "chat");
+    folder.write("chat/tokenizer.json", "{}");
     shell(folder, "sed -i 's/vocab_size.: 256/vocab_size\": 300/' chat/config.json");
     folder.write("short", "too few bytes for a batch");
     folder.write("large.bin", token_file(std::vector<uint16_t>(60000, 50300)));
@@ -98,7 +100,9 @@ parts --accumulate 2 | --accumulate 2; parts --out out | --out out already holds
 TEST_CASE("train: ranks that are started by hand with other flags or data or weights end all") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text"), base = TINY + "--steps 2 --out '' --data data ";
-    folder.write("a/data", text), folder.write("b/data", text + "x"), folder.write("c/data", text);
+    folder.write("a/data", text);
+    folder.write("b/data", text + "x");
+    folder.write("c/data", text);
     for (const auto& [where, seed] : {std::pair<std::string, std::string>{"a", "1"}, {"c", "2"}})
         require_success(tiny(folder, "--data a/data --steps 1 --seed " + seed + " --out " + where + "/m"));
     // Rank 1 runs in another folder, as the first rank of another machine: the model m is another there.

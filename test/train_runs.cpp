@@ -15,7 +15,8 @@ static void check_same(const Folder& folder, const std::string& a, const std::st
     CHECK((tensors_of(folder.path / a) == tensors_of(folder.path / b)));
     auto state = [&](const std::string& checkpoint) {
         auto json = nlohmann::json::parse(read_file(folder.path / checkpoint / "trainer.json"));
-        json.erase("hash"), json.erase("settings");
+        json.erase("hash");
+        json.erase("settings");
         return json;
     };
     CHECK(state(a) == state(b));
@@ -448,7 +449,8 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         tokens.push_back(i * i % 251 | uint32_t(i >= 80) << 31);  // most steps have no token that counts
         held_out.push_back(i * i % 251 | uint32_t(i < 900 && i % 7) << 31);  // batches in which fewer count
     }
-    folder.write("train.bin", token_file(tokens)), folder.write("val.bin", token_file(held_out));
+    folder.write("train.bin", token_file(tokens));
+    folder.write("val.bin", token_file(held_out));
     const std::string flags =
         "--device cpu --model \"$SMALL\" --recipe fp32 --data train.bin,val.bin --batch 1 --seq 16 --log log "
         "--accumulate 2 --warmup 9 --lr 2e-3 --weight-decay 3 --clip 5 --eval-every 0 --sample-every 0 "
@@ -479,12 +481,16 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
     for (const auto& line : logged(folder, "step")) {
         for (int64_t i : {0, 1}) loader.read(2 * state.step + i, &x[16 * i], &y[16 * i]);
         AdamW adamw{state.updates + 1, learning_rate(2e-3, 9, 80, state.step)};
-        adamw.weight_decay = 3, adamw.clip = 5, adamw.skipped = state.step - state.updates;
+        adamw.weight_decay = 3;
+        adamw.clip = 5;
+        adamw.skipped = state.step - state.updates;
         const StepResult result = model->step(x.data(), y.data(), adamw);
-        state.step++, state.updates += !result.skipped;
+        state.step++;
+        state.updates += !result.skipped;
         CHECK((line.at("loss") == result.loss && line.at("skipped") == result.skipped));
         CHECK((line.at("lr") == double(adamw.lr) && line.at("grad_norm") == result.grad_norm));
-        in_a_row = result.skipped ? in_a_row + 1 : 0, most = std::max(most, in_a_row);
+        in_a_row = result.skipped ? in_a_row + 1 : 0;
+        most = std::max(most, in_a_row);
     }
     CHECK((most > 20 && state.updates > 3));  // more than MOST_SKIPPED: the run has not diverged
     CHECK(read_loop_state(folder / "out/step-000080").updates == state.updates);

@@ -148,7 +148,8 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
     for (const char* field : {"step", "updates", "hashes", "settings"})
         for (const nlohmann::json& value : {nlohmann::json("x"), nlohmann::json(), nlohmann::json(5)}) {
             nlohmann::json bad = good;
-            bad[field] = value, bad.erase("hash");
+            bad[field] = value;
+            bad.erase("hash");
             const std::string text = bad.dump();
             bad["hash"] = std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
             write_file(d.path + "/trainer.json", bad.dump());
@@ -161,7 +162,8 @@ TEST_CASE("checkpoint: the newest by number counts; --keep newest stay; nothing 
     const std::string out = folder / "out";
     MemoryModel model(small_setup(LLAMA), 1);
     CHECK(find_checkpoint(out) == "");
-    save(out, model, 5), save(out, model, 10);
+    save(out, model, 5);
+    save(out, model, 10);
     CHECK(names_in(out) == Names{"step-000005", "step-000010"});
     Names mine = {"step-", "step-notes", "step-000007x", "x-000007", "step-000099.tmp.txt", "logs"};
     for (const std::string& name : mine) fs::create_directory(out + "/" + name);
@@ -251,7 +253,8 @@ TEST_CASE("checkpoint: every file is on the disk before it gets its name and the
     MemoryModel model(small_setup(LLAMA), 1);
     const std::string root = fs::canonical(folder.path).string(), out = root + "/new/out";
     calls.clear();
-    create_folders(out), create_folders(folder / "slash/");
+    create_folders(out);
+    create_folders(folder / "slash/");
     CHECK(fs::is_directory(folder.path / "slash"));
     const std::string path = save_checkpoint(out, model, some_state(10), {{"templates/a.jinja", "text"}});
     auto at = [&](const std::string& call) {
@@ -291,7 +294,8 @@ TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the
         const rlimit tight{limit, before.rlim_max};
         setrlimit(RLIMIT_FSIZE, &tight);
         const std::string error = error_of([&] { save(out, d.saved, 6); });
-        setrlimit(RLIMIT_FSIZE, &before), std::signal(SIGXFSZ, handler);
+        setrlimit(RLIMIT_FSIZE, &before);
+        std::signal(SIGXFSZ, handler);
         check_error(error, out + "/step-000006.tmp/", "--out");
         CHECK(names_in(out) == Names{"step-000005"});
     }
@@ -318,14 +322,16 @@ TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill le
         int status = 0;
         for (int64_t stops = 0; stops < 60; stops++) {
             usleep(useconds_t(rng.below(1500)));
-            kill(child, SIGSTOP), waitpid(child, &status, WUNTRACED);
+            kill(child, SIGSTOP);
+            waitpid(child, &status, WUNTRACED);
             for (const std::string& name : names_in(out)) torn += contains(name, ".tmp");
             const int64_t step = read_loop_state(find_checkpoint(out)).step;
             REQUIRE(step >= last);
             last = step;
             kill(child, SIGCONT);
         }
-        kill(child, SIGKILL), waitpid(child, &status, 0);
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
         load_checkpoint(find_checkpoint(out), loaded);
         last = read_loop_state(find_checkpoint(out)).step;
         REQUIRE(loaded.tensors == MemoryModel(s, uint64_t(last)).tensors);

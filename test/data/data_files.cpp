@@ -92,10 +92,14 @@ TEST_CASE("find_data_files: links to folders are followed and circles end") {
     for (const char* name : {"in/b/x", "in/z", "in/b/c/y", "outside/one", "outside/deep/two", "far/three"})
         folder.write(name, name);
     auto link = [&](const char* to, const char* at) { fs::create_directory_symlink(to, folder.path / at); };
-    link("../outside", "in/outside"), link("../../far", "outside/deep/far"), link("b", "in/a");
+    link("../outside", "in/outside");
+    link("../../far", "outside/deep/far");
+    link("b", "in/a");
     link(".", "in/b/itself"), link("..", "in/b/parent"), link("../outside", "far/back"),
         link("none", "in/none");
-    link("..", "in/above"), link("/", "in/root"), link("outside/deep", "in/second");
+    link("..", "in/above");
+    link("/", "in/root");
+    link("outside/deep", "in/second");
     const FoundFiles found = find_data_files(folder / "in", {});
     CHECK(paths_in(folder, found.paths) ==
           std::vector<std::string>{"in/b/c/y", "in/b/x", "in/outside/deep/far/three", "in/outside/deep/two",

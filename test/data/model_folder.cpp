@@ -145,7 +145,8 @@ HuggingFace without_prefix(bool tied) {
 
 MemoryModel model_of(const std::string& folder, bool master = true) {
     Setup setup = small_setup(LLAMA);
-    setup.config = read_model_config(folder), setup.master = master;
+    setup.config = read_model_config(folder);
+    setup.master = master;
     return MemoryModel(setup, 9);
 }
 
@@ -189,7 +190,10 @@ TEST_CASE("save_model_folder: config.json has the documented fields of transform
     auto named = [](const char* name) {
         Setup setup = small_setup(LLAMA);
         setup.config = find_row(models(), name, "");
-        setup.config.L = 1, setup.config.C = 64, setup.config.F = 16, setup.config.V = 50;  // small
+        setup.config.L = 1;
+        setup.config.C = 64;
+        setup.config.F = 16;
+        setup.config.V = 50;  // small
         return saved_config(setup);
     };
     check_fields(saved_config(small_setup(LLAMA, false)), R"({"architectures": ["LlamaForCausalLM"],
@@ -370,7 +374,8 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     }
     CHECK(wrong == 0);
     Setup second = model.setup();
-    second.rank = 1, second.ranks = 3;
+    second.rank = 1;
+    second.ranks = 3;
     MemoryModel part(second, 1);
     load(folder, part);
     for (const std::string& name : {params.back().name, params.back().name + ".remainder"})
@@ -400,7 +405,9 @@ TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_hea
                 INFO(f.config.at("model_type").get<std::string>(), ", ", dtype, ", ", shards, " shards");
                 const size_t embedding = size_t(&f.at("embed_tokens.weight", "wte.weight") - f.pieces.data());
                 HuggingFace::Piece& head = f.at("lm_head.weight");
-                f.pieces[embedding].dtype = "BF16", head.dtype = dtype, head.codes.clear();
+                f.pieces[embedding].dtype = "BF16";
+                head.dtype = dtype;
+                head.codes.clear();
                 for (int64_t e = 0; e < head.rows * head.cols; e++) {
                     const float exact = HuggingFace::value(embedding, e / head.cols, e % head.cols);
                     head.codes.push_back(f.code(dtype, bits_of(exact) & 0xFFFF0000));
@@ -497,7 +504,8 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
         CHECK((found == expected));
     }
     const std::string path = folder / "moved/tokenizer.json";
-    fs::remove(path), fs::create_symlink("merges.txt", path);  // as in the cache of Hugging Face
+    fs::remove(path);
+    fs::create_symlink("merges.txt", path);  // as in the cache of Hugging Face
     CHECK((read_other_files(folder / "moved").at("tokenizer.json") == expected["merges.txt"]));
 }
 

@@ -51,7 +51,8 @@ TEST_CASE("Safetensors: a wrong header is an error that names the file") {
     const std::string a = "{\"a\":" + entry("\"F32\"", "[2]", "[0,8]"), b = entry("\"U8\"", "[4]", "[8,12]"),
                       good = a + ",\"b\":" + b + "}";
     std::string huge = raw_file(good, 12), endless = huge;
-    huge[4] = '\1', endless.replace(0, 8, 8, '\xFF');  // headers of 4 GB and of 2^64 - 1 bytes
+    huge[4] = '\1';
+    endless.replace(0, 8, 8, '\xFF');  // headers of 4 GB and of 2^64 - 1 bytes
     std::vector<std::string> wrong = {huge, endless, raw_file(good + "  ").substr(0, good.size() + 9)};
     for (const size_t size : {0, 7, 40}) wrong.push_back(raw_file(good, 12).substr(0, size));
     for (const size_t bytes : {0, 11, 13}) wrong.push_back(raw_file(good, bytes));

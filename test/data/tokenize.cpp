@@ -94,7 +94,8 @@ struct ChatFolder : Folder {
             if ((i + 1) % corpus.seq) continue;
             if (inside) text += "]";
             while (text.ends_with("<|end|>")) text.resize(text.size() - strlen("<|end|>"));
-            text += "\n", inside = false;
+            text += "\n";
+            inside = false;
         }
         return text;
     }
@@ -552,8 +553,11 @@ PYTHON_TEST_CASE("plain text keeps its bytes and each text begins with the end o
     while (large.size() < 3 << 19) large += line;
     folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
     folder.write("in/a", large), folder.write("in/b", "\xEF\xBB\xBF" + small), folder.write("in/copy", small);
-    folder.write("in/out/model.safetensors", ""), folder.write("in/out/config.json", "a model's");
-    folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
+    folder.write("in/out/model.safetensors", "");
+    folder.write("in/out/config.json", "a model's");
+    folder.write("in/binary", "\xFF\xFE");
+    folder.write("in/.hidden", "hidden");
+    folder.write("in/empty", "");
     for (int i = 0; i < 8; i++) folder.write(concat("in/sub/", i), concat("text ", i));
     for (const char* spelled : {"", "BYTE_LEVEL"}) {
         folder.write("model/template", spelled);

@@ -73,7 +73,8 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     const uint64_t hash = whole.facts().hash;
     TokenStream begin = whole, joined;
     const TokenStream end = begin.take_end(rng.below(N));
-    joined.append(begin), joined.append(end);
+    joined.append(begin);
+    joined.append(end);
     CHECK(joined.facts().hash == hash);
     for (const int64_t at : {int64_t(0), int64_t(4096), rng.below(N), N / 2, N - 1})
         for (const uint32_t change : {1u, 1u << 31}) {
@@ -117,8 +118,10 @@ TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 2
         const std::string name = concat(i % 3 ? "sub/" : "", i % 2 ? "Z" : "a", i);
         folder.write("in/" + name, files[name] = concat("This is text number ", i, ".\n"));
     }
-    folder.write("in/z/copy", "This is text number 7.\n"), folder.write("in/empty", "");
-    folder.write("in/.git/config", "hidden"), folder.write("in/.hidden", "hidden");
+    folder.write("in/z/copy", "This is text number 7.\n");
+    folder.write("in/empty", "");
+    folder.write("in/.git/config", "hidden");
+    folder.write("in/.hidden", "hidden");
     folder.write("in/binary", std::string("text\0", 5));
     for (const auto& [to, name] : {std::pair{"a0", "in/link"}, {"none", "in/none"}, {"itself", "in/itself"}})
         fs::create_symlink(to, folder / name);
@@ -136,7 +139,9 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     Folder folder;
     folder.write("in/a", "first "), folder.write("in/b", std::string("x\0y", 3)),
         folder.write("in/c", "caf\xE9");
-    folder.write("in/d", "first "), folder.write("in/e", "\xEF\xBB\xBFsecond"), folder.write("in/empty", "");
+    folder.write("in/d", "first ");
+    folder.write("in/e", "\xEF\xBB\xBFsecond");
+    folder.write("in/empty", "");
     folder.write("in/f", "\xFF\xFEt\x01");
     const Corpus corpus = load_corpus(folder / "in");
     CHECK((text_of(corpus) + held_out(corpus) == "first second" && corpus.bytes));
@@ -148,7 +153,8 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     CHECK((corpus.files[1].path == folder / "in/e" && corpus.files[1].bytes == 9));
     check_error([&] { load_corpus(folder / "in/b"); }, folder / "in/b", "has a NUL byte");
     check_error([&] { load_corpus(folder / "in/f"); }, folder / "in/f", "is UTF-16");
-    folder.write("in/0", "new"), folder.write("in/z", "new, too");
+    folder.write("in/0", "new");
+    folder.write("in/z", "new, too");
     const Corpus again = load_corpus(folder / "in", {.known = corpus.files});
     CHECK(text_of(again) + held_out(again) == "first second");
     CHECK((again.left_out[0].path == folder / "in/0" && contains(again.left_out[0].reason, "is new")));
@@ -173,7 +179,8 @@ TEST_CASE("load_corpus: text that is not copied into memory is the same text; a 
         CHECK(other->train.facts().hash == copied.train.facts().hash);
     }
     const std::string text = text_of(copied);
-    write_file(folder / "new", "short"), fs::rename(folder / "new", paths[0]);  // as editors save
+    write_file(folder / "new", "short");
+    fs::rename(folder / "new", paths[0]);  // as editors save
     fs::remove(paths[1]);
     CHECK((text_of(copied) == text && text_of(mapped) == text));
     std::ofstream(paths[2], std::ios::trunc) << "short";
@@ -260,7 +267,8 @@ TEST_CASE("load_corpus: tokenizer.bin beside token files turns tokens into text;
     const std::vector<std::string> pieces = {"a", std::string("\0\xFF", 2), "", longest};
     const std::string a = folder.write("a/x.bin", tokens), b = folder.write("b/x.bin", tokens),
                       c = folder.write("c/x.bin", tokens), file = tokenizer_file(pieces);
-    folder.write("a/tokenizer.bin", file), folder.write("b/tokenizer.bin", file);
+    folder.write("a/tokenizer.bin", file);
+    folder.write("b/tokenizer.bin", file);
     for (const std::string& data :
          {a, a + "," + c, c + "," + a, a + "," + b, folder / "a", folder.path.string()}) {
         const Corpus corpus = load_corpus(data);
@@ -306,8 +314,10 @@ TEST_CASE("load_corpus: missing or empty or truncated or wrong data are rejected
         const std::string records = folder.write(name, "{\"text\": \"abc\"}\n");
         check_error([&] { load_corpus(records); }, "--out tokens " + records);
     }
-    folder.write("project/package.json", "{}"), folder.write("project/text", std::string(30, 'x'));
-    folder.write("project/out/model.safetensors", ""), folder.write("project/out/config.json", "a model's");
+    folder.write("project/package.json", "{}");
+    folder.write("project/text", std::string(30, 'x'));
+    folder.write("project/out/model.safetensors", "");
+    folder.write("project/out/config.json", "a model's");
     CHECK(load_corpus(folder / "project").train.size() == 28);  // in a folder it is a text among others
     const std::string text = folder.write("text", "text"), tokens = folder.write("good.bin", good);
     for (const auto& [data, who] : {std::pair{folder / "missing", "missing"},

@@ -112,7 +112,10 @@ TEST_CASE("explore.html: codes and scales and expansion are those of the referen
     Floats max(n), min(n);  // of groups of two values
     for (int i = 0; i < n; i++)
         std::tie(min[i], max[i]) = std::minmax({std::abs(v[i]), std::abs(v[(i + 1) % n])});
-    folder.put("x", x), folder.put("v", v), folder.put("max", max), folder.put("min", min);
+    folder.put("x", x);
+    folder.put("v", v);
+    folder.put("max", max);
+    folder.put("min", min);
     folder.javascript(R"(
 const x = load("x"), max = load("max"), min = load("min");
 for (const f of [E4M3, E5M2]) {
@@ -182,7 +185,8 @@ NUMPY_TEST_CASE("codes of both formats and of BF16; codes and scales of tensors 
     Floats matrix = values(rng, rows * cols, 2);
     std::fill_n(matrix.begin(), 16, 0.0f);
     matrix[16] = 1e-42f;
-    folder.put("x", x), folder.put("matrix", matrix);
+    folder.put("x", x);
+    folder.put("matrix", matrix);
     folder.python(R"(
 x, matrix = load("x"), load("matrix", 37, 96)
 for f, name in ((E4M3, "e4m3"), (E5M2, "e5m2")):
@@ -234,13 +238,19 @@ save("new_w", new_w)
         CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
     };
     reference::Moment stored_m, stored_v;
-    stored_m.init(Format::E4M3, true, n), stored_v.init(Format::E4M3, true, n);
-    stored_m.store(m.data(), false), stored_v.store(v.data(), true);
-    check("m", stored_m), check("v", stored_v);
-    stored_m.load(m.data()), stored_v.load(v.data());
+    stored_m.init(Format::E4M3, true, n);
+    stored_v.init(Format::E4M3, true, n);
+    stored_m.store(m.data(), false);
+    stored_v.store(v.data(), true);
+    check("m", stored_m);
+    check("v", stored_v);
+    stored_m.load(m.data());
+    stored_v.load(v.data());
     adamw(adamw_factors({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
-    stored_m.store(m.data(), false), stored_v.store(v.data(), true);
-    check("new_m", stored_m), check("new_v", stored_v);
+    stored_m.store(m.data(), false);
+    stored_v.store(v.data(), true);
+    check("new_m", stored_m);
+    check("new_v", stored_v);
     CHECK(relative_error(folder.get("new_w"), w) < 1e-6);
 }
 
@@ -262,7 +272,8 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
         }
         t.text = Text(rng.bits(), config.V);
         t.next();
-        folder.put("tokens", floats(t.tokens)), folder.put("targets", floats(t.targets));
+        folder.put("tokens", floats(t.tokens));
+        folder.put("targets", floats(t.targets));
         folder.python(R"(
 C, F, T, HS = 32, 96, 16, 16
 tokens, targets = load("tokens").astype(int), load("targets").astype(int)

@@ -25,7 +25,9 @@ TEST_CASE("WALK.md: every quoted line is in its file in the same order") {
             CAPTURE(quoted);
             at = source.find(flat(quoted), at);
             REQUIRE(at != source.npos);
-            at++, quotations++, quoted.clear();
+            at++;
+            quotations++;
+            quoted.clear();
         }
         if (fence) at = 0, source = line.rfind("```cpp ", 0) == 0 ? flat(read_file(line.substr(7))) : "";
     }

@@ -11,7 +11,10 @@ namespace coat::test {
 
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
-// PROPERTY("name") { ... make(setup) ... } is the test "cpu: name" and, where a GPU is found, "gpu: name".
+// PROPERTY("name") { ... make(setup) ... } is two tests with one body: "cpu: name", in which make is
+// make_reference, and "gpu: name", in which it is make_gpu; that one is skipped where no GPU is found. To add
+// a property of models, copy a short one of test/model.cpp: a Training makes a model from a setup, and trains
+// it on text that it can learn.
 #define GPU_MODEL_TEST(name) TEST_CASE("gpu: " name* doctest::skip(!why_no_gpu().empty()))
 #define PROPERTY_NAMED(name, body)                    \
     static void body(Maker make);                     \
@@ -31,16 +34,19 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
 // Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
 inline ModelConfig wide_heads(bool tied) { return {"test-wide", LLAMA, 2, 256, 4, 2, 352, 130, 128, tied}; }
 
-// The setup with the memory modes that `flags` names, of attention, master and gradients; "lean" is all.
+// The setup with the memory modes that `flags` names: "attention", "master" and "gradients" are the flags of
+// ./train with their smaller choice; "lean" is all three.
 inline Setup with_modes(Setup s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
     if (has("attention")) s.recipe.attention = E4M3_GROUP;
-    s.master = !has("master"), s.keep_gradients = !has("gradients");
+    s.master = !has("master");
+    s.keep_gradients = !has("gradients");
     return s;
 }
-// A recipe, such flags, and an optimizer: "coat", "coat master gradients", "bf16 lean", "fp32 moments fp8lm".
+// The setup that some words say: a recipe, then memory modes, then "moments" and an optimizer. For example
+// "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8lm".
 inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
                       int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
     const std::string name = words.substr(0, words.find(' '));
@@ -56,7 +62,8 @@ inline bool supported(const Setup& s) {
     return error_of([&] { validate(s); }).empty();
 }
 
-// Every recipe with two architectures, every choice of memory, every optimizer, and some random setups.
+// The setups that a property is checked for: every recipe with two architectures, every choice of memory,
+// every optimizer, and some random ones.
 inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
     std::vector<Setup> all;
     const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
@@ -74,9 +81,12 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
         const int64_t B = 1 + rng.below(5), T = 1 + rng.below(40);
         Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
         s.optimizer = any(optimizers());
-        s.master = rng.below(2), s.keep_gradients = rng.below(2);
+        s.master = rng.below(2);
+        s.keep_gradients = rng.below(2);
         if (rng.below(2)) s.recipe.attention = E4M3_GROUP;
-        if (supported(s)) all.push_back(s), random--;
+        if (!supported(s)) continue;
+        all.push_back(s);
+        random--;
     }
     return all;
 }
@@ -100,7 +110,8 @@ public:
     }
     // Gives tokens and targets of n sequences of length T.
     void next(int64_t n, int64_t T, Tokens* tokens, Tokens* targets) {
-        tokens->clear(), targets->clear();
+        tokens->clear();
+        targets->clear();
         for (int64_t s = 0; s < n; s++) {
             int32_t token = static_cast<int32_t>(rng_.below(V_));
             for (int64_t t = 0; t < T; t++) {
@@ -186,6 +197,8 @@ inline void set_weights(Snapshot& state, const std::string& name, float value, i
     change_weights(state, name, first, n, [=](float) { return value; });
 }
 
+// A model and the text that it is trained on. step() trains on the next batch, again() on the same one once
+// more.
 struct Training {
     std::unique_ptr<Model> model;
     Text text;

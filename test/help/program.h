@@ -1,4 +1,5 @@
-// program.h - runs ./train in a folder of its own, and checks what it prints, writes and returns.
+// program.h - runs ./train in a folder of its own, and checks what it prints, writes and returns. A test
+// begins with a RunFolder; tiny(folder, flags) trains in it, and returns the exit code and what was printed.
 #pragma once
 #include <cstdlib>
 #include <nlohmann/json.hpp>
@@ -34,6 +35,7 @@ inline const std::string& small_model() {
     return path;
 }
 
+// What a program has left: its exit code, and what it wrote to standard output and standard error.
 struct Ended {
     int code;
     std::string out, error;

@@ -32,7 +32,8 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
     for (size_t rank = 1; rank < sockets.size(); rank++) {
         int ends[2];
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-        sockets[0][rank] = ends[0], sockets[rank][0] = ends[1];
+        sockets[0][rank] = ends[0];
+        sockets[rank][0] = ends[1];
     }
     std::vector<std::thread> threads;
     for (int64_t rank = 0; rank < ranks; rank++)
@@ -44,7 +45,9 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
                 processes->threads = true;
             }
             Setup own = setup;
-            own.rank = rank, own.ranks = ranks, own.all_ranks = processes.get();
+            own.rank = rank;
+            own.ranks = ranks;
+            own.all_ranks = processes.get();
             body(own);
         });
     for (std::thread& thread : threads) thread.join();
@@ -79,7 +82,8 @@ struct RankTraining : Training {
         const Setup& s = setup();
         text.next(s.accumulate * s.ranks * s.B, s.T, &tokens, &targets);
         if (masked) mask_unevenly(&targets, s.B * s.T);
-        tokens = own_part(tokens), targets = own_part(targets);
+        tokens = own_part(tokens);
+        targets = own_part(targets);
     }
     Snapshot whole(const std::vector<StateTensor>& table) const {
         Snapshot bytes;
@@ -96,12 +100,14 @@ inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps,
         for (int i = 0; i < steps; i++) {
             training.next();
             const StepResult result = training.again();
-            run.losses.push_back(result.skipped ? NAN : result.loss), run.norms.push_back(result.grad_norm);
+            run.losses.push_back(result.skipped ? NAN : result.loss);
+            run.norms.push_back(result.grad_norm);
         }
         std::vector<StateTensor> gradients;
         for (const Param& p : training.params())
             gradients.push_back({p.name + ".gradient", "F32", 4, {p.size()}, p});
-        run.gradients = training.whole(gradients), run.state = training.whole(state_tensors(own));
+        run.gradients = training.whole(gradients);
+        run.state = training.whole(state_tensors(own));
         for (const StateTensor& t : state_tensors(own))  // delayed scales, norm weights and biases
             if (t.shared_by == 0 || (t.name == t.param.name && t.param.rows == 1))
                 run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());

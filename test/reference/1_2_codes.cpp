@@ -194,7 +194,8 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         INFO(q.text());
         Floats x = rng.normals<float>(4 * 32);
         const Quantized before = quantize(x.data(), 4, 32, q);
-        x[37] = NAN, x[38] = -INFINITY;  // row 1, columns 5 and 6
+        x[37] = NAN;
+        x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
         const Quantized after = quantize(x.data(), 4, 32, q, &stats);
         CHECK(std::isnan(after.value(1, 5)));
@@ -233,7 +234,8 @@ TEST_CASE("end_step: the scale is the largest amax of the history / FMAX unless 
             for (int step = 0; step < 60; step++) {
                 const float draws[] = {INFINITY, NAN, 0, 0, 0, float(std::exp(5 * rng.normal()))};
                 d.amax = draws[std::min<int64_t>(5, rng.below(12))];
-                seen.insert(seen.begin(), d.amax), seen.pop_back();
+                seen.insert(seen.begin(), d.amax);
+                seen.pop_back();
                 const float top = amax(seen.data(), int64_t(length));  // infinity if one is NaN
                 if (std::isfinite(top) && top > 0) expected = top / info(f).max;
                 d.end_step(f);

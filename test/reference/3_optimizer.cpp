@@ -140,7 +140,8 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     FRESH_RANDOM(rng);
     for (int round = 0; round < 200; round++) {
         AdamW a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
-        a.clip = round % 3 ? 0.7f : 0, a.weight_decay = round % 5 ? 0.1f : 0;
+        a.clip = round % 3 ? 0.7f : 0;
+        a.weight_decay = round % 5 ? 0.1f : 0;
         const bool decays = round % 4;
         const double gradient_norm = std::exp(rng.normal());
         const AdamWFactors f = adamw_factors(a, decays, gradient_norm);

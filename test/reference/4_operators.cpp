@@ -64,7 +64,8 @@ TEST_CASE("matmul: adds the product of the triple loop for every layout") {
                 for (int64_t k = 0; k < K; k++) {
                     const double term = double(a[size_t(i / N * A.row_stride + k * A.col_stride)]) *
                                         double(b[size_t(k * B.row_stride + i % N * B.col_stride)]);
-                    sum += term, size += std::fabs(term);
+                    sum += term;
+                    size += std::fabs(term);
                 }
                 INFO(M, "x", N, "x", K, " layout ", layout);
                 // K products and K + 1 partial sums are rounded, each at most the sum of magnitudes.
@@ -99,7 +100,9 @@ TEST_CASE("activation_forward: SwiGLU and GELU match their definition") {
     const int64_t N = 3, F = 11;
     for (bool gated : {true, false}) {
         Doubles gate_up = rng.normals<double>(N * F * (gated ? 2 : 1), 3), act(N * F, NOT_WRITTEN);
-        gate_up[0] = 0, gate_up[1] = 30, gate_up[2] = -30;
+        gate_up[0] = 0;
+        gate_up[1] = 30;
+        gate_up[2] = -30;
         activation_forward(gated, N, F, gate_up.data(), act.data());
         for (int64_t i = 0; i < N * F; i++) {
             const double a = gate_up[size_t(gated ? i / F * 2 * F + i % F : i)],
