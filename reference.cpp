@@ -18,6 +18,9 @@ namespace coat::reference {
 
 using Floats = std::vector<float>;
 
+// Loops over fewer elements, and GEMMs with fewer products, run on one thread: to start others takes longer.
+constexpr int64_t MIN_PARALLEL = 1 << 14, MIN_PARALLEL_PRODUCTS = 1 << 16;
+
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
@@ -106,7 +109,7 @@ float join_master(uint16_t weight, int16_t remainder) {
 // x rounded to BF16, up or down at random. If the lower half of the bits of x is r, then r of the 65536
 // random integers carry into the upper half: x is rounded up in magnitude with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
-    const uint64_t random = rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
+    const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);
 }
 
@@ -134,7 +137,7 @@ float scale_of(const Quant& q, float amax) {
 
 // The largest |x| of n neighbouring values; infinity if one is NaN. The bits of |x| have the order of the
 // magnitudes, with NaN above infinity: a maximum of floats could lose a NaN.
-static float group_amax(const float* x, int64_t n) {
+static float span_amax(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
     return std::bit_cast<float>(std::min(largest, 0x7F800000u));
@@ -145,9 +148,9 @@ static float group_amax(const float* x, int64_t n) {
 // registers takes their amax.
 float amax(const float* x, int64_t n) {
     float largest = 0;
-#pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
+#pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += PER_GROUP.cols)
-        largest = std::max(largest, group_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
+        largest = std::max(largest, span_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
     return largest;
 }
 
@@ -175,32 +178,40 @@ static void add_error(QuantStats& s, float x, float dequantized) {
 static void compute_scales(const float* x, Quantized& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t blocks = q.quant.scales(q.rows, q.cols), across = q.quant.scale_cols(q.cols);
-#pragma omp parallel for if (blocks > 1 && q.rows * q.cols > 1 << 14)
+#pragma omp parallel for if (blocks > 1 && q.rows * q.cols > MIN_PARALLEL)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / across * height, first_col = block % across * width;
         const int64_t end_row = std::min(q.rows, first_row + height);
         float largest = 0;
         for (int64_t row = first_row; row < end_row; row++) {
             const float* part = x + row * q.cols + first_col;  // of the row
-            largest = std::max(largest, group_amax(part, std::min(width, q.cols - first_col)));
+            largest = std::max(largest, span_amax(part, std::min(width, q.cols - first_col)));
         }
         write_element(q.quant.scale_format, q.scales.data(), block, scale_of(q.quant, largest));
     }
 }
 
+// Calls convert(first, end, scale) for each part of a row that lies in one scale block: its elements are
+// those from first to end - 1.
+template <class Convert> static void for_each_part(const Quantized& q, const Convert& convert) {
+    const int64_t width = q.block_cols();
+#pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
+    for (int64_t row = 0; row < q.rows; row++)
+        for (int64_t col = 0; col < q.cols; col += width) {
+            const int64_t first = row * q.cols + col;
+            convert(first, first + std::min(width, q.cols - col), q.scale(row, col));
+        }
+}
+
 // code = encode(x / s) for all elements of x (rows, cols).
 static void compute_codes(const float* x, Quantized& q) {
     const Format format = q.quant.format;
-    const int64_t rows = q.rows, cols = q.cols, width = q.block_cols();
     uint8_t* const codes = q.codes.data();
-#pragma omp parallel for if (rows * cols > 1 << 14)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t col = 0; col < cols; col += width) {  // the part of a row that is in one block
-            const float inverse = 1.0f / q.scale(row, col);
-            const int64_t first = row * cols + col, end = first + std::min(width, cols - col);
+    for_each_part(q, [&](int64_t first, int64_t end, float s) {
+        const float inverse = 1.0f / s;
 #pragma omp simd
-            for (int64_t i = first; i < end; i++) write_element(format, codes, i, x[i] * inverse);
-        }
+        for (int64_t i = first; i < end; i++) write_element(format, codes, i, x[i] * inverse);
+    });
 }
 
 // Adds the errors of all elements of x (rows, cols) to statistics. A value a little above FMAX s is encoded
@@ -232,19 +243,16 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 // The values (rows, cols) of a quantized tensor: x = decode(code) s.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
-    float values[256] = {};  // of all codes, if they are FP8
-    for (uint16_t code = 0; q.quant.fp8() && code < 256; code++) values[code] = decode(q.quant.format, code);
-    const int64_t width = q.block_cols();
-#pragma omp parallel for if (q.rows * q.cols > 1 << 14)
-    for (int64_t row = 0; row < q.rows; row++)
-        for (int64_t col = 0; col < q.cols; col += width) {  // the part of a row that is in one block
-            const float s = q.scale(row, col);
-            const int64_t first = row * q.cols + col, end = first + std::min(width, q.cols - col);
-            for (int64_t i = first; i < end; i++) {
-                if (q.quant.fp8()) x[i] = values[q.codes[i]] * s;
-                else x[i] = read_element(q.quant.format, q.codes.data(), i);
-            }
-        }
+    if (!q.quant.fp8()) {
+#pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
+        for (int64_t i = 0; i < q.rows * q.cols; i++) x[i] = read_element(q.quant.format, q.codes.data(), i);
+        return x;
+    }
+    float values[256];  // of all codes
+    for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.quant.format, code);
+    for_each_part(q, [&](int64_t first, int64_t end, float s) {
+        for (int64_t i = first; i < end; i++) x[i] = values[q.codes[i]] * s;
+    });
     return x;
 }
 
@@ -252,7 +260,7 @@ Floats dequantize(const Quantized& q) {
 template <class Real>
 static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, int64_t stride) {
     std::vector<Real> transpose(rows * cols);
-#pragma omp parallel for if (rows * cols > 1 << 14)
+#pragma omp parallel for if (rows * cols > MIN_PARALLEL)
     for (int64_t col = 0; col < cols; col++)
         for (int64_t row = 0; row < rows; row++) transpose[col * rows + row] = x[row * stride + col];
     return transpose;
@@ -262,9 +270,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
 // columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
-Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
-               QuantStats* stats, const float* scale) {
-    if (which == ReduceOver::Columns || q.granularity.symmetric())
+Floats decoded_operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver over,
+                       QuantStats* stats, const float* scale) {
+    if (over == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
     const Quantized quantized = quantize(transpose.data(), cols, rows, q, stats, scale);
@@ -301,7 +309,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
     const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // log R_X
-    if (!(log_ratio * k_max > log_range)) return k_max;                           // also for log R_X = 0
+    if (log_ratio * k_max <= log_range) return k_max;                             // also for log R_X = 0
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 
@@ -322,15 +330,18 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
+// Without expansion: the scale of a moment group whose amax is max.
+static float moment_scale(Format f, float max) { return scale_of(Quant{.format = f}, max); }
+
 void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     format = f;
     expands = expand && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t scales = moment_groups(f, per_tensor, n);
+    const int64_t groups = moment_groups(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(scales, 0.0f);
-    k.assign(expands ? scales : 0, 1.0f);
+    max.assign(groups, 0.0f);
+    k.assign(expands ? groups : 0, 1.0f);
 }
 
 // Element i, decoded.
@@ -339,11 +350,11 @@ float Moment::value(int64_t i) const {
     if (!is_scaled(format)) return y;
     const int64_t g = i / group_size();
     if (expands) return contract(format, y, max[g], k[g]);
-    return max[g] == 0 ? 0.0f : y * scale_of(Quant{.format = format}, max[g]);
+    return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
 }
 
 void Moment::load(float* x) const {
-#pragma omp parallel for if (n > 1 << 14)
+#pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
@@ -357,7 +368,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
     }
     max[g] = largest;
     if (expands) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
-    const float inverse = 1.0f / scale_of(Quant{.format = format}, largest);  // without expansion
+    const float inverse = expands ? 0.0f : 1.0f / moment_scale(format, largest);
     for (int64_t i = first; i < end; i++) {
         const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
@@ -369,12 +380,12 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
 // Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool second, QuantStats* stats) {
     if (!is_scaled(format)) {
-#pragma omp parallel for if (n > 1 << 14)
+#pragma omp parallel for if (n > MIN_PARALLEL)
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
         return;
     }
     const int64_t size = group_size();
-#pragma omp parallel for if (n > 1 << 14)
+#pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += size)
         store_group(first / size, first, std::min(n, first + size), x, second);
     for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
@@ -403,7 +414,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 // Weight decay is decoupled, and eps is outside the root, as in torch.optim.AdamW. The weight is updated with
 // the m and v that are not quantized yet.
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
-#pragma omp parallel for if (n > 1 << 14)
+#pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.clip_factor;
         m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
@@ -422,7 +433,7 @@ template <class Real>
 static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
                               int64_t rows, int64_t depth) {
     std::vector<Real> panels(round_up(rows, width) * depth);
-#pragma omp parallel for collapse(2) if (rows * depth > 1 << 14)
+#pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL)
     for (int64_t first = 0; first < rows; first += width)
         for (int64_t d = 0; d < depth; d++)
             for (int64_t r = first; r < std::min(rows, first + width); r++)
@@ -443,7 +454,7 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
             pack(TILE_ROWS, a.data + k0 * a.col_stride, a.row_stride, a.col_stride, m, depth);
         const auto packed_b =
             pack(TILE_COLS, b.data + k0 * b.row_stride, b.col_stride, b.row_stride, n, depth);
-#pragma omp parallel for collapse(2) if (m * n * depth > 1 << 16)
+#pragma omp parallel for collapse(2) if (m * n * depth > MIN_PARALLEL_PRODUCTS)
         for (int64_t j = 0; j < n; j += TILE_COLS)
             for (int64_t i = 0; i < m; i += TILE_ROWS) {
                 const Real* panel_a = packed_a.data() + i * depth;
@@ -649,19 +660,19 @@ template <class Real> static Real dot(const Real* a, const Real* b, int64_t n) {
     return sum;
 }
 
-// y += scale x, both (n).
-template <class Real> void add_scaled(int64_t n, Real scale, const Real* x, Real* y) {
+// y += factor x, both (n).
+template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
+    for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
 
-// out[j] = scale * (x . column j) for the first n columns of a matrix (HS, T). It is a sum over HS, but the
+// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). It is a sum over HS, but the
 // inner loop runs over j, so that it vectorizes.
 template <class Real>
-static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
+static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real factor,
                          Real* out) {
     std::fill(out, out + n, Real(0));
-    for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
+    for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * factor, columns.data() + d * T, out);
 }
 
 // Causal attention: query t reads the keys and values j <= t,
@@ -669,20 +680,20 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
 // The largest score is subtracted from all, which does not change the softmax, so that exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
-    const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();  // elements from one token to the next
-    const Real scale = 1 / std::sqrt(Real(HS));
+    const int64_t HS = c.HS(), NH = c.NH, stride = c.qkv_cols();  // elements from one token to the next
+    const Real score_factor = 1 / std::sqrt(Real(HS));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
             const int64_t kv_head = head / (NH / c.NKV);
-            // Each is (T, HS). Its rows are `row` elements apart.
-            const Real* queries = qkv + b * T * row + head * HS;
-            const Real* keys = qkv + b * T * row + c.q_cols() + kv_head * HS;
+            // Each is (T, HS). Its rows are `stride` elements apart.
+            const Real* queries = qkv + b * T * stride + head * HS;
+            const Real* keys = qkv + b * T * stride + c.q_cols() + kv_head * HS;
             const Real* values = keys + c.kv_cols();
-            const auto key_columns = transposed(keys, T, HS, row);
+            const auto key_columns = transposed(keys, T, HS, stride);
             std::vector<Real> p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(queries + t * row, key_columns, T, t + 1, scale, p.data());
+                dot_products(queries + t * stride, key_columns, T, t + 1, score_factor, p.data());
                 const Real largest = *std::max_element(p.begin(), p.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) {
@@ -692,7 +703,7 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
                 lse[(b * NH + head) * T + t] = largest + std::log(sum);
                 Real* y = out + ((b * T + t) * NH + head) * HS;
                 std::fill(y, y + HS, Real(0));
-                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, values + j * row, y);
+                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, values + j * stride, y);
             }
         }
 }
@@ -705,31 +716,32 @@ template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {
     const int64_t HS = c.HS(), NH = c.NH, heads = NH / c.NKV;  // query heads of a key/value head
-    const int64_t row = c.qkv_cols();                          // elements from one token to the next
-    const Real scale = 1 / std::sqrt(Real(HS));
-    std::fill(dqkv, dqkv + B * T * row, Real(0));
+    const int64_t stride = c.qkv_cols();                       // elements from one token to the next
+    const Real score_factor = 1 / std::sqrt(Real(HS));
+    std::fill(dqkv, dqkv + B * T * stride, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t kv_head = 0; kv_head < c.NKV; kv_head++) {
             // Where the key and the value of position 0 begin in qkv and in dqkv.
-            const int64_t key = b * T * row + c.q_cols() + kv_head * HS, value = key + c.kv_cols();
-            const auto key_columns = transposed(qkv + key, T, HS, row);
-            const auto value_columns = transposed(qkv + value, T, HS, row);
+            const int64_t key_at = b * T * stride + c.q_cols() + kv_head * HS,
+                          value_at = key_at + c.kv_cols();
+            const auto key_columns = transposed(qkv + key_at, T, HS, stride);
+            const auto value_columns = transposed(qkv + value_at, T, HS, stride);
             std::vector<Real> p(T), ds(T);
             for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t query = (b * T + t) * row + head * HS;
-                    const int64_t output = ((b * T + t) * NH + head) * HS;
-                    const Real *q = qkv + query, *dy = dout + output;
-                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + output, HS);
-                    dot_products(q, key_columns, T, t + 1, scale, p.data());
+                    const int64_t query_at = (b * T + t) * stride + head * HS;
+                    const int64_t output_at = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query_at, *dy = dout + output_at;
+                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + output_at, HS);
+                    dot_products(q, key_columns, T, t + 1, score_factor, p.data());
                     dot_products(dy, value_columns, T, t + 1, Real(1), ds.data());
                     for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - log_sum);
-                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
+                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * score_factor;
                     for (int64_t j = 0; j <= t; j++) {
-                        add_scaled(HS, p[j], dy, dqkv + value + j * row);
-                        add_scaled(HS, ds[j], q, dqkv + key + j * row);
-                        add_scaled(HS, ds[j], qkv + key + j * row, dqkv + query);
+                        add_scaled(HS, p[j], dy, dqkv + value_at + j * stride);
+                        add_scaled(HS, ds[j], q, dqkv + key_at + j * stride);
+                        add_scaled(HS, ds[j], qkv + key_at + j * stride, dqkv + query_at);
                     }
                 }
         }
@@ -737,10 +749,10 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 
 // The loss and its gradient, which replaces the logits:
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
-// Both are 0 where no target counts. The gradients are multiplied by `scale`.
+// Both are 0 where no target counts. The gradients are multiplied by `loss_weight`.
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
-                     Real scale) {
+                     Real loss_weight) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -756,8 +768,8 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
             sum += row[v];
         }
         losses[n] = double(std::log(sum) + largest - target);
-        for (int64_t v = 0; v < V; v++) row[v] *= scale / sum;
-        row[targets[n]] -= scale;
+        for (int64_t v = 0; v < V; v++) row[v] *= loss_weight / sum;
+        row[targets[n]] -= loss_weight;
         std::fill(row + V, row + V_stride, Real(0));
     }
     return std::accumulate(losses.begin(), losses.end(), 0.0);

@@ -49,11 +49,12 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, Q
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 
-// x (rows, cols) quantized and dequantized, for a GEMM that reduces over its columns or over its rows. The
+// x (rows, cols) quantized and decoded again, for a GEMM that reduces over its columns or over its rows. The
 // result is (rows, cols) in both cases.
 enum class ReduceOver : uint8_t { Columns, Rows };
-std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
-                           ReduceOver which, QuantStats* stats = nullptr, const float* scale = nullptr);
+std::vector<float> decoded_operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
+                                   ReduceOver over, QuantStats* stats = nullptr,
+                                   const float* scale = nullptr);
 
 // Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
 // before there is one, from the largest amax of the step so far.
@@ -163,13 +164,13 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
                         const Real* lse, const Real* dout, Real* dqkv);
 
 // The sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of the sum times
-// scale. Columns from V on are padding. targets: (N).
+// loss_weight. Columns from V on are padding. targets: (N).
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
-                     Real scale);
+                     Real loss_weight);
 
-// y += scale x, both (n).
-template <class Real> void add_scaled(int64_t n, Real scale, const Real* x, Real* y);
+// y += factor x, both (n).
+template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
 
 // --- The whole step in double ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.

@@ -41,263 +41,8 @@ template <class Real> class Network {
 
 public:
     using Tensor = std::vector<Real>;
-    const Setup setup_;
-    const ModelConfig& config = setup_.config;
-    const Recipe& recipe = setup_.recipe;
-    const std::vector<Param> params = parameters(config);
-    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
-    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
-    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
-    std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
-    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
-    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
 
-    explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
-        for (size_t i = 0; i < params.size(); i++) {
-            index_[params[i].name] = i;
-            weights.emplace_back(params[i].size());
-            gradients.emplace_back(params[i].size());
-            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
-        }
-    }
-
-    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
-
-    // Before a step, or a forward pass on its own.
-    void begin() {
-        finite = true;
-        for (auto& operands : delayed_scales)
-            for (DelayedScale& d : operands) d.amax = 0;
-    }
-
-    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
-    // residual[n] = embedding[token n] (+ positions[n mod T]).
-    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
-        B_ = B;
-        T_ = T;
-        N_ = B * T;
-        saved_.clear();
-        const int64_t C = config.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
-            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
-        }
-        for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
-        return rounded(residual);
-    }
-
-    // Forward and, if loss_scale is not 0, backward. tokens, targets: (B, T). Returns the sum of the losses.
-    // What backward adds to the gradients are those of this sum times loss_scale, which is 1 / (targets of
-    // the step).
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
-        const Tensor x = forward(tokens, B, T);           // (N, C)
-        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                  // (N, padded_V)
-        const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_scale));
-        finite = finite && std::isfinite(loss);
-        if (loss_scale == 0) return loss;
-
-        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
-        const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
-        for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
-        embedding_backward(tokens, dresidual);
-        return loss;
-    }
-
-    // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
-    Tensor head_forward(const Tensor& y) const {
-        const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
-        Tensor logits(rows * V);
-        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
-        return rounded(logits);
-    }
-
-    // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor norm(const std::string& name, const Tensor& x) const {
-        const int64_t C = config.C, rows = int64_t(x.size()) / C;
-        const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
-        Tensor y(x.size());
-        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
-                           weight(name + ".weight").data(), bias, y.data());
-        return y;
-    }
-
-    // x, rounded to the compute dtype.
-    Tensor rounded(Tensor x) const {
-        for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
-        return x;
-    }
-
-private:
-    // What a block saves for backward (table 2; coat.h, saved_per_layer()).
-    struct SavedLayer {
-        SavedActivation norm1_input, norm2_input;  // (N, C)
-        SavedActivation qkv;                       // (N, qkv_cols)
-        SavedActivation attention;                 // (N, q_cols): its output
-        SavedActivation gate_up;                   // (N, gate_up_cols)
-        Tensor lse;                                // (B, NH, T)
-    };
-
-    const LinearFormats formats_ = linear_formats(setup_);
-    std::map<std::string, size_t> index_;
-    std::vector<SavedLayer> saved_;
-    int64_t B_ = 0, T_ = 0, N_ = 0;
-
-    bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
-    std::string head() const { return config.tied ? "embedding" : "head"; }
-
-    // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
-    Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
-        const int64_t V = config.padded_V(), C = config.C;
-        const Tensor& w = weight(head());  // (V, C)
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
-        add_gradient(head(), dhead);
-        return rounded(dy);
-    }
-
-    // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
-    // of its token, or of its position. dresidual: (N, C).
-    void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
-        const int64_t C = config.C;
-        const bool positions = !config.arch.rope;
-        Tensor dembedding(config.padded_V() * C), dpositions(positions ? config.max_T * C : 0);
-        for (int64_t n = 0; n < N_; n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
-        }
-        add_gradient("embedding", dembedding);
-        if (positions) add_gradient("positions", dpositions);
-    }
-
-    static Tensor sum(Tensor x, const Tensor& y) {
-        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
-        return x;
-    }
-    void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[index_.at(name)];
-        gradient = sum(gradient, contribution);
-        if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
-    }
-
-    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
-    float checked_amax(const Floats& x) {
-        const float largest = amax(x.data(), int64_t(x.size()));
-        finite = finite && std::isfinite(largest);
-        return largest;
-    }
-
-    // Saves x (N, cols) for backward, stored as q says. load() gives the values that were saved.
-    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
-        if constexpr (!QUANTIZES) return x;
-        else {
-            if (q.fp8()) checked_amax(x);
-            return quantize(x.data(), N_, cols, q, stats_of(kind));
-        }
-    }
-    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
-    Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
-        return recipe.forward_reads_groups ? load(saved) : rounded(x);
-    }
-    static Tensor load(const SavedActivation& saved) {
-        if constexpr (!QUANTIZES) return saved;
-        else return dequantize(saved);
-    }
-
-    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
-
-    // x (rows, cols), an operand of the GEMMs of parameter i, as they read it: quantized and decoded again. A
-    // per-tensor scale is computed here, just in time from the amax of x or delayed. Those of smaller blocks
-    // are computed by quantize().
-    Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
-        if constexpr (!QUANTIZES) return x;
-        else {
-            const Quant& q = quant_of(formats_, which);
-            const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = scale_of(q, largest);
-            if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed_scales[i][int(which)];
-                d.amax = std::max(d.amax, largest);
-                scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
-            }
-            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(which)),
-                           q.granularity == PER_TENSOR ? &scale : nullptr);
-        }
-    }
-
-    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
-    // of the operand can hold, which is FP8 in most recipes.
-    Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t i = index_.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
-        Tensor y(N_ * out);
-        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
-        if (has_bias(name))
-            for (int64_t n = 0; n < N_; n++)
-                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
-        return rounded(y);
-    }
-
-    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
-    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t i = index_.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
-        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
-        Tensor dx(N_ * in), dw(out * in);
-        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction, now over tokens
-            g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
-        matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
-        add_gradient(name, dw);
-        // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
-        if (has_bias(name)) {
-            Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g8;
-            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
-            add_gradient(name + ".bias", dbias);
-        }
-        return rounded(dx);
-    }
-
-    // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
-        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
-        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
-                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                            dbias.data());
-        add_gradient(name + ".weight", dweight);
-        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
-        return dx;
-    }
-
-    // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
-    Tensor activation(const Tensor& gate_up) const {
-        Tensor act(N_ * config.F);
-        activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
-        return act;
-    }
-
-    // q, k, v (N, qkv_cols) as attention reads them, from what is saved. Qwen3 saves them before the norms of
-    // their heads and RoPE; the others save them after RoPE.
-    Tensor attention_input(const std::string& layer, Tensor qkv) const {
-        if (!config.arch.qk_norm) return qkv;
-        head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
-        qkv = rounded(qkv);
-        rope(config, B_, T_, qkv.data(), false);
-        return rounded(qkv);
-    }
-
+protected:
     // --- One transformer block. ./train --plan prints its operators and formats, in this order ---
 
     // Block l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
@@ -322,10 +67,11 @@ private:
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
         attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
-        s.attention = save(rounded(attention), config.q_cols(), recipe.attention, ReportKind::Attention);
+        s.attention_output =
+            save(rounded(attention), config.q_cols(), recipe.attention, ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
-        const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
+        const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention_output));
         const Tensor residual2 = sum(rounded(residual), attention_out);
         s.norm2_input = save(residual2, config.C, recipe.nonlinear, ReportKind::NormInput);
 
@@ -360,10 +106,11 @@ private:
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
 
         // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
-        const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
+        const Tensor dattention =
+            linear_backward(layer + "attention_out", load(s.attention_output), dresidual);
 
         // Attention -> RoPE
-        const Tensor attention = rounded(load(s.attention));
+        const Tensor attention = rounded(load(s.attention_output));
         const Tensor qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
@@ -387,6 +134,276 @@ private:
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
         return rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
     }
+
+    // --- What a block saves for backward (table 2; coat.h, saved_per_layer()) ---
+
+    struct SavedLayer {
+        SavedActivation norm1_input, norm2_input;  // (N, C)
+        SavedActivation qkv;                       // (N, qkv_cols)
+        SavedActivation attention_output;          // (N, q_cols)
+        SavedActivation gate_up;                   // (N, gate_up_cols)
+        Tensor lse;                                // (B, NH, T)
+    };
+
+    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
+    float checked_amax(const Floats& x) {
+        const float largest = amax(x.data(), int64_t(x.size()));
+        finite = finite && std::isfinite(largest);
+        return largest;
+    }
+
+    // Saves x (N, cols) for backward, stored as q says. load() gives the values that were saved.
+    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            if (q.fp8()) checked_amax(x);
+            return quantize(x.data(), N_, cols, q, stats_of(kind));
+        }
+    }
+    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
+    Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
+        return recipe.forward_reads_groups ? load(saved) : rounded(x);
+    }
+    static Tensor load(const SavedActivation& saved) {
+        if constexpr (!QUANTIZES) return saved;
+        else return dequantize(saved);
+    }
+
+    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+
+    // x (rows, cols), which is x, w or g of the GEMMs of parameter i (role), as they read it: quantized and
+    // decoded again. A per-tensor scale is computed here, just in time from the amax of x or delayed. Those
+    // of smaller scale blocks are computed by quantize().
+    Tensor linear_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            const Quant& q = quant_of(formats_, role);
+            const float largest = q.fp8() ? checked_amax(x) : 0;
+            float scale = scale_of(q, largest);
+            if (recipe.scaling == Scaling::Delayed && q.fp8()) {
+                DelayedScale& d = delayed_scales[i][int(role)];
+                d.amax = std::max(d.amax, largest);
+                scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
+            }
+            return decoded_operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(role)),
+                                   q.granularity == PER_TENSOR ? &scale : nullptr);
+        }
+    }
+
+    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
+    // of the operand can hold, which is FP8 in most recipes.
+    Tensor linear_forward(const std::string& name, const Tensor& x) {
+        const size_t i = index_.at(name);
+        const int64_t in = params[i].cols, out = params[i].rows;
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
+        Tensor y(N_ * out);
+        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
+        if (has_bias(name))
+            for (int64_t n = 0; n < N_; n++)
+                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
+        return rounded(y);
+    }
+
+    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
+    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+        const size_t i = index_.at(name);
+        const int64_t in = params[i].cols, out = params[i].rows;
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
+        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        Tensor dx(N_ * in), dw(out * in);
+        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
+        if (!formats_.g.granularity.symmetric())  // its scale blocks run over tokens now
+            g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
+        matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
+        add_gradient(name, dw);
+        // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
+        if (has_bias(name)) {
+            Tensor dbias(out);
+            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+            add_gradient(name + ".bias", dbias);
+        }
+        return rounded(dx);
+    }
+
+    // --- Norms, activation, attention ---
+
+    // x (rows, C) -> the norm's output (rows, C), in FP32.
+    Tensor norm(const std::string& name, const Tensor& x) const {
+        const int64_t C = config.C, rows = int64_t(x.size()) / C;
+        const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
+        Tensor y(x.size());
+        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
+                           weight(name + ".weight").data(), bias, y.data());
+        return y;
+    }
+
+    // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
+    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
+        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
+        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
+        add_gradient(name + ".weight", dweight);
+        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
+        return dx;
+    }
+
+    // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
+    Tensor activation(const Tensor& gate_up) const {
+        Tensor act(N_ * config.F);
+        activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
+        return act;
+    }
+
+    // q, k, v (N, qkv_cols) as attention reads them, from what is saved. Qwen3 saves them before the norms of
+    // their heads and RoPE; the others save them after RoPE.
+    Tensor attention_input(const std::string& layer, Tensor qkv) const {
+        if (!config.arch.qk_norm) return qkv;
+        head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
+        qkv = rounded(qkv);
+        rope(config, B_, T_, qkv.data(), false);
+        return rounded(qkv);
+    }
+
+    // --- Embedding and head ---
+
+    // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
+    Tensor head_forward(const Tensor& y) const {
+        const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
+        Tensor logits(rows * V);
+        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
+        return rounded(logits);
+    }
+
+    // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
+    Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
+        const int64_t V = config.padded_V(), C = config.C;
+        const Tensor& w = weight(head());  // (V, C)
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
+        add_gradient(head(), dhead);
+        return rounded(dy);
+    }
+
+    // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
+    // of its token, or of its position. dresidual: (N, C).
+    void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
+        const int64_t C = config.C;
+        const bool positions = !config.arch.rope;
+        Tensor dembedding(config.padded_V() * C), dpositions(positions ? config.max_T * C : 0);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
+        }
+        add_gradient("embedding", dembedding);
+        if (positions) add_gradient("positions", dpositions);
+    }
+
+    // --- Values, gradients, names ---
+
+    // x, rounded to the compute dtype.
+    Tensor rounded(Tensor x) const {
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
+        return x;
+    }
+
+    static Tensor sum(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
+    }
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients[index_.at(name)];
+        gradient = sum(gradient, contribution);
+        if (gradient_format(settings) == recipe.compute) gradient = rounded(gradient);
+    }
+
+    bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
+    std::string head() const { return config.tied ? "embedding" : "head"; }
+    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
+
+    // --- The whole network ---
+
+public:
+    explicit Network(const Setup& s) : settings(s), delayed_scales(params.size()) {
+        for (size_t i = 0; i < params.size(); i++) {
+            index_[params[i].name] = i;
+            weights.emplace_back(params[i].size());
+            gradients.emplace_back(params[i].size());
+            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
+        }
+    }
+
+    // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
+    void reset_amaxes() {
+        finite = true;
+        for (auto& operands : delayed_scales)
+            for (DelayedScale& d : operands) d.amax = 0;
+    }
+
+    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
+    // residual[n] = embedding[token n] (+ positions[n mod T]).
+    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
+        B_ = B;
+        T_ = T;
+        N_ = B * T;
+        saved_.clear();
+        const int64_t C = config.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
+            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+        }
+        for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
+        return rounded(residual);
+    }
+
+    // Forward, the loss and, unless loss_weight is FORWARD_ONLY, backward. tokens, targets: (B, T). Returns
+    // the sum of the losses. Backward adds the gradients of loss_weight times this sum; the weight is one
+    // over the number of targets of the step, so that all micro-batches together give the gradients of the
+    // mean.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight) {
+        const Tensor x = forward(tokens, B, T);           // (N, C)
+        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                  // (N, padded_V)
+        const double loss =
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
+        finite = finite && std::isfinite(loss);
+        if (loss_weight == FORWARD_ONLY) return loss;
+
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
+        for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
+        embedding_backward(tokens, dresidual);
+        return loss;
+    }
+
+    // The loss weight of run() for a forward pass alone.
+    static constexpr double FORWARD_ONLY = 0;
+
+    const Setup settings;
+    const ModelConfig& config = settings.config;
+    const Recipe& recipe = settings.recipe;
+    const std::vector<Param> params = parameters(config);
+    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
+    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
+    std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
+    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
+    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
+
+private:
+    const LinearFormats formats_ = linear_formats(settings);
+    std::map<std::string, size_t> index_;
+    std::vector<SavedLayer> saved_;
+    int64_t B_ = 0, T_ = 0, N_ = 0;
 };
 
 // ===========================================================================================================
@@ -395,6 +412,14 @@ private:
 // Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
 
 class Reference : public Model, Network<float> {
+    // The state of one parameter. weight and remainder have all its elements, but only those that this rank
+    // owns are kept up to date. The moments have only the elements that this rank owns.
+    struct ParamState {
+        std::vector<uint16_t> weight;    // BF16
+        std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
+        Moment m, v;
+    };
+
 public:
     explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
@@ -416,10 +441,10 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        begin();
+        reset_amaxes();
+        const int64_t tokens_of_rank = settings.accumulate * settings.B * settings.T;
         int64_t counted = 0;  // targets of the step that count
-        for (int64_t theirs : all_gather(counted_targets(targets, setup_.accumulate * setup_.B * setup_.T)))
-            counted += theirs;
+        for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) counted += theirs;
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
@@ -427,127 +452,32 @@ public:
         // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;
         // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
-        const double clipped_norm = norm * adamw_factors(adamw, false, norm).clip_factor;
+        const double clipped_norm = norm * adamw_factors(adamw, /*decays=*/false, norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(adamw, norm);
         return {.loss = loss, .grad_norm = norm, .skipped = skipped, .targets = counted};
     }
 
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = setup_.B * setup_.T;  // tokens of a micro-batch
-        begin();
-        const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
-        return finite ? loss : NAN;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin();
-        const auto x = forward(tokens, 1, n);
-        const Floats last(x.end() - config.C, x.end());
-        const auto row = head_forward(rounded(norm("final_norm", last)));
-        std::copy(row.begin(), row.begin() + config.V, logits);
-    }
-
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = setup_.B * setup_.T;
-        begin();
-        clear_gradients();
-        QuantReport report;
-        stats = report.kinds;
-        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
-        // The expansion factors are those of the moments stored now. The errors are those of the moments that
-        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
-        for (size_t i = 0; i < params.size(); i++) {
-            ParamState s = states_[i];
-            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-            update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
-        }
-        stats = nullptr;
-        return report;
-    }
-
-    void read(const std::string& name, void* out) override {
-        const auto [data, bytes] = find(name);
-        if (bytes) std::memcpy(out, data, bytes);
-    }
-    void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = find(name, true);
-        if (bytes) std::memcpy(data, in, bytes);
-        refresh(param_of(params, name));
-    }
-
-    const Setup& setup() const override { return setup_; }
-
 private:
-    // The state of one parameter. weight and remainder have all its elements, but only those that this rank
-    // owns are kept up to date. The moments have only the elements that this rank owns.
-    struct ParamState {
-        std::vector<uint16_t> weight;    // BF16
-        std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
-        Moment m, v;
-    };
-
-    std::vector<ParamState> states_;  // by parameter
-    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
-
     // All micro-batches of the step. Afterwards `gradients` are those of the mean loss over the `counted`
     // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
-        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
+        const int64_t N = settings.B * settings.T, accumulate = settings.accumulate;
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
-            if (a == 0 || setup_.all_ranks) clear_gradients();
-            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
-            if (setup_.all_ranks) sum_over_ranks(a == 0);
+            if (a == 0 || settings.all_ranks) clear_gradients();
+            losses.push_back(
+                run(tokens + a * N, targets + a * N, settings.B, settings.T, 1.0 / double(counted)));
+            if (settings.all_ranks) sum_over_ranks(a == 0);
         }
-        if (setup_.all_ranks) gradients.swap(sums_);
+        if (settings.all_ranks) gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return loss;
-    }
-
-    // norm: of all gradients, before clipping.
-    void update_all(const AdamW& adamw, double norm) {
-        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
-        for (size_t i = 0; i < params.size(); i++) {
-            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
-            refresh(i);
-        }
-        end_delayed_step();
-    }
-
-    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
-    float weight_of(const ParamState& s, int64_t e) const {
-        const bool bf16 = recipe.compute == Format::BF16;
-        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
-    }
-
-    void clear_gradients() {
-        for (size_t i = 0; i < params.size(); i++) gradients[i].assign(params[i].size(), 0.0f);
-    }
-
-    // A value, or a vector of values, of all ranks in their order.
-    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return setup_.all_ranks ? setup_.all_ranks->all_gather(mine) : std::vector<Element>{mine};
-    }
-
-    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
-    // additions are in FP32 and in the order of the ranks.
-    void sum_over_ranks(bool first) {
-        for (size_t i = 0; i < params.size(); i++) {
-            Floats& sum = sums_[i];
-            if (first) sum.assign(params[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
-            for (size_t e = 0; e < sum.size(); e++) {
-                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
-                sum[e] = round_to(gradient_format(setup_), sum[e]);
-            }
-        }
     }
 
     // The norm of all gradients. The squares are summed within shard units, then over these. (So a GPU gets
@@ -564,11 +494,121 @@ private:
         return std::sqrt(sum);
     }
 
+    // norm: of all gradients, before clipping.
+    void update_all(const AdamW& adamw, double norm) {
+        const uint64_t key = rounding_key(settings.seed, adamw.step + adamw.skipped);
+        for (size_t i = 0; i < params.size(); i++) {
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
+            refresh(i);
+        }
+        end_delayed_step();
+    }
+
+    // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
+    // and quantizes the moments again. s is the state of the parameter, or a copy of it.
+    void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
+        const auto [first, n] = owned(settings, params[i]);
+        Floats master(n), m(n), v(n);
+        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
+        s.m.load(m.data());
+        s.v.load(v.data());
+        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
+        for (int64_t e = 0; e < n; e++) {
+            const int64_t at = first + e;  // in the parameter
+            if (settings.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
+        }
+    }
+
+public:
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        const int64_t N = settings.B * settings.T;  // tokens of a micro-batch
+        reset_amaxes();
+        const double loss =
+            run(tokens, targets, settings.B, settings.T, FORWARD_ONLY) / divisor_of_mean(targets, N);
+        return finite ? loss : NAN;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        reset_amaxes();
+        const auto x = forward(tokens, 1, n);
+        const Floats last(x.end() - config.C, x.end());
+        const auto row = head_forward(rounded(norm("final_norm", last)));
+        std::copy(row.begin(), row.begin() + config.V, logits);
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        const int64_t N = settings.B * settings.T;
+        reset_amaxes();
+        clear_gradients();
+        QuantReport report;
+        stats = report.kinds;
+        run(tokens, targets, settings.B, settings.T, 1.0 / divisor_of_mean(targets, N));
+        // k_m and k_v are those of the moments stored now. The errors are those of the moments that
+        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
+        for (size_t i = 0; i < params.size(); i++) {
+            ParamState s = states_[i];
+            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+            const AdamW nothing_moves{.step = 1, .lr = 0};
+            const auto factors = adamw_factors(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
+            update(s, i, factors, /*key=*/0);
+        }
+        stats = nullptr;
+        return report;
+    }
+
+    void read(const std::string& name, void* out) override {
+        const auto [data, bytes] = find(name);
+        if (bytes) std::memcpy(out, data, bytes);
+    }
+    void write(const std::string& name, const void* in) override {
+        const auto [data, bytes] = find(name, /*to_write=*/true);
+        if (bytes) std::memcpy(data, in, bytes);
+        refresh(param_of(params, name));
+    }
+
+    const Setup& setup() const override { return settings; }
+
+private:
+    void clear_gradients() {
+        for (size_t i = 0; i < params.size(); i++) gradients[i].assign(params[i].size(), 0.0f);
+    }
+
+    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
+    float weight_of(const ParamState& s, int64_t e) const {
+        const bool bf16 = recipe.compute == Format::BF16;
+        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
+    }
+
+    // --- What ranks exchange ---
+
+    // A value, or a vector of values, of all ranks in their order.
+    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
+        return settings.all_ranks ? settings.all_ranks->all_gather(mine) : std::vector<Element>{mine};
+    }
+
+    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
+    // additions are in FP32 and in the order of the ranks.
+    void sum_over_ranks(bool first) {
+        for (size_t i = 0; i < params.size(); i++) {
+            Floats& sum = sums_[i];
+            if (first) sum.assign(params[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
+            for (size_t e = 0; e < sum.size(); e++) {
+                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                sum[e] = round_to(gradient_format(settings), sum[e]);
+            }
+        }
+    }
+
     // The weights that the network computes with, after an update or write() has changed the state of a
     // parameter: each rank gives those of the part that it owns.
     void refresh(size_t i) {
         const ParamState& s = states_[i];
-        const Range own = owned(setup_, params[i]);
+        const Range own = owned(settings, params[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
         const bool shared_out = params[i].rows > 1;  // a vector is whole on every rank
@@ -580,7 +620,7 @@ private:
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
     // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
     void end_delayed_step() {
-        if (!linear_formats(setup_).x.fp8()) return;
+        if (!linear_formats(settings).x.fp8()) return;
         for (auto& operands : delayed_scales)
             for (LinearOperand o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
@@ -590,23 +630,10 @@ private:
             }
     }
 
-    // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
-    // and quantizes the moments again. s is the state of the parameter, or a copy of it.
-    void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
-        const auto [first, n] = owned(setup_, params[i]);
-        Floats master(n), m(n), v(n);
-        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
-        s.m.load(m.data());
-        s.v.load(v.data());
-        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
-        s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
-        for (int64_t e = 0; e < n; e++) {
-            const int64_t at = first + e;  // in the parameter
-            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
-            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
-        }
-    }
+    // --- The state ---
+
+    std::vector<ParamState> states_;  // by parameter
+    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
 
     // The elements that this rank owns of a tensor of the state.
     struct Memory {
@@ -623,14 +650,14 @@ private:
     // The memory of the tensor with this name. Gradients can only be read.
     Memory find(const std::string& name, bool to_write = false) {
         const size_t i = param_of(params, name);
-        const Range own = owned(setup_, params[i]);
+        const Range own = owned(settings, params[i]);
         ParamState& s = states_[i];
         std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
                                                 {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
                                                 {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
-        if (setup_.master) places[".remainder"] = part(s.remainder, own);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
+        if (settings.master) places[".remainder"] = part(s.remainder, own);
+        if (settings.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
         for (LinearOperand o : LINEAR_OPERANDS) {
             DelayedScale& d = delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
@@ -652,8 +679,9 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({c, recipe, optimizer, B, T});
     network.weights = weights;
-    const double scale = 1.0 / divisor_of_mean(targets, B * T);
-    const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;
+    const double weight = 1.0 / divisor_of_mean(targets, B * T);
+    const double backward_weight = gradients ? weight : Network<double>::FORWARD_ONLY;
+    const double loss = network.run(tokens, targets, B, T, backward_weight) * weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

@@ -155,7 +155,8 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE("quantize and operand: scale and code and value of every element over columns and over rows") {
+TEST_CASE(
+    "quantize and decoded_operand: scale and code and value of every element over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -172,7 +173,7 @@ TEST_CASE("quantize and operand: scale and code and value of every element over 
                 CHECK(int64_t(z.scales.size()) == q.scales(rows, cols) * info(q.scale_format).bytes);
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
-                                 got = operand(x, rows, cols, q, over, &stats);
+                                 got = decoded_operand(x, rows, cols, q, over, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
                         const float s = scale_by_definition(q, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
@@ -218,7 +219,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         const Quantized z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
         for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
         CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
-        CHECK(operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
+        CHECK(decoded_operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }
