@@ -108,7 +108,7 @@ bench: $(if $(NVCC),$(O)/bench,need-nvcc)
 
 # A ladder (dev/ladders): make build/ladder_adamw
 LADDERS := $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu))
-$(LADDERS): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
+$(LADDERS): $(O)/ladder_%: $(if $(NVCC),,need-nvcc) $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 
 # An exercise needs the reference, but nothing of the GPU implementation.

@@ -78,7 +78,7 @@ def expansion(v):
                        label=f"{name}: {len(np.unique(code))} codes in use")
         axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5, label=f"{name}:\n{100 * coat.rms(error):.1f}% RMS")
     axes[1].axhline(0, color=theme["soft"], linewidth=0.8)
-    axes[1].set(title="their codes", xlabel="E4M3 code, 0 to 126", ylabel="values that have it", xlim=(0, 127))
+    axes[1].set(title="their codes", xlabel="E4M3 code, 0 to 126", ylabel="values that have it:\nup plain, down expanded", xlim=(0, 127))
     axes[1].set_yticks([-10, 0, 10], ["10", "0", "10"])
     axes[2].set(title="error of each value", xlabel="sorted by size", ylabel="relative error, %")
     axes[2].set_yticks([0, 2, 4, 6])
@@ -95,6 +95,8 @@ def factors(m, v):
                 histtype="stepfilled", label=f"{name}: median {np.median(k):.1f}")
     ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the group)", ylabel="% of groups",
            title="k of all groups of a small model (k = 1 stretches nothing)")
+    ax.annotate("v of the\ndown matrices", (2.5, 2.9), (2.9, 4.3), color=theme["text"], fontsize=9,
+                arrowprops={"arrowstyle": "-", "color": theme["soft"]})
     ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     ax.minorticks_off()
     ax.legend()

@@ -2,7 +2,7 @@
 """Prints the tables of the lessons in WALK.md, computed by coat.py: `python3 dev/lessons.py 5` those of lesson 5.
 
 The lessons follow one group of 16 activations, one group of moments and one product of 4x4 matrices. The tables
-of a real run need a checkpoint of a small model, which is trained in two minutes if the folder has none:
+of a real run need a small model. It is trained first, in two minutes, unless another run's FOLDER is given:
 
     make train && python3 dev/lessons.py real [FOLDER]
 """
@@ -60,6 +60,10 @@ def snr(x, decoded):
     return 10 * np.log10(np.sum(np.square(x, dtype=float)) / np.sum(np.square(decoded - x, dtype=float)))
 
 
+def relative_error(x, exact):
+    return coat.rms(x - exact) / coat.rms(exact)
+
+
 def flushed(x, decoded):
     return np.mean((x != 0) & (decoded == 0))
 
@@ -92,6 +96,17 @@ def granularity():
     rows = [(number(x), number(a), percent(a / x - 1), number(b), percent(b / x - 1))
             for x, a, b in zip(GROUP[SHOWN], of_group[SHOWN], of_tensor[SHOWN])]
     table(("x", "with the group's scale", "error", "with the tensor's scale", "error"), rows)
+    random = np.random.default_rng(1)  # a linear layer of 256 features, of which one is multiplied
+    x, w = (random.standard_normal((64, 256)).astype(F32) for _ in "xw")
+    other, rows = np.arange(256) != 39, []
+    for times in (1, 100, 10000, 100000):
+        outlier = np.where(other, x, x * F32(times))
+        reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
+        y = [a @ coat.gemm_operand(E4M3, w).T for a in reads]
+        alone = [np.mean(np.minimum(np.abs(a / outlier - 1), 1)[:, other]) for a in reads]
+        rows.append((f"{times:,}", *(f"{relative_error(a, outlier @ w.T):.1%}" for a in y),
+                     *(f"{a:.1%}" for a in alone)))
+    table(("one feature times", "error of y: one scale", "1x16", "error of each other value: one scale", "1x16"), rows)
 
 
 def delayed():
@@ -109,7 +124,7 @@ def delayed():
 def gemms():
     x8, w8, g8 = coat.gemm_operand(E4M3, X), coat.gemm_operand(E4M3, W), coat.gemm_operand(E5M2, G)
     rows = [(name, "; ".join(number(v) for v in exact[0]), "; ".join(number(v) for v in fp8[0]),
-             f"{coat.rms(fp8 - exact) / coat.rms(exact):.1%}")
+             f"{relative_error(fp8, exact):.1%}")
             for name, exact, fp8 in (("y = x w^T", X @ W.T, x8 @ w8.T), ("dx = g w", G @ W, g8 @ w8),
                                      ("dw = g^T x", G.T @ X, g8.T @ x8))]
     table(("GEMM", "first row in FP32", "with FP8 operands", "RMS error"), rows)
@@ -122,6 +137,17 @@ def staircase():
         values = scaled(E4M3, np.array([x, x + 1e-5], F32), s)[1]
         rows.append((number(x), number(values[0]), number((values[1] - values[0]) / 1e-5), 1))
     table(("x", "stored", "slope of the staircase", "slope that backward uses"), rows)
+
+
+def noise():
+    text = np.fromfile(small_run.ROOT / "coat.h", np.uint8) & 127
+    gradients = []
+    for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; other windows of the text
+        gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1))[1])
+    coat.FP8 = True
+    rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
+            for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients))]
+    table(("gradient of", "COAT against FP32", "a batch against another"), rows)
 
 
 def expansion():
@@ -190,7 +216,8 @@ def real(folder):
     of_moments(run.m, run.v)
 
 
-LESSONS = {"1": formats, "2": one_scale, "3": granularity, "4": delayed, "5": gemms, "7": staircase, "9": expansion}
+LESSONS = {"1": formats, "2": one_scale, "3": granularity, "4": delayed, "5": gemms, "7": staircase, "noise": noise,
+           "9": expansion}
 
 if __name__ == "__main__":
     wanted, *folder = sys.argv[1:] or ["none"]

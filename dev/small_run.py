@@ -25,11 +25,12 @@ def layer_of(weights, l, heads):
                   "gate_up": joined("mlp.gate_proj", "mlp.up_proj"), "down": joined("mlp.down_proj")}
 
 class Run:
-    """The run in `folder`; it is trained first, in two minutes, if the folder has no checkpoint."""
+    """The run in `folder`. That of FOLDER is trained first, in two minutes, if it has not ended."""
     def __init__(self, train=ROOT / "train", folder=FOLDER, T=256, tokens=1024):
-        if not any(folder.glob("step-*")):
-            subprocess.run([train, "--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
-                            "--eval-every", "0", "--sample-every", "0", "--out", folder], check=True)
+        if folder == FOLDER and not (folder / "step-000120").exists():  # a run that was interrupted goes on
+            begin = ["--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
+                     "--eval-every", "0", "--sample-every", "0", "--out", folder]
+            subprocess.run([train, *(["--resume", folder] if any(folder.glob("step-*")) else begin)], check=True)
         checkpoint = sorted(folder.glob("step-*"))[-1]
         state = moments.tensors(checkpoint / "optimizer.state")
         self.m, self.v = (moments.groups_of(state, moment).ravel() for moment in (".m", ".v"))

@@ -38,7 +38,7 @@ struct Hint {
 Hint where(bool here, const std::string& text) { return {here ? text : ""}; }
 Hint about(const std::string& special, bool here = true) {
     return where(here && !special.empty(),
-                 "This is about " + special + ": read above the function what holds for them.");
+                 "This is about " + special + ": what do the lesson and the text above say of them?");
 }
 
 // Results are filled with these before the call, and have GUARDS more of them behind their ends. Inputs have
