@@ -102,7 +102,7 @@ const Skipped* skipped(const std::string& command) {
 // How this program was built: then `make` in a command builds nothing else.
 struct Build {
     std::string folder = fs::relative(fs::read_symlink("/proc/self/exe").parent_path()).string();
-    std::string compiler, optimization, nvcc, program;
+    std::string compiler, optimization, nvcc, gpu = "90a", program;
 
     Build() {
         const std::string flags = read_file(folder + "/flags");
@@ -110,15 +110,26 @@ struct Build {
         REQUIRE(std::regex_search(flags, part, std::regex("^(.*) -std=c\\+\\+20 (.*) -march=native")));
         compiler = part[1];
         optimization = part[2];
-        if (std::regex_search(flags, part, std::regex("-Werror (\\S+) -std=c\\+\\+20"))) nvcc = part[1];
+        if (std::regex_search(flags, part, std::regex("-Wextra -Werror (.+) -std=c\\+\\+20"))) nvcc = part[1];
+        if (std::regex_search(flags, part, std::regex("compute_(\\w+)"))) gpu = part[1];
         program = folder == "build" ? "train" : folder + "/train";
     }
+    // What `make` in a command calls: it builds as this program was built, not as a make above asks.
     std::string shell_function() const {
-        return concat(
-            "unset MAKEFLAGS MFLAGS MAKELEVEL\nmake() {\n  local words=()\n  for word; do\n"
-            "    [ \"$word\" = train ] && word='",
-            program, "'\n    words+=(\"$word\")\n  done\n  command make --no-print-directory 'O=", folder,
-            "' 'CXX=", compiler, "' 'OPT=", optimization, "' 'NVCC=", nvcc, "' \"${words[@]}\"\n}\n");
+        return concat(R"(unset MAKEFLAGS MFLAGS MAKELEVEL
+make() {
+  local words=()
+  for word; do
+    [ "$word" = train ] && word=')",
+                      program, R"('
+    words+=("$word")
+  done
+  command make --no-print-directory 'O=)",
+                      folder, "' 'CXX=", compiler, "' 'OPT=", optimization, "' 'NVCC=", nvcc,
+                      "' 'GPU_ARCH=", gpu,
+                      R"(' "${words[@]}"
+}
+)");
     }
 };
 
