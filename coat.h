@@ -32,6 +32,13 @@
 
 #include "error.h"
 
+// Before a function that both the CPU and a GPU's kernels call.
+#ifdef __CUDACC__
+#define COAT_HD __host__ __device__
+#else
+#define COAT_HD
+#endif
+
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
@@ -82,7 +89,7 @@ inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
 // The paper's groups (figure 4a).
 inline constexpr Granularity PER_GROUP{.rows = 1, .cols = 16};
 
-inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
@@ -142,10 +149,11 @@ inline constexpr Quant E4M3_128x128{.format = Format::E4M3, .granularity = PER_1
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 // A GEMM multiplies codes. It sums the products of one scale block along the reduction, and multiplies this
-// sum by the scales. So scale blocks must be long along the reduction: the columns of a granularity run along
-// it, and an operand that is reduced over its rows is transposed before it is quantized. With 1x128, for
-// example, 128 features of a token share a scale of x in fprop, and 128 tokens of a feature in wgrad: x is
-// quantized twice. Per-tensor and 128x128 scale blocks are the same for the transpose: there once is enough.
+// sum by the scales. So scale blocks must be long along the reduction, and Granularity::cols counts elements
+// along the reduction. An operand that is reduced over its rows is transposed before it is quantized: in
+// fprop, 1x128 is 128 features of one token of x; for wgrad x^T is quantized, and 1x128 is 128 tokens of one
+// feature. So x is quantized twice. Where scale blocks are per tensor or 128x128, a matrix and its transpose
+// have the same scale blocks: there once is enough.
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -166,7 +174,8 @@ struct Recipe {
     Quant x = BF16, w = BF16, g = BF16;
     // The inputs of norms 1 and 2 and of the activation function, as they are saved for backward.
     Quant nonlinear = BF16;
-    // q, k, v and attention's output, as they are saved: in the compute dtype or in groups.
+    // q, k, v and attention's output, as they are saved: in the compute dtype or in groups. No row of the
+    // table sets groups: the flag --attention groups does.
     Quant attention = BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
@@ -233,8 +242,9 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 
 inline constexpr int MOMENT_GROUP = 128;
 
-// How many moment groups, each with a moment range, the n elements of a moment in format f form.
-constexpr int64_t moment_groups(Format f, bool per_tensor, int64_t n) {
+// The number of moment ranges that belong to n elements of a moment in format f: one for each moment group,
+// and none if the format is not scaled.
+constexpr int64_t moment_ranges(Format f, bool per_tensor, int64_t n) {
     if (!is_scaled(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
@@ -247,7 +257,7 @@ struct OptimizerFormat {
     const char* about = "";   // a line of --help
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t groups(Format f, int64_t n) const { return moment_groups(f, per_tensor, n); }
+    int64_t moment_ranges(Format f, int64_t n) const { return coat::moment_ranges(f, per_tensor, n); }
     // Whether m and v are FP8 codes in moment groups of 128, for which adamw.cu has a kernel. In every row of
     // the table both are, or neither.
     bool fp8_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
@@ -316,7 +326,7 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // k of all moment groups of the first and of the second moments
+    std::vector<float> k_m, k_v;   // k of all moment ranges, of the first and of the second moments
     bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
 };
 
@@ -474,7 +484,8 @@ inline void validate(const ModelConfig& c) {
 // which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-struct SavedTensor {  // (N, cols)
+// It has N * cols elements. The shape is (N, cols), of the log-sum-exp (B, NH, T).
+struct SavedTensor {
     Saved which;
     const char* name;
     int64_t cols;

@@ -1,8 +1,9 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
 // contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
 // CPU and model.cu on the GPU, independently, so that a test that compares the two can fail. They share the
-// first weights and the random bits of stochastic rounding, which are defined here. The equations of the
-// paper need nothing of this file: the first three sections of reference.cpp can be read before it.
+// first weights and the random bits of stochastic rounding, which are defined here. (One exception: in the
+// quantization report, the errors of the moments are measured by reference.cpp for both.) The equations of
+// the paper need nothing of this file: the first three sections of reference.cpp can be read before it.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -13,13 +14,6 @@
 #include <type_traits>
 
 #include "coat.h"
-
-// Before a function that both the CPU and a GPU's kernels call.
-#ifdef __CUDACC__
-#define COAT_HD __host__ __device__
-#else
-#define COAT_HD
-#endif
 
 namespace coat {
 
@@ -168,8 +162,8 @@ struct StateTensor {
     int bytes;          // of an element
     std::vector<int64_t> shape;
     Param param;
-    // How many consecutive elements of the parameter share one element of this tensor: 128 share the max of a
-    // moment group.
+    // How many consecutive elements of the parameter share one element of this tensor: the 128 elements of a
+    // moment group share the max of their moment range.
     int64_t shared_by = 1;
     static constexpr int64_t ALL = 0;  // of shared_by: all elements of the parameter
 
@@ -179,6 +173,11 @@ struct StateTensor {
     int64_t total_bytes() const { return size() * bytes; }
 };
 
+[[noreturn]] inline void no_such_tensor(const std::string& name) {
+    throw Error("The model has no tensor ", name,
+                ": use a name from weight_tensors() or optimizer_tensors().");
+}
+
 // The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". It
 // is the parameter with the longest name that begins the tensor's name. ("layers.0.qkv.bias" is one, too. It
 // follows "layers.0.qkv" in the table, so the last match is the longest.)
@@ -186,7 +185,7 @@ inline size_t param_of(const std::vector<Param>& params, const std::string& tens
     size_t best = params.size();
     for (size_t i = 0; i < params.size(); i++)
         if ((tensor + ".").starts_with(params[i].name + ".")) best = i;
-    if (best == params.size()) throw Error("The model has no tensor " + tensor + ".");
+    if (best == params.size()) no_such_tensor(tensor);
     return best;
 }
 
@@ -200,7 +199,7 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
 // The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
-inline constexpr int OPERANDS = static_cast<int>(std::size(LINEAR_OPERANDS));
+inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
 
 // Its format: formats is a Recipe or LinearFormats.
 template <class Formats> const Quant& quant_of(const Formats& formats, LinearOperand o) {
@@ -260,11 +259,11 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t groups = s.optimizer.groups(f, p.size());
+            const int64_t ranges = s.optimizer.moment_ranges(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
-            if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
-            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
+            if (ranges) add(moment + ".max", "F32", 4, {ranges}, shared_by);
+            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {ranges}, shared_by);
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);

@@ -338,10 +338,10 @@ void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     expands = expand && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t groups = moment_groups(f, per_tensor, n);
+    const int64_t ranges = moment_ranges(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(groups, 0.0f);
-    k.assign(expands ? groups : 0, 1.0f);
+    max.assign(ranges, 0.0f);
+    k.assign(expands ? ranges : 0, 1.0f);
 }
 
 // Element i, decoded.

@@ -395,7 +395,7 @@ public:
     std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
     // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
-    std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
+    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
     QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
     bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
 
@@ -665,7 +665,7 @@ private:
             places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
         }
         const auto place = places.find(name.substr(params[i].name.size()));
-        if (place == places.end()) throw Error("The model has no tensor " + name + ".");
+        if (place == places.end()) no_such_tensor(name);
         return place->second;
     }
 };

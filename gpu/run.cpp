@@ -58,13 +58,13 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t groups = o.groups(f, shards[i].own.count);
+            const int64_t ranges = o.moment_ranges(f, shards[i].own.count);
             MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
                               .max = nullptr,
                               .k = nullptr,
                               .format = f};
-            if (is_scaled(f)) moment.max = arena.take<float>(groups * places);
-            if (o.expands(f)) moment.k = arena.take<float>(groups);
+            if (is_scaled(f)) moment.max = arena.take<float>(ranges * places);
+            if (o.expands(f)) moment.k = arena.take<float>(ranges);
             m.moments[second].push_back(moment);
         }
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
@@ -139,7 +139,7 @@ Memory take_memory(Device& device) {
     const std::vector<ShardPlace> shards = shard_places(s);
     const int64_t owned = shards.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
-    const int64_t scales = static_cast<int64_t>(params.size()) + OPERANDS * linear_layers;
+    const int64_t scales = static_cast<int64_t>(params.size()) + OPERAND_COUNT * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     Memory m{};
@@ -158,7 +158,7 @@ Memory take_memory(Device& device) {
     if (s.master && s.recipe.compute != Format::F32) m.weights.remainder = arena.take<int16_t>(owned);
     m.segments = arena.take<Segment>(static_cast<int64_t>(params.size()));
     m.scales = arena.take<AmaxAndScale>(scales);
-    m.histories = arena.take<float>(delayed ? OPERANDS * linear_layers * s.recipe.history : 0);
+    m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history : 0);
     take_moments(m, s, arena, shards);
     take_activations_and_gradients(m, s, arena, shards);
 
@@ -196,7 +196,7 @@ Scales::Scales(const Device& device, const Memory& memory)
 void Scales::clear_operands() const {
     enqueue(stream_, [&] {
         check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
-                                OPERANDS * linear_layer_count, stream_),
+                                OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
 }
@@ -243,11 +243,11 @@ void Parameters::note_state() {
         if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
-            const int64_t groups = setup.optimizer.groups(m.format, count);
+            const int64_t ranges = setup.optimizer.moment_ranges(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
-            if (m.max) entries_[of + ".max"] = {i, m.max, groups * 4};
-            if (m.k) entries_[of + ".k"] = {i, m.k, groups * 4};
+            if (m.max) entries_[of + ".max"] = {i, m.max, ranges * 4};
+            if (m.k) entries_[of + ".k"] = {i, m.k, ranges * 4};
         }
         if (scales_.delayed() && params[i].role.linear) note_delayed_scales(i);
     }
@@ -266,7 +266,8 @@ void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * static_cast<int64_t>(sizeof(AmaxAndScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
-        clear(memory_.histories, OPERANDS * scales_.linear_layer_count * setup.recipe.history * 4, stream_);
+        clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history * 4,
+              stream_);
     scales_.expect_empty_histories();
     int64_t most_groups = 0;
     for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
@@ -357,7 +358,7 @@ void Parameters::refresh_amax(size_t i) {
 
 const Parameters::StateEntry& Parameters::find(const std::string& name) const {
     const auto found = entries_.find(name);
-    if (found == entries_.end()) throw Error("The model has no tensor ", name, ".");
+    if (found == entries_.end()) no_such_tensor(name);
     return found->second;
 }
 

@@ -168,7 +168,7 @@ public:
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return parameter_count + OPERANDS * linear_layer_count; }
+    int64_t count() const { return parameter_count + OPERAND_COUNT * linear_layer_count; }
     AmaxAndScale* all() const { return scales_; }
     AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
     AmaxAndScale* of_operand(LinearOperand o, int64_t linear_layer) const {
