@@ -8,43 +8,49 @@
 // g is the gradient of the weight w, and t the number of the step. One kernel decodes m and v, updates m, v
 // and w in FP32, and encodes the new m and v.
 //
-// What is stored. 128 consecutive moments of a parameter are a moment group, which this file calls a group. A
-// moment is a byte, its FP8 code. Two FP32 values say how a group's codes are decoded: max, its largest
-// magnitude, and k, its expansion factor (part 1). They are its Expansion. The paper's scale follows from
-// them, so it is not stored.
+// What is stored. 128 consecutive elements of a parameter are a span. Their first moments are one moment
+// group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values say how the
+// codes of a moment group are decoded, its moment range: max, its largest magnitude, and k, its expansion
+// factor (part 1). The paper's scale follows from max, so it is not stored. A span has four fields: max and k
+// of m, and max and k of v.
 //
-// Who owns what. A warp owns a window of eight groups, which it updates in four steps. In each step half a
-// warp (16 lanes) has a group, and a thread eight consecutive elements of it:
+// Who owns what. A warp owns a window of eight spans, which it updates in four steps. In each step half a
+// warp (16 lanes) has a span, and a thread eight consecutive elements of it:
 //
-//   step s      group 2 s of the window              group 2 s + 1
+//   step s      span 2 s of the window               span 2 s + 1
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
-// A group has four fields: max and k of m, and those of v. A window has 32, and each lane keeps one of them:
+// A window has 32 fields, four for each span, and each lane keeps one of them:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
-//   field       m.max  m.k    v.max  v.k    the same four of each of these groups:
-//   group       0      0      0      0      2       4       6         1        3        5        7
+//   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
+//   span        0      0      0      0      2       4       6         1        3        5        7
 //
 // Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
-// weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of the fields (0.125). The
-// gradient (2) is only read. An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the way
-// there, with what each idea wins.
+// weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125).
+// The gradient (2) is only read. An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the
+// way there, with what each idea wins.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
 
-constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // that own a group: 16
-constexpr int GROUPS_PER_STEP = 32 / GROUP_LANES;  // of a warp: 2
-constexpr int STEPS = 4;                           // of a window
-constexpr int WINDOW = STEPS * GROUPS_PER_STEP;    // groups of a window: 8
-enum { M_MAX, M_K, V_MAX, V_K, FIELDS };           // the fields of a group, and how many there are
-static_assert(STEPS * FIELDS == GROUP_LANES, "a lane keeps one field of a window");
+constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // that own a span: 16
+constexpr int SPANS_PER_STEP = 32 / SPAN_LANES;   // of a warp: 2
+constexpr int STEPS = 4;                          // of a window
+constexpr int WINDOW = STEPS * SPANS_PER_STEP;    // spans of a window: 8
+enum { M_MAX, M_K, V_MAX, V_K, FIELDS };          // the fields of a span, and how many there are
+static_assert(STEPS * FIELDS == SPAN_LANES, "a lane keeps one field of a window");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-struct Expansion {  // of a group's first moments, or of its second
+namespace {
+
+// The moment range of a moment group (coat.h).
+struct MomentRange {
     float max, k;
 };
+
+}  // namespace
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V> static __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
@@ -56,9 +62,9 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 // FMIN are the largest and the smallest positive value of the format, f.fmax and f.fmin: 448 and 2^-9 for
 // E4M3.
 
-// Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the group:
-// its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from 1/16 to
-// 64. If all magnitudes are equal it is 64; in a group of zeros it is 1.
+// Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
+// group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
+// 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
 static __device__ float expansion_factor(const MomentFormat& f, float largest, float smallest) {
     if (largest == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
@@ -66,8 +72,8 @@ static __device__ float expansion_factor(const MomentFormat& f, float largest, f
     return fminf(fmaxf(k, 0.0625f), 64.0f);
 }
 
-// Expand: |y| = FMAX (|x| / max)^k, where max is that of the group. For x = 0 the logarithm is -infinity, and
-// y is 0. (The CPU's expand() returns y with its sign.)
+// Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
+// -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
 static __device__ float expand_magnitude(const MomentFormat& f, float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_fmax));
 }
@@ -79,30 +85,32 @@ static __device__ float inverse_of_max(float max) {
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
 // contract() takes y and returns x. Here decode_moments() leaves the product with max to its caller.)
-static __device__ float contract_log(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
+static __device__ float contract_to_ratio(float inverse_k, float log_y) {
+    return fast_exp2(log_y * inverse_k);
+}
 
 // -----------------------------------------------------------------------------------------------------------
-// The careful path, for groups so wide or so small that what the equations above compute on the way would
-// leave the normal numbers of FP32. All lanes of a group take it, or none. It is inlined although it is
-// almost never taken: as a function that is called, or in a loop that is not unrolled, it makes the fast path
-// up to 24% slower.
+// The careful path, for moment groups so wide or so small that what the equations above compute on the way
+// would leave the normal numbers of FP32. All lanes of a span take it, or none. It is inlined although it is
+// almost never taken: as a function that is called, or in a loop that is not unrolled, it makes the fast
+// path up to 24% slower.
 
-// A group is wide if R_X may exceed about 2^120: log2(R_X) is log_range / k.
-static __device__ bool is_wide(const MomentFormat& f, const Expansion& group) {
-    return f.log_range > 120.0f * group.k;
+// A moment group is wide if R_X may exceed about 2^120: log2(R_X) is log_range / k.
+static __device__ bool is_wide(const MomentFormat& f, const MomentRange& range) {
+    return f.log_range > 120.0f * range.k;
 }
-// Encoding divides by max, so that also 1 / max must be normal. Decoding multiplies by it, and asks only
-// whether the group is wide.
-static __device__ bool expands_fast(const MomentFormat& f, const Expansion& group) {
-    return !is_wide(f, group) && (group.max >= 0x1p-100f || group.max == 0);
+// Encoding divides by max, so that also 1 / max must be normal. Decoding multiplies by max, and asks only
+// whether the moment group is wide.
+static __device__ bool expands_fast(const MomentFormat& f, const MomentRange& range) {
+    return !is_wide(f, range) && (range.max >= 0x1p-100f || range.max == 0);
 }
-static __device__ float expand_carefully(const MomentFormat& f, const Expansion& group, float x) {
-    return f.fmax * fast_exp2(group.k * (log2f(fabsf(x)) - log2f(group.max)));
+static __device__ float expand_carefully(const MomentFormat& f, const MomentRange& range, float x) {
+    return f.fmax * fast_exp2(range.k * (log2f(fabsf(x)) - log2f(range.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const Expansion& group, float inverse_k, float log_y) {
+static __device__ float contract_carefully(const MomentRange& range, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
-    return root * group.max * root;
+    return root * range.max * root;
 }
 
 // ===========================================================================================================
@@ -110,19 +118,19 @@ static __device__ float contract_carefully(const Expansion& group, float inverse
 
 // The codes of eight moments x. A second moment is never negative, and one above zero must stay above zero,
 // because the update divides by its root. The fast path does so by itself. With the k of equation 4 the
-// smallest moment of a group, max / R_X, becomes FMIN. k is rounded, and may be 1/512 too large: then it
-// becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, and 2^(-120/512) is 0.85. So it is
-// at least 0.85 FMIN, and is encoded as FMIN.
+// smallest moment of a moment group, max / R_X, becomes FMIN. k is rounded, and may be 1/512 too large: then
+// it becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, and 2^(-120/512) is 0.85. So it
+// is at least 0.85 FMIN, and is encoded as FMIN.
 template <bool SECOND>
-static __device__ uint2 encode_moments(const MomentFormat& f, const Expansion& group, const Values& x) {
+static __device__ uint2 encode_moments(const MomentFormat& f, const MomentRange& range, const Values& x) {
     Values y;  // the magnitudes that are encoded
-    if (f.expand && expands_fast(f, group)) {
-        const float inverse_max = inverse_of_max(group.max);
-        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude(f, group.k, inverse_max, x[j]);
+    if (f.expand && expands_fast(f, range)) {
+        const float inverse_max = inverse_of_max(range.max);
+        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude(f, range.k, inverse_max, x[j]);
     } else {
-        const float inverse_scale = __frcp_rn(scale_of(f.fmax, group.max));  // without expansion
+        const float inverse_scale = __frcp_rn(scale_of(f.fmax, range.max));  // without expansion
         for (int j = 0; j < CHUNK; j++) {
-            y[j] = f.expand ? expand_carefully(f, group, x[j]) : fabsf(x[j]) * inverse_scale;
+            y[j] = f.expand ? expand_carefully(f, range, x[j]) : fabsf(x[j]) * inverse_scale;
             if (SECOND && x[j] > 0 && y[j] < f.fmin) y[j] = f.fmin;
         }
     }
@@ -147,21 +155,21 @@ static __device__ void fill_table(const MomentFormat& f, float* table) {
 
 // Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
 // not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
-// that decays the moment. The factor is the max of the group; on the careful path 1; and the scale max / FMAX
-// where nothing is expanded. x is first an entry of the table, then a magnitude, and last gets its sign.
+// that decays the moment. The factor is max; on the careful path 1; and the scale max / FMAX where nothing
+// is expanded. x is first an entry of the table, then a magnitude, and last gets its sign.
 template <bool SECOND>
-static __device__ float decode_moments(const MomentFormat& f, const Expansion& group, uint2 codes,
+static __device__ float decode_moments(const MomentFormat& f, const MomentRange& range, uint2 codes,
                                        const float* table, Values& x) {
     for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % MAGNITUDES];
-    const float inverse_k = fast_reciprocal(group.k);
+    const float inverse_k = fast_reciprocal(range.k);
     float factor = 1;
     if (!f.expand) {
-        factor = scale_of(f.fmax, group.max);
-    } else if (is_wide(f, group)) {
-        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(group, inverse_k, x[j]);
+        factor = scale_of(f.fmax, range.max);
+    } else if (is_wide(f, range)) {
+        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(range, inverse_k, x[j]);
     } else {
-        factor = group.max;
-        for (int j = 0; j < CHUNK; j++) x[j] = contract_log(inverse_k, x[j]);
+        factor = range.max;
+        for (int j = 0; j < CHUNK; j++) x[j] = contract_to_ratio(inverse_k, x[j]);
     }
     if (!SECOND)  // the sign of an FP8 code, moved to where FP32 has it
         for (int j = 0; j < CHUNK; j++) x[j] = copysignf(x[j], __uint_as_float(code_of(codes, j) << 24));
@@ -169,19 +177,19 @@ static __device__ float decode_moments(const MomentFormat& f, const Expansion& g
 }
 
 // ===========================================================================================================
-// 3. The Expansion of a group, and the fields of a window
+// 3. The moment range of a moment group, and the fields of a window
 
-// The Expansion of a group, from the new moments of its 16 lanes. Magnitudes are compared as bits: as
-// integers these have the same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves
-// it out. (In a group of zeros both magnitudes become 0.)
-static __device__ Expansion expansion_of_group(const MomentFormat& f, const Values& x) {
+// The moment range of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
+// integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
+// leaves it out. (In a moment group of zeros both magnitudes become 0.)
+static __device__ MomentRange range_of_new_moments(const MomentFormat& f, const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
         top = max(top, bits);
         low_minus_1 = min(low_minus_1, bits - 1);
     }
-    for (int lanes = 1; lanes < GROUP_LANES; lanes *= 2) {
+    for (int lanes = 1; lanes < SPAN_LANES; lanes *= 2) {
         top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
@@ -189,44 +197,50 @@ static __device__ Expansion expansion_of_group(const MomentFormat& f, const Valu
     return {.max = largest, .k = f.expand ? expansion_factor(f, largest, smallest) : 1.0f};
 }
 
+namespace {
+
 // Which field of a window this lane keeps (the second drawing), and where it is in memory. (A Segment,
 // gpu/operators.h, is what this rank has of one parameter.)
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
-    int step, group;   // of the window: its group, and the step in which that is updated
-    float* in_memory;  // by group of the segment; null: the moment has no k
-    int groups;        // of the segment
+    int step, span;    // of the window: its span, and the step in which that is updated
+    float* in_memory;  // by span of the segment; null: the moment has no k
+    int spans;         // of the segment
 
-    __device__ FieldOfLane(const Segment& s, int number_of_groups) : groups(number_of_groups) {
+    __device__ FieldOfLane(const Segment& s, int number_of_spans) : spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
         which = lane % FIELDS;
-        step = lane % GROUP_LANES / FIELDS;
-        group = step * GROUPS_PER_STEP + lane / GROUP_LANES;
+        step = lane % SPAN_LANES / FIELDS;
+        span = step * SPANS_PER_STEP + lane / SPAN_LANES;
         const MomentView moment = is_of_v() ? s.v : s.m;
         in_memory = is_k() ? moment.k : moment.max;
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
     __device__ bool is_k() const { return which == M_K || which == V_K; }
-    // Of the window that begins with group `first`. Beyond the last group it is that of the last group.
+    // Of the window that begins with span `first`. Beyond the last span it is that of the last span.
     __device__ float load(int first) const {
-        return in_memory ? get<float>(in_memory + min(first + group, groups - 1)) : 1.0f;
+        return in_memory ? get<float>(in_memory + min(first + span, spans - 1)) : 1.0f;
     }
     __device__ void store(int first, float value) const {
-        if (in_memory && first + group < groups) put(in_memory + first + group, value);
+        if (in_memory && first + span < spans) put(in_memory + first + span, value);
     }
 };
 
-// The field `which` of the group that this half of the warp updates in a step, fetched from the lane that
+}  // namespace
+
+// The field `which` of the span that this half of the warp updates in a step, fetched from the lane that
 // keeps it in `kept`.
 static __device__ float field_of_step(float kept, int step, int which) {
-    return __shfl_sync(ALL_LANES, kept, step * FIELDS + which, GROUP_LANES);
+    return __shfl_sync(ALL_LANES, kept, step * FIELDS + which, SPAN_LANES);
 }
 
 // ===========================================================================================================
 // 4. The kernel
 
 constexpr int WARPS = 8, BLOCKS_PER_SM = 2;  // of a block; a thread may then have 128 registers
-constexpr int64_t LEAST_GROUPS = 16384;      // of a block, so that its start and end take little of its time
+constexpr int64_t LEAST_SPANS = 16384;       // of a block, so that its start and end take little of its time
+
+namespace {
 
 // What a thread loads for a step: its eight elements, as they are stored.
 template <class W> struct Loaded {
@@ -235,41 +249,41 @@ template <class W> struct Loaded {
     EitherDense::Raw g;
 };
 
-// Where a thread's eight elements are in the groups of a segment. Elements are counted in four ways:
+// Where a thread's eight elements are in the spans of a segment. Elements are counted in four ways:
 //   from the segment's first element           the codes of m and v
 //   in the rank's order                        weights and remainders; there the segment begins at its offset
 //   from the range's first element             gradients
 //   in the flat order of all parameters        the random bits of rounding
-// The distance from a group to the next is the same in all of them.
+// The distance from a span to the next is the same in all of them.
 template <class W> struct ElementsOfThread {
     const AdamArguments& a;
     const Segment& segment;
-    const int groups;     // of the segment
-    const int64_t start;  // the thread's first element of the segment's first group, in the rank's order
+    const int spans;      // of the segment
+    const int64_t start;  // the thread's first element of the segment's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamArguments& arguments, const Segment& s)
-        : a(arguments), segment(s), groups(static_cast<int>(moment_groups(s.size))),
-          start(s.offset + threadIdx.x % GROUP_LANES * CHUNK), weights(arguments.w, start),
+        : a(arguments), segment(s), spans(static_cast<int>(spans_of(s.size))),
+          start(s.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(arguments.w, start),
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.offset),
           codes_v(static_cast<uint8_t*>(s.v.data) + start - s.offset) {}
 
-    // From the thread's elements of the first group to those of this one; for a group beyond the segment's
+    // From the thread's elements of the first span to those of this one; for a span beyond the segment's
     // last, to those of the last.
-    __device__ int64_t distance(int group) const {
-        return static_cast<int64_t>(min(group, groups - 1)) * MOMENT_GROUP;
+    __device__ int64_t distance(int span) const {
+        return static_cast<int64_t>(min(span, spans - 1)) * MOMENT_GROUP;
     }
-    __device__ Loaded<W> load(int group) const {
-        const int64_t i = distance(group);
+    __device__ Loaded<W> load(int span) const {
+        const int64_t i = distance(span);
         return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
                 a.gradients.load(start - a.first_element + i)};
     }
-    // Encodes and stores, unless the group is beyond the last.
-    __device__ void store(int group, Values& w, const Values& m, const Values& v, const Expansion& new_m,
-                          const Expansion& new_v, uint32_t& top) const {
-        const bool live = group < groups;
-        const int64_t i = distance(group);
+    // Encodes and stores, unless the span is beyond the last.
+    __device__ void store(int span, Values& w, const Values& m, const Values& v, const MomentRange& new_m,
+                          const MomentRange& new_v, uint32_t& top) const {
+        const bool live = span < spans;
+        const int64_t i = distance(span);
         weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
         if (!live) return;
         put(codes_m + i, encode_moments<false>(a.m, new_m, m));
@@ -277,58 +291,60 @@ template <class W> struct ElementsOfThread {
     }
 };
 
-// A warp updates windows of a segment: the one that begins with group `first_group`, and then every WARPS-th
-// that begins before `last_group`. If the last group of the segment has no partner in its step, half of the
+}  // namespace
+
+// A warp updates windows of a segment: the one that begins with span `first_span`, and then every WARPS-th
+// that begins before `end_span`. If the last span of the segment has no partner in its step, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
 template <class W>
-static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_group,
-                                          int last_group, const float* table_m, const float* table_v) {
-    if (first_group >= last_group) return 0;
+static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_span,
+                                          int end_span, const float* table_m, const float* table_v) {
+    if (first_span >= end_span) return 0;
     const ElementsOfThread<W> elements(a, segment);
-    const int groups = elements.groups;
-    const int half = threadIdx.x % 32 / GROUP_LANES;
-    const FieldOfLane mine(segment, groups);
+    const int spans = elements.spans;
+    const int half = threadIdx.x % 32 / SPAN_LANES;
+    const FieldOfLane mine(segment, spans);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
     // `next` is what the next step needs. It is loaded as soon as a step has decoded its own, and arrives
     // while the threads compute. The order of two things decides about the speed: load() begins with the
-    // codes, and a step finds its new Expansions before it stores the weights. In another order the compiler
-    // copies `next` to other registers in the middle of a step. The threads then wait there until it has
-    // arrived, and the kernel reaches 71% of copy bandwidth, not 81%.
-    Loaded<W> next = elements.load(first_group + half);
-    float next_field = mine.load(first_group);
-    for (int window = first_group; window < last_group; window += WARPS * WINDOW) {
+    // codes, and a step finds its new moment ranges before it stores the weights. In another order the
+    // compiler copies `next` to other registers in the middle of a step. The threads then wait there until
+    // it has arrived, and the kernel reaches 71% of copy bandwidth, not 81%.
+    Loaded<W> next = elements.load(first_span + half);
+    float next_field = mine.load(first_span);
+    for (int window = first_span; window < end_span; window += WARPS * WINDOW) {
         const int next_window = window + WARPS * WINDOW;
         const float old_field = next_field;
         float new_field = 0;
         next_field = mine.load(next_window);
 #pragma unroll 1  // one copy of this long body
-        for (int step = 0; step < STEPS && window + step * GROUPS_PER_STEP < groups; step++) {
-            const int group = window + step * GROUPS_PER_STEP + half;
+        for (int step = 0; step < STEPS && window + step * SPANS_PER_STEP < spans; step++) {
+            const int span = window + step * SPANS_PER_STEP + half;
 
             // Decode. Then the registers of `next` are free for what the next step needs.
             auto old = [&](int which) { return field_of_step(old_field, step, which); };
-            const Expansion old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
+            const MomentRange old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
             elements.weights.values(next.w, w);
             a.gradients.values(next.g, g);
             const float factor_m = decode_moments<false>(a.m, old_m, next.m, table_m, m);
             const float factor_v = decode_moments<true>(a.v, old_v, next.v, table_v, v);
-            const bool more = step + 1 < STEPS && window + (step + 1) * GROUPS_PER_STEP < groups;
-            next = elements.load(more ? group + GROUPS_PER_STEP : next_window + half);
+            const bool more = step + 1 < STEPS && window + (step + 1) * SPANS_PER_STEP < spans;
+            next = elements.load(more ? span + SPANS_PER_STEP : next_window + half);
 
             // Update: AdamW.
             const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
-            // Encode, and store. The new fields are stored later, with those of the window's other groups.
-            const Expansion new_m = expansion_of_group(a.m, m), new_v = expansion_of_group(a.v, v);
+            // Encode, and store. The new fields are stored later, with those of the window's other spans.
+            const MomentRange new_m = range_of_new_moments(a.m, m), new_v = range_of_new_moments(a.v, v);
             if (step == mine.step) {
-                const Expansion new_of_lane = mine.is_of_v() ? new_v : new_m;
+                const MomentRange new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
-            elements.store(group, w, m, v, new_m, new_v, top);
+            elements.store(span, w, m, v, new_m, new_v, top);
         }
         mine.store(window, new_field);
     }
@@ -346,8 +362,8 @@ static __device__ int segment_with(const AdamArguments& a, int64_t element) {
     return low;
 }
 
-// A block has consecutive groups, [begin, end) in the rank's order. Within each segment among them its warps
-// take turns with the windows, where groups count from the segment's first. A window that lies in two blocks
+// A block has consecutive spans, [begin, end) in the rank's order. Within each segment among them its warps
+// take turns with the windows, where spans count from the segment's first. A window that lies in two blocks
 // belongs to the one in which it begins.
 template <class W>
 static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
@@ -357,20 +373,20 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     fill_table(a.v, table_v);
     __syncthreads();
     const int64_t origin = a.first_element / MOMENT_GROUP;
-    const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x;
-    const int64_t end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
+    const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
+    const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
     for (int s = segment_with(a, begin * MOMENT_GROUP); s < a.number_of_segments; s++) {
         const Segment segment = a.segments[s];
         const int64_t segment_begin = segment.offset / MOMENT_GROUP;
-        const int64_t segment_end = segment_begin + moment_groups(segment.size);
+        const int64_t segment_end = segment_begin + spans_of(segment.size);
         if (segment_begin >= end) return;
         if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, segment_begin) - segment_begin;
-        const int64_t last = min(end, segment_end) - segment_begin;
+        const int64_t stop = min(end, segment_end) - segment_begin;
         const int64_t first_window = (first + WINDOW - 1) / WINDOW + warp;
         const uint32_t top = update_windows<W>(a, segment, static_cast<int>(first_window) * WINDOW,
-                                               static_cast<int>(last), table_m, table_v);
+                                               static_cast<int>(stop), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
 }
@@ -378,13 +394,13 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
 // ===========================================================================================================
 // 5. The launch
 
-// As many blocks as the GPU runs at once; or several times as many, if each then has LEAST_GROUPS groups.
-// Groups that take the careful path are slow, and are neighbours (the rows of tokens that no longer occur).
+// As many blocks as the GPU runs at once; or several times as many, if each then has LEAST_SPANS spans.
+// Spans that take the careful path are slow, and are neighbours (the rows of tokens that no longer occur).
 // With more blocks they are shared out better.
-static unsigned blocks_of(int64_t groups) {
+static unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
-    const int64_t rounds = std::max<int64_t>(1, groups / (at_once * LEAST_GROUPS));
-    const int64_t useful = ceil_div(groups, WARPS * GROUPS_PER_STEP);
+    const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));
+    const int64_t useful = ceil_div(spans, WARPS * SPANS_PER_STEP);
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
@@ -425,7 +441,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                                   .segments = segments,
                                   .number_of_segments = number_of_segments,
                                   .first_element = range.first,
-                                  .groups = range.count / MOMENT_GROUP,
+                                  .spans = range.count / MOMENT_GROUP,
                                   .w = w,
                                   .rounding_key = rounding_key,
                                   .gradients = either_dense(gradients, format),
@@ -433,7 +449,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
     update_without_groups(arguments, fp8_groups, s);
     if (!fp8_groups || range.count == 0) return;
     with_weights(w, [&]<class W>() {
-        launch("adamw, FP8", adamw_fp8_kernel<W>, blocks_of(arguments.groups), 32 * WARPS, 0, s, arguments);
+        launch("adamw, FP8", adamw_fp8_kernel<W>, blocks_of(arguments.spans), 32 * WARPS, 0, s, arguments);
     });
 }
 

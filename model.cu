@@ -4,7 +4,7 @@
 // A step, in the order of this file:
 //
 //   step()
-//     begin_step()                   clears what the step will find out, and sends the scale of the loss
+//     begin_pass()                   clears what the step will find out, and sends 1 / the number of targets
 //     micro_batch()                  for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
@@ -17,8 +17,9 @@
 //       embedding_backward()         the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/run.cpp)
 //
-// Linear layers have their own file, gpu/linear.h. Behind the step come the other things that one asks of a
-// model, and at the end what all of these use: where tensors are, and the arguments of kernels.
+// Linear layers have their own file, gpu/linear.h. Before forward() stands where tensors are. Behind the step
+// come the other things that one asks of a model, and at the end what all of these use: how layers are made,
+// and the arguments of kernels.
 //
 // Two rules:
 //   - Memory is one allocation, the arena (gpu/run.h; run.cpp has the map). What lasts is taken at the
@@ -121,7 +122,8 @@ class Network final : public Model {
     // First dgate_up, the gradient of gate and up, as an operand. The kernel that writes it reads gate and up
     // at that moment: so an element of the operand must have as many bytes as a saved one, because a thread
     // writes only where it has read (gpu/operators.h, quantize()). And the operand must have no scales of
-    // blocks, which would lie on the scales of the saved groups. In recipes without FP8 both are true, too.
+    // blocks, which would lie on the scales of the saved groups: x, w and g are per tensor together, or none
+    // of them is. In recipes without FP8 both conditions are true, too.
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
@@ -140,7 +142,7 @@ class Network final : public Model {
     View residual_buffer_{};
 
     // send() copies from these, so they must stay until the host waits for the GPU again.
-    double loss_scale_ = 0;
+    double one_over_targets_ = 0;
     EmbeddingOrder embedding_order_;
 
     // forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones, which add to
@@ -177,7 +179,7 @@ public:
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;
-        begin_step(static_cast<double>(counted));
+        begin_pass(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.accumulate; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
@@ -200,13 +202,14 @@ public:
     }
 
 private:
-    // To be called before a step, or before a pass of its own. targets: how many of them count.
-    // quantization_errors: where what quantizing loses is added up, by ReportKind; null: it is not measured.
-    void begin_step(double targets, QuantStats* quantization_errors = nullptr) {
-        loss_scale_ = 1.0 / targets;
-        device_.send(&memory_.scalars->loss_scale, &loss_scale_, sizeof(double));
+    // To be called before a step, and before evaluate() and the like run a pass of their own. targets: how
+    // many targets count. quant_stats: where what quantizing loses is added up, by ReportKind; null: it is
+    // not measured.
+    void begin_pass(double targets, QuantStats* quant_stats = nullptr) {
+        one_over_targets_ = 1.0 / targets;
+        device_.send(&memory_.scalars->one_over_targets, &one_over_targets_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
-        device_.quantization_errors = quantization_errors;
+        device_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
         if (linear_.caches_weights) make_cached_weights();
     }
@@ -219,7 +222,7 @@ private:
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because that measures their errors.
     void make_cached_weights() {
-        if (cached_weights_are_valid_ && !device_.quantization_errors) return;
+        if (cached_weights_are_valid_ && !device_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear : {&layer.qkv, &layer.attention_out, &layer.gate_up, &layer.down})
                 linear->make_cached_weight();
@@ -234,7 +237,8 @@ private:
     // CUDA graph replays: its launch depends on the tokens.
     void micro_batch(int64_t number, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = number;
-        // With several ranks each micro-batch does: its gradients are sent, and their sums are elsewhere
+        // With several ranks each micro-batch overwrites gradients: they are sent, and their sums are
+        // elsewhere
         overwrites_gradients_ = number == 0 || exchange_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
         CudaGraph& graph = overwrites_gradients_ ? first_micro_batch_ : later_micro_batch_;
@@ -248,7 +252,7 @@ private:
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
         // Errors of quantizing are measured by other kernels
-        if (device_.quantization_errors) return false;
+        if (device_.quant_stats) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
         if (exchange_->sends_gradients() || !setup_.keep_gradients) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
@@ -274,6 +278,79 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
+    // Where tensors are: views, what layers save, the residual stream, and q, k, v
+
+    // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
+    View take_view(int64_t n, int64_t cols) {
+        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
+        return view_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
+    }
+    View view_at(void* data, int64_t n, int64_t cols) const {
+        return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .quant = {recipe_.compute}};
+    }
+
+    // What a layer has saved, or is to save: the rows of this pass.
+    View saved(const Layer& layer, Saved which) const {
+        View v = layer.saved[static_cast<size_t>(which)];
+        v.rows = N_;
+        return v;
+    }
+    float* saved_log_sum_exp(const Layer& layer) const {
+        return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
+    }
+
+    // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
+    // that is in groups, in the buffer.
+    View residual_at(const ResidualNorm& n) const {
+        return n.norm.in.quant.fp8() ? residual_buffer_ : n.norm.in;
+    }
+    // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
+    // which only backward is to read (coat-saved), from the residual stream.
+    Lazy norm_output_in_forward(const ResidualNorm& n) const {
+        Norm read = n.norm;
+        if (!forward_reads_saved(n)) read.in = residual_at(n);
+        return norm(read);
+    }
+    bool forward_reads_saved(const ResidualNorm& n) const {
+        return recipe_.forward_reads_groups || !n.norm.in.quant.fp8();
+    }
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins at the head,
+    // and takes the place of final_norm_input().
+    View dresidual() const { return view_at(memory_.dresidual, N_, config_.C); }
+    // The saved input of the final norm (N, C): the residual stream behind the last layer. norm_backward() of
+    // the final norm overwrites it.
+    View final_norm_input() const { return view_at(memory_.dresidual, N_, config_.C); }
+
+    // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
+    // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
+    // belongs to what backward reads.
+    View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
+    // Saves x, unless it is `saved` itself; then x holds what was saved.
+    void save_and_reload(const View& x, const View& saved) {
+        if (!saved.quant.fp8()) return;
+        quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
+                        stream_);
+    }
+    View load_attention(const View& saved) {
+        const View x = attention_buffer(saved);
+        if (saved.quant.fp8()) convert(saved, x, stream_);
+        return x;
+    }
+    // RoPE, in forward, comes right behind the q, k, v projection, and q and k are saved with it. But in
+    // Qwen3 norms of the heads come first, whose backward needs their inputs: there q, k, v are saved as the
+    // projection writes them, and attention_input() does norms and RoPE, in backward again.
+    bool rope_at_projection() const { return rotary_ && !head_norms_; }
+    // q, k, v as attention reads them, where qkv is what is saved.
+    View attention_input(const Layer& layer, const View& qkv) {
+        if (!head_norms_) return qkv;
+        const View x = take_view(N_, qkv.cols);
+        copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), stream_);
+        head_norm_forward(head_norm(layer), x, stream_);
+        rope(rope_args(), x, /*inverse=*/false, /*amax=*/nullptr, stream_);
+        return x;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
     // Forward
 
     // The embedding and all layers, up to the input of the final norm.
@@ -292,6 +369,8 @@ private:
         }
     }
 
+    // The first half of a layer. coat::attention_forward() (gpu/attention.h), which is called in the middle,
+    // is attention alone.
     void attention_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);
@@ -299,7 +378,7 @@ private:
         const View qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed while its codes
         // are made
-        layer.qkv.fprop(forward_output(norm1), qkv);
+        layer.qkv.fprop(norm_output_in_forward(norm1), qkv);
         // rotary positions. (In Qwen3 they come behind norms of the heads: attention_input())
         if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
@@ -315,12 +394,12 @@ private:
         add_to_residual(residual_at(norm1), branch, norm2_of(layer));
     }
 
-    // next: the norm that reads the residual stream after this layer.
+    // The second half of a layer. next: the norm that reads the residual stream after this layer.
     void mlp_forward(Layer& layer, const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2
-        const View gate_up = gate_up_forward(layer, forward_output(norm2));
+        const View gate_up = gate_up_forward(layer, norm_output_in_forward(norm2));
         // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
         const View branch = take_view(N_, config_.C);
         layer.down.fprop(activation(gated_, gate_up), branch);
@@ -344,7 +423,7 @@ private:
         const View values = take_view(N_, saved_gate_up.cols);
         layer.gate_up.fprop(x, values);
         quantize_activation_input(gated_, values, saved_gate_up, recipe_.forward_reads_groups,
-                                  layer.down.x_amax(), device_.statistics(ReportKind::ActivationInput),
+                                  layer.down.x_amax(), device_.quant_stats_of(ReportKind::ActivationInput),
                                   stream_);
         return recipe_.forward_reads_groups ? saved_gate_up : values;
     }
@@ -358,7 +437,7 @@ private:
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
         if (x_out.data)
-            measure(stored(x_out), {saved_in}, device_.statistics(ReportKind::NormInput), stream_);
+            measure(stored(x_out), {saved_in}, device_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -371,7 +450,7 @@ private:
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const Arena::Scope piece(arena_);
             const View y = take_view(piece_tokens(first), config_.C);
-            losses_of(first, y, /*gradient_scale=*/nullptr);
+            loss_and_dlogits(first, /*out*/ y, /*gradient_scale=*/nullptr);
         }
         add_up_losses();
     }
@@ -379,7 +458,7 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
-        const View dweight = exchange_->gradient(head_weight_);
+        const View dweight = exchange_->gradient_to_write(head_weight_);
         const View dy = take_view(N_, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the pieces add to an FP32 sum (gpu/plan.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
@@ -407,37 +486,38 @@ private:
     void head_piece_backward(int64_t first, const View& dy, const View& dweight) {
         const Arena::Scope scope(arena_);
         const View y = take_view(piece_tokens(first), config_.C);
-        const View dlogits = losses_of(first, y, &memory_.scalars->loss_scale);
+        const View dlogits = loss_and_dlogits(first, /*out*/ y, &memory_.scalars->one_over_targets);
         const bool overwrites = overwrites_gradients_ && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, rows(dy, first, y.rows),
                    stream_);
     }
 
-    // Computes the losses of n tokens, from number `first` on: y (n, C) becomes the final norm's output, and
-    // the logits (n, padded_V) are returned. With a gradient scale they have become their gradients.
-    View losses_of(int64_t first, const View& y, const double* gradient_scale) {
-        const View logits = logits_of(first, y);
+    // Computes the losses of n tokens, from number `first` on, and returns dlogits (n, padded_V), the
+    // gradients of the logits times gradient_scale. Without a gradient scale the logits themselves are
+    // returned. y (n, C) becomes the final norm's output.
+    View loss_and_dlogits(int64_t first, const View& y, const double* gradient_scale) {
+        const View logits = logits_of(first, /*out*/ y);
         cross_entropy(logits, config_.V, memory_.targets + first, gradient_scale, memory_.losses + first,
                       stream_);
         return logits;
     }
-    // Likewise the logits alone.
+    // Computes and returns the logits (n, padded_V) alone. y (n, C) becomes the final norm's output.
     View logits_of(int64_t first, const View& y) {
         const View logits = take_view(y.rows, config_.padded_V());
         Norm piece = final_norm().norm;
         piece.in = rows(piece.in, first, y.rows);
         piece.row_statistics += first;
-        // y = the norm. It is not quantized: the head is in the compute dtype in all recipes
-        quantize(norm(piece), {y}, /*stats=*/nullptr, stream_);
+        // y = the norm in the compute dtype, in which the head is in all recipes
+        quantize(norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
         gemms_.run(Gemm::Fprop, {y}, {exchange_->weight(head_weight_)}, logits, stream_);
         return logits;
     }
     int64_t piece_tokens(int64_t first) const { return std::min(HEAD_TOKENS, N_ - first); }
 
-    // outcome()->loss += the sum of the losses * Scalars::loss_scale.
+    // outcome()->loss += the sum of the losses * Scalars::one_over_targets.
     void add_up_losses() {
-        loss_sum(memory_.losses, N_, &memory_.scalars->loss_scale, &outcome()->loss, stream_);
+        loss_sum(memory_.losses, N_, &memory_.scalars->one_over_targets, &outcome()->loss, stream_);
     }
     // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
     void check_loss(double* checked) {
@@ -526,7 +606,8 @@ private:
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        head_norm_backward(norms, qkv, dqkv, exchange_->gradient(*layer.head_norm_weight), partials, stream_);
+        head_norm_backward(norms, qkv, dqkv, exchange_->gradient_to_write(*layer.head_norm_weight), partials,
+                           stream_);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dx, the gradient of the norm's
@@ -547,8 +628,9 @@ private:
                        AmaxAndScale* dresidual_amax) {
         const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
         gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
-                           exchange_->gradient(n.weight_number), bias ? exchange_->gradient(*bias) : View{},
-                           memory_.norm_partials, stream_);
+                           exchange_->gradient_to_write(n.weight_number),
+                           bias ? exchange_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
+                           stream_);
     }
 
     // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
@@ -561,10 +643,10 @@ private:
                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
         complete_bucket(parameters_.params[embedding_].bucket, [&] {
             gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                    exchange_->gradient(embedding_), stream_);
+                                    exchange_->gradient_to_write(embedding_), stream_);
             if (rotary_) return;
             gpu::embedding_backward(dresidual(), /*order=*/nullptr, /*tokens=*/nullptr, T_,
-                                    exchange_->gradient(parameters_.index("positions")), stream_);
+                                    exchange_->gradient_to_write(parameters_.index("positions")), stream_);
         });
     }
 
@@ -576,7 +658,7 @@ private:
         exchange_->wait_for_gradient_buffer(bucket);
         if (overwrites_gradients_) clear_added_gradients(bucket);
         compute();
-        if (device_.quantization_errors) {
+        if (device_.quant_stats) {
             parameters_.measure_moments_of(bucket, *exchange_, report_);
             return;
         }
@@ -593,7 +675,8 @@ private:
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.linear && i != head_weight_)
-                clear(exchange_->gradient(i).data, p.padded_size() * parameters_.gradient_bytes, stream_);
+                clear(exchange_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
+                      stream_);
         }
     }
 
@@ -602,7 +685,7 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        begin_step(divisor_of_mean(targets, batch_tokens()));
+        begin_pass(divisor_of_mean(targets, batch_tokens()));
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
@@ -611,7 +694,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin_step(1);
+        begin_pass(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
         exchange_->gather_weights(exchange_->head_stage(), Pass::Forward);
@@ -623,18 +706,18 @@ public:
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantStats* const found = memory_.scalars->quantization;
+        QuantStats* const quant_stats = memory_.scalars->quant_stats;
         report_ = {};
-        clear(found, sizeof(Scalars::quantization), stream_);
-        begin_step(divisor_of_mean(targets, batch_tokens()), found);
+        clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
+        begin_pass(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
         exchange_->wait_for_transfers();
-        device_.fetch(report_.kinds, found, sizeof(Scalars::quantization));
+        device_.fetch(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
         report_.k_m = parameters_.expansion_factors(/*second=*/false);
         report_.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report_.kinds[static_cast<int>(ReportKind::Weight)];
-        weights = exchange_->weight_statistics(weights);
+        weights = exchange_->weight_quant_stats(weights);
         return report_;
     }
 
@@ -661,60 +744,7 @@ public:
 
 private:
     // -------------------------------------------------------------------------------------------------------
-    // Where the residual stream is, and q, k, v
-
-    // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
-    // that is in groups, in the buffer.
-    View residual_at(const ResidualNorm& n) const {
-        return n.norm.in.quant.fp8() ? residual_buffer_ : n.norm.in;
-    }
-    // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
-    // which only backward is to read (coat-saved), from the residual stream.
-    Lazy forward_output(const ResidualNorm& n) const {
-        Norm read = n.norm;
-        if (!forward_reads_saved(n)) read.in = residual_at(n);
-        return norm(read);
-    }
-    bool forward_reads_saved(const ResidualNorm& n) const {
-        return recipe_.forward_reads_groups || !n.norm.in.quant.fp8();
-    }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins at the head,
-    // and takes the place of final_norm_input().
-    View dresidual() const { return view_at(memory_.dresidual, N_, config_.C); }
-    // The saved input of the final norm (N, C): the residual stream behind the last layer. norm_backward() of
-    // the final norm overwrites it.
-    View final_norm_input() const { return view_at(memory_.dresidual, N_, config_.C); }
-
-    // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
-    // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
-    // belongs to what backward reads.
-    View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
-    // Saves x, unless it is `saved` itself; then x holds what was saved.
-    void save_and_reload(const View& x, const View& saved) {
-        if (!saved.quant.fp8()) return;
-        quantize_groups(x, saved, /*write_back=*/true, device_.statistics(ReportKind::Attention), stream_);
-    }
-    View load_attention(const View& saved) {
-        const View x = attention_buffer(saved);
-        if (saved.quant.fp8()) convert(saved, x, stream_);
-        return x;
-    }
-    // RoPE, in forward, comes right behind the q, k, v projection, and q and k are saved with it. But in
-    // Qwen3 norms of the heads come first, whose backward needs their inputs: there q, k, v are saved as the
-    // projection writes them, and attention_input() does norms and RoPE, in backward again.
-    bool rope_at_projection() const { return rotary_ && !head_norms_; }
-    // q, k, v as attention reads them, where qkv is what is saved.
-    View attention_input(const Layer& layer, const View& qkv) {
-        if (!head_norms_) return qkv;
-        const View x = take_view(N_, qkv.cols);
-        copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), stream_);
-        head_norm_forward(head_norm(layer), x, stream_);
-        rope(rope_args(), x, /*inverse=*/false, /*amax=*/nullptr, stream_);
-        return x;
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Layers, and what they save
+    // Layers
 
     // Layer number l: its parameters, its linear layers, and where what it saves has its place.
     Layer make_layer(int64_t l) {
@@ -738,27 +768,8 @@ private:
         }
         return layer;
     }
-    // What a layer has saved, or is to save: the rows of this pass.
-    View saved(const Layer& layer, Saved which) const {
-        View v = layer.saved[static_cast<size_t>(which)];
-        v.rows = N_;
-        return v;
-    }
-    float* saved_log_sum_exp(const Layer& layer) const {
-        return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
-    }
-
     // -------------------------------------------------------------------------------------------------------
     // Arguments of kernels
-
-    // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
-    View take_view(int64_t n, int64_t cols) {
-        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return view_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
-    }
-    View view_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .quant = {recipe_.compute}};
-    }
 
     ResidualNorm norm1_of(Layer& l) const {
         return {.norm = norm_of(l.norm1_weight, saved(l, Saved::Norm1Input)),

@@ -27,8 +27,8 @@ struct Factors {
 };
 
 // Decoding leaves a product to this function: the old first moment is m times a factor, which is a scale or
-// the max of a group. The caller gives keep_m = b1 * factor, so that one operation multiplies by both. On
-// return m is the new moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
+// the max of a moment group. The caller gives keep_m = b1 * factor, so that one operation multiplies by both.
+// On return m is the new moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
 // does not decay.
 inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
                                      float& m, float& v, float& w) {
@@ -138,23 +138,22 @@ struct MomentFormat {
     float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
 };
 
-// Whether a moment has scales, or max and k: is_scaled() of coat.h, for kernels. FP32 moments have none:
-// those of norm weights and biases, in every optimizer.
+// Whether a moment has moment ranges: is_scaled() of coat.h, for kernels. The FP32 moments of norm weights
+// and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
 }
 
-// How many groups so many moments form.
-inline __device__ int64_t moment_groups(int64_t moments) {
-    return (moments + MOMENT_GROUP - 1) / MOMENT_GROUP;
-}
+// How many spans so many elements of a parameter form. A span is 128 consecutive elements: where moments are
+// in FP8 groups, one moment group of m and one of v.
+inline __device__ int64_t spans_of(int64_t elements) { return (elements + MOMENT_GROUP - 1) / MOMENT_GROUP; }
 
 struct AdamArguments {
     Factors f;
     MomentFormat m, v;  // of segments whose moments have scales
     const Segment* segments;
     int number_of_segments;
-    int64_t first_element, groups;  // of the range: its first element, and how many groups it has
+    int64_t first_element, spans;  // of the range: its first element, and how many spans it has
     Weights w;
     uint64_t rounding_key;
     EitherDense gradients;  // of the range
@@ -165,7 +164,8 @@ struct AdamArguments {
 };
 
 // First clears the amaxes of all segments' weights, also for adamw_fp8_kernel. Then updates the segments
-// whose moments are not in FP8 groups (other_optimizers.cu). fp8_groups: other segments are.
+// whose moments are not in FP8 groups (other_optimizers.cu). fp8_groups: whether the moments of the other
+// segments are in FP8 groups. Then only the small segments, norm weights and biases, are updated here.
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -41,7 +41,7 @@ void LinearLayer::dgrad(const Operand& g8, const View& dx) {
 void LinearLayer::wgrad(const Operand& g8, const Lazy& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
-    const View dw = context_.exchange.gradient(weight_);
+    const View dw = context_.exchange.gradient_to_write(weight_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
 }
 
@@ -77,7 +77,7 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
 }
 
 void LinearLayer::quantize_operand(LinearOperand which, const Lazy& x, const Operand& x8) const {
-    quantize(x, x8, context_.device.statistics(report_kind(which)), stream());
+    quantize(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
@@ -147,7 +147,7 @@ void LinearLayer::write_g8(const Lazy& g, AmaxIs amax, const Operand& g8) {
 void LinearLayer::add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    column_sums(g, context_.exchange.gradient(*bias_), workspace, amax, stream());
+    column_sums(g, context_.exchange.gradient_to_write(*bias_), workspace, amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ void LinearLayer::compute_amax(const Lazy& x, AmaxAndScale* amax) const {
 // The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
-    if (context_.scales.delayed() && context_.needs_amaxes())
+    if (context_.scales.delayed() && context_.amax_before_codes())
         compute_amax(stored(context_.exchange.weight(weight_)), w_scaling_);
 }
 

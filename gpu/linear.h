@@ -1,9 +1,9 @@
 // gpu/linear.h - a linear layer of the model, y = x w^T + bias, with x (N, in), w (out, in) and y (N, out):
 // its three GEMMs (gpu/gemm.h), and how their operands are made.
 //
-// x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them: FP8 codes, or
-// BF16 and FP32 values in recipes without FP8. An FP8 GEMM reads codes along the dimension that it reduces
-// over, so each operand has two forms:
+// x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them. The 8 is that
+// of FP8, which is the case that this file is about: in recipes without FP8 they are BF16 or FP32 values. An
+// FP8 GEMM reads codes along the dimension that it reduces over, so each operand has two forms:
 //
 //   GEMM    computes       reads row-major    reads transposed
 //   fprop   y = x w^T      x8, w8
@@ -37,9 +37,9 @@ struct LinearContext {
     const bool& overwrites_gradients;
     const LinearFormats formats = linear_formats(device.setup);
 
-    // Whether the scales of operands come from their amaxes in this step: if there is one scale per tensor
+    // Whether codes cannot be made in this step before the amax is known: if there is one scale per tensor
     // (in x, w and g, or in none of them), and scaling is just in time or a history of amaxes is still empty.
-    bool needs_amaxes() const {
+    bool amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scales.delayed() || scales.any_empty_history);
     }
@@ -72,8 +72,8 @@ public:
     void make_cached_weight();
 
     // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
-    AmaxAndScale* x_amax() const { return context_.needs_amaxes() ? x_scaling_ : nullptr; }
-    AmaxAndScale* g_amax() const { return context_.needs_amaxes() ? g_scaling_ : nullptr; }
+    AmaxAndScale* x_amax() const { return context_.amax_before_codes() ? x_scaling_ : nullptr; }
+    AmaxAndScale* g_amax() const { return context_.amax_before_codes() ? g_scaling_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
     void compute_x_amax(const Lazy& x) const { compute_amax(x, x_amax()); }
 

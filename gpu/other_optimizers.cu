@@ -92,8 +92,8 @@ void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t
     const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
     const unsigned segments = static_cast<unsigned>(a.number_of_segments);
     launch("clear_maxima", clear_maxima_kernel, blocks(segments, 128), 128, 0, s, a, per_tensor);
-    if (a.groups == 0) return;
-    const int64_t useful = ceil_div(a.groups * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
+    if (a.spans == 0) return;
+    const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
     const int64_t each = std::min<int64_t>(useful, fp8_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), segments);
     with_weights(a.w, [&]<class W>() {

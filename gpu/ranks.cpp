@@ -253,7 +253,7 @@ public:
     void scales_changed() override {
         for (int64_t& stage : in_buffer_) stage = NONE;
     }
-    QuantStats weight_statistics(const QuantStats& mine) const override {
+    QuantStats weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
         QuantStats sum;
         for (const QuantStats& theirs : setup_.all_ranks->all_gather(mine)) sum += theirs;
@@ -261,7 +261,7 @@ public:
     }
 
     // --- Gradients
-    View gradient(size_t i) const override {
+    View gradient_to_write(size_t i) const override {
         const Param& p = parameters_.params[i];
         return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_quant};
     }
@@ -286,9 +286,9 @@ public:
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first; i < b.last; i++)
-            add_gradients(parameters_.gradient_sums(i), first_micro_batch, gradient_from(i, own(i, me).first),
-                          received(i, me == 0 ? 1 : 0, me), parameters_.gradient_quant.format,
-                          padded(own(i, me)), me, setup_.ranks, stream_);
+            add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
+                          gradient_from(i, own(i, me).first), received(i, me == 0 ? 1 : 0, me),
+                          parameters_.gradient_quant.format, padded(own(i, me)), me, setup_.ranks, stream_);
         is_sent_[buffer_of(bucket)].record(stream_);
     }
     void wait_for_transfers() override {
@@ -357,7 +357,7 @@ private:
     uint8_t* gradient_from(size_t i, int64_t element) const {
         const Param& p = parameters_.params[i];
         const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].flat_offset;
-        return memory_.gradients[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
+        return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
     }
     // Where rank `to` gets its part of them from another: by parameter of the bucket, then by sender.
     uint8_t* received(size_t i, int64_t from, int64_t to) const {
@@ -377,7 +377,7 @@ private:
     // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
     // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.param_tensors;
         const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
         AmaxAndScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_);
@@ -400,7 +400,7 @@ private:
         const std::vector<View> values = pieces_for_grids(from), codes = pieces_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
             quantize(stored(values[i]), {.view = codes[i], .delayed = scales_.delayed()},
-                     device_.statistics(ReportKind::Weight), stream_);
+                     device_.quant_stats_of(ReportKind::Weight), stream_);
     }
     // Gathers a stage, unless it is there. FP8 codes travel, which each rank makes of its part with the scale
     // of the whole; or the weights as they are.

@@ -85,17 +85,17 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
         const int64_t offset = gradients_offset(s);
         m.saved = arena.take(std::max(activations, offset + shards.back().rank_offset * each));
         for (const BucketRange& b : buckets)
-            m.gradient_sums.push_back(m.saved + offset + shards[b.first].rank_offset * each);
+            m.owned_gradient_sums.push_back(m.saved + offset + shards[b.first].rank_offset * each);
     }
-    m.gradients = m.gradient_sums;
+    m.gradients_to_write = m.owned_gradient_sums;
     if (s.keep_gradients && s.ranks == 1) return;
     const BucketElements elements = bucket_elements(s);
     uint8_t* const even = arena.take(elements.largest * each);
     uint8_t* const odd = s.ranks > 1 ? arena.take(elements.largest * each) : even;
-    m.gradients.clear();
-    for (size_t b = 0; b < buckets.size(); b++) m.gradients.push_back(b % 2 ? odd : even);
-    if (s.config.tied) m.gradients[0] = arena.take(elements.embedding * each);
-    if (!s.keep_gradients) m.gradient_sums = m.gradients;
+    m.gradients_to_write.clear();
+    for (size_t b = 0; b < buckets.size(); b++) m.gradients_to_write.push_back(b % 2 ? odd : even);
+    if (s.config.tied) m.gradients_to_write[0] = arena.take(elements.embedding * each);
+    if (!s.keep_gradients) m.owned_gradient_sums = m.gradients_to_write;
 }
 
 // The allocation, from its beginning. What lasts for the run, in the order of Memory:
@@ -189,13 +189,13 @@ std::vector<View> pieces_for_grids(const View& v) {
 // Scales
 
 Scales::Scales(const Device& device, const Memory& memory)
-    : parameter_count(static_cast<int64_t>(parameters(device.setup.config).size())),
+    : param_tensors(static_cast<int64_t>(parameters(device.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
       stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operands() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scales_[param_tensors].amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
@@ -294,10 +294,10 @@ void Parameters::initialize() {
     device_.wait("Initializing the weights failed");
 }
 
-uint8_t* Parameters::gradient_sums(size_t i) const {
+uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
     const int64_t in_bucket = shards[i].rank_offset - shards[buckets[bucket].first].rank_offset;
-    return memory_.gradient_sums[bucket] + in_bucket * gradient_bytes;
+    return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
 // The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
@@ -310,7 +310,7 @@ void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& e
     const int64_t first_unit = shards[begin].first_shard_unit;
     const int64_t units = shards[end].first_shard_unit - first_unit;
     const Segment* const segments = memory_.segments + begin;
-    const void* const gradients = gradient_sums(begin);
+    const void* const gradients = owned_gradient_sum(begin);
     StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
     GradientState* const state = &outcome->gradients;
 
@@ -328,7 +328,7 @@ void Parameters::measure_moments_of(int64_t bucket, const Exchange& exchange, Qu
     device_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
         const Range& own = shards[i].own;
-        const uint8_t* const gradient = static_cast<const uint8_t*>(exchange.gradient(i).data);
+        const uint8_t* const gradient = static_cast<const uint8_t*>(exchange.gradient_to_write(i).data);
         measure_moments(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
                         gradient + own.first * gradient_bytes, gradient_quant.format, own.count, report,
                         stream_);
@@ -407,7 +407,7 @@ void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const ui
 void Parameters::read_gradient(size_t i, float* out) const {
     const int64_t count = shards[i].own.count, bytes = gradient_bytes;
     std::vector<uint8_t> raw(static_cast<size_t>(count * bytes));
-    device_.fetch(raw.data(), gradient_sums(i), count * bytes);
+    device_.fetch(raw.data(), owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
         std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[static_cast<size_t>(e * bytes)],

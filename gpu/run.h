@@ -69,7 +69,7 @@ private:
 
 // What a step finds out. It is on the device, cleared before the step, and fetched at its end.
 struct StepOutcome {
-    double loss;          // the sum of the losses so far * Scalars::loss_scale
+    double loss;          // the sum of the losses so far * Scalars::one_over_targets
     double checked_loss;  // the same, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
     uint32_t empty_histories;  // delayed scaling: operands that have had no amax yet
@@ -77,9 +77,9 @@ struct StepOutcome {
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct Scalars {
     StepOutcome outcome;
-    double loss_scale;  // from the host: one over the number of targets that count
+    double one_over_targets;  // from the host: 1 / the number of targets that count
     // Where quantization is measured: its errors, by ReportKind, of all kinds before the moments.
-    QuantStats quantization[static_cast<int>(ReportKind::Moment1)];
+    QuantStats quant_stats[static_cast<int>(ReportKind::Moment1)];
 };
 
 // Where everything is that lasts for the run. take_memory() in run.cpp draws it.
@@ -104,9 +104,9 @@ struct Memory {
     void* moments_begin;
     int64_t moments_bytes;  // of all moments and their scales
 
-    uint8_t* saved;                       // activations: layers of saved_layer_bytes() each
-    std::vector<uint8_t*> gradient_sums;  // by bucket: what the update reads
-    std::vector<uint8_t*> gradients;      // by bucket: what backward writes; with one rank the same
+    uint8_t* saved;                             // activations: layers of saved_layer_bytes() each
+    std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
+    std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
     // Of the pass that runs, with room for a whole micro-batch of N tokens
     int32_t *tokens, *targets;  // (N)
@@ -126,7 +126,7 @@ struct Device {
     const Stream stream;
     Arena arena;
     // While quantization is measured: what has been found out, by ReportKind, on the device; else null.
-    QuantStats* quantization_errors = nullptr;
+    QuantStats* quant_stats = nullptr;
 
     // bytes: as for the Arena.
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
@@ -140,8 +140,8 @@ struct Device {
     void send(void* to_gpu, const void* from_host, int64_t bytes) const;
     void fetch(void* to_host, const void* from_gpu, int64_t bytes) const;
 
-    QuantStats* statistics(ReportKind kind) const {
-        return quantization_errors ? quantization_errors + static_cast<int>(kind) : nullptr;
+    QuantStats* quant_stats_of(ReportKind kind) const {
+        return quant_stats ? quant_stats + static_cast<int>(kind) : nullptr;
     }
 };
 
@@ -164,15 +164,16 @@ class Scales {
 public:
     Scales(const Device& device, const Memory& memory);
 
-    const int64_t parameter_count, linear_layer_count;
+    const int64_t param_tensors;  // how many parameters there are: tensors, not elements
+    const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return parameter_count + OPERAND_COUNT * linear_layer_count; }
+    int64_t count() const { return param_tensors + OPERAND_COUNT * linear_layer_count; }
     AmaxAndScale* all() const { return scales_; }
     AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
     AmaxAndScale* of_operand(LinearOperand o, int64_t linear_layer) const {
-        return scales_ + parameter_count + number_of(o, linear_layer);
+        return scales_ + param_tensors + number_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
@@ -242,10 +243,10 @@ public:
                 weight_quant};
     }
     // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
-    uint8_t* gradient_sums(size_t i) const;
-    // The whole gradient, (rows, cols). Likewise only with one rank, or of a vector.
+    uint8_t* owned_gradient_sum(size_t i) const;
+    // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
     View whole_gradient(size_t i) const {
-        return {gradient_sums(i), nullptr, params[i].rows, params[i].cols, gradient_quant};
+        return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_quant};
     }
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
@@ -315,7 +316,7 @@ public:
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual View gradient(size_t i) const { return parameters_.whole_gradient(i); }
+    virtual View gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
     // Makes the computation's stream wait until the gradients of a bucket may be written there.
     virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
@@ -323,7 +324,7 @@ public:
     // begins the sums.
     virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
     // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
-    // and add. With one rank they do not: gradient() is the sum, to which the next micro-batch adds.
+    // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.
     virtual bool sends_gradients() const { return false; }
     // Makes the computation's stream wait for all transfers that were launched so far.
     virtual void wait_for_transfers() {}
@@ -332,7 +333,7 @@ public:
     // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
     virtual void all_gather(void* /*blocks*/, int64_t /*bytes*/) {}
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
-    virtual QuantStats weight_statistics(const QuantStats& mine) const { return mine; }
+    virtual QuantStats weight_quant_stats(const QuantStats& mine) const { return mine; }
 
 protected:
     Parameters& parameters_;
