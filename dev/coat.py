@@ -26,7 +26,7 @@ def decode(f, code):
     if not FP8:
         return code
     code = np.asarray(code, np.uint8)
-    exponent, mantissa = (code & 0x7F) >> f.M, code & (1 << f.M) - 1
+    exponent, mantissa = (code & 0x7F) >> f.M, code & ((1 << f.M) - 1)
     significand = np.where(exponent > 0, 2**f.M + mantissa, mantissa)
     value = np.ldexp(significand.astype(F32), np.maximum(exponent, 1).astype(int) - f.bias - f.M)
     value = np.where(value > f.max, np.nan if f is E4M3 else np.where(mantissa, np.nan, np.inf), value)
@@ -41,7 +41,7 @@ def encode(f, x):
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1  # in [2^e, 2^(e+1)), or subnormal
     steps = np.rint(np.ldexp(magnitude, f.M - e))                   # codes there are 2^(e - M) apart
     # The steps of a normal value begin with a binary 1, which adds one to the exponent, e + bias - 1.
-    code = np.nan_to_num(steps).astype(int) + (e + f.bias - 1 << f.M)
+    code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)
     return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
 
 def bf16(x):
@@ -49,7 +49,7 @@ def bf16(x):
     if not FP8:
         return x
     bits = np.asarray(x, F32).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(F32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
 # --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
@@ -155,6 +155,8 @@ def attention(qkv, T, HS, out=None, dout=None):
     p = softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
     if dout is None:
         return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+    # dp = dout v^T. A score changes its own p and, through the sum of softmax, all others of its row, so
+    # ds = p (dp - sum(p dp)). And sum(p dp) = sum over the keys of p (dout v) = dout out.
     out, dout = (y.reshape(-1, T, y.shape[1] // HS, HS).swapaxes(1, 2) for y in (out, dout))
     ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
@@ -163,10 +165,8 @@ def attention(qkv, T, HS, out=None, dout=None):
 # --- 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms
 # and the activation function read what was saved in groups, in both passes. Everything else is BF16. Outputs
 # of norms and of the activation function are not saved: backward computes them again.
-#
-# Rounding is a staircase: its derivative is zero almost everywhere. Backward treats it as the identity, of
-# derivative one (a straight-through estimate), and takes all other derivatives at the rounded values that
-# forward used. So the gradient is close to that of the loss, but not equal to it.
+# Rounding is a staircase: its derivative is zero almost everywhere. Backward takes it to be 1 (straight-
+# through estimation), and all others at the values that forward used. That is nearly the loss's gradient.
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
 

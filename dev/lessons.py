@@ -107,6 +107,18 @@ def granularity():
         rows.append((f"{times:,}", *(f"{relative_error(a, outlier @ w.T):.1%}" for a in y),
                      *(f"{a:.1%}" for a in alone)))
     table(("one feature times", "error of y: one scale", "1x16", "error of each other value: one scale", "1x16"), rows)
+    dy, rows = random.standard_normal((64, 256)).astype(F32), []  # the same x through a norm, and a GEMM behind it
+    for times in (1, 100, 10000, 100000):
+        outlier, ones = np.where(other, x, x * F32(times)), np.ones(256, F32)
+        reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
+        exact = coat.rms_norm_backward(outlier, ones, dy)[1][other]
+        row = [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads]
+        for weight in (ones, np.where(other, ones, ones / F32(times))):
+            y = [coat.gemm_operand(E4M3, coat.rms_norm(a, weight)) @ coat.gemm_operand(E4M3, w).T for a in reads]
+            row += [relative_error(a, coat.rms_norm(outlier, weight) @ w.T) for a in y]
+        rows.append((f"{times:,}", *(f"{error:.1%}" for error in row)))
+    table(("one feature times", "gradients of the other weights: one scale", "1x16", "GEMM, weight 1: one scale", "1x16",
+           "GEMM, weight 1 / times: one scale", "1x16"), rows)
 
 
 def delayed():
