@@ -25,8 +25,8 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Mixed granularity: groups of 1 x 16, for what non-linear layers save
 //
-// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_and_store (gpu/device.cuh). A group
-// never crosses a token, so that an outlier costs precision only in its own 16 elements.
+// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_in_place_and_store (gpu/device.cuh).
+// A group never crosses a token, so that an outlier costs precision only in its own 16 elements.
 //
 // The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
 // has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
@@ -54,6 +54,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const TilePlace at;
     // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
     // Both owners of a group end, or neither. What lanes exchange later leaves out those that have ended.
+    // Lane 0, which updates the amax for its warp, has the warp's lowest row and column: if any lane is
+    // inside the tensor, lane 0 is.
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
@@ -62,8 +64,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
             // This rounds v to what the group holds, scale * code.
-            groups.from(first).round_and_store(offset, v[p], live);
-            if (!TAKES_AMAX && write_back) x.in.from(first).round_and_store(offset, v[p], live);
+            groups.from(first).round_in_place_and_store(offset, v[p], live);
+            if (!TAKES_AMAX && write_back) x.in.from(first).round_in_place_and_store(offset, v[p], live);
         }
         if (TAKES_AMAX && forward_reads_groups) top = amax_of_activation(top, v);
     });
@@ -81,17 +83,18 @@ static void launch_quantize_groups(const View& x, const View& groups, bool write
            of_activation);
 }
 
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
+                     cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
-    measure(stored(x), {groups}, stats, s);  // for the report, gpu/report.cu; nothing where stats is null
+    measure(stored(x), {groups}, quant_stats, s);  // for the report; nothing where quant_stats is null
     launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
 }
 
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               AmaxAndScale* amax, QuantStats* stats, cudaStream_t s) {
-    if (!amax) return quantize_groups(x, groups, false, stats, s);
+                               AmaxAndScale* amax, QuantStats* quant_stats, cudaStream_t s) {
+    if (!amax) return quantize_groups(x, groups, false, quant_stats, s);
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
-    measure(stored(x), {groups}, stats, s);
+    measure(stored(x), {groups}, quant_stats, s);
     if (gated) launch_quantize_groups<true, true>(x, groups, false, forward_reads_groups, amax, s);
     else launch_quantize_groups<false, true>(x, groups, false, forward_reads_groups, amax, s);
 }
@@ -185,7 +188,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (!at.inside(rows, x.width)) return;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
-            out.round_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
+            out.round_in_place_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p],
+                                         live);
     });
 }
 
@@ -196,16 +200,17 @@ static void round_values(const Lazy& x, const View& out, cudaStream_t s) {
     });
 }
 
-void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
     if (!q.fp8()) return round_values(x, out.view, s);
     if (q == E4M3_GROUP) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.view, false, stats, s);
+        return quantize_groups(x.input, out.view, false, quant_stats, s);
     }
-    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, stats, s);  // gpu/other_scaling.cu
-    if (out.delayed) return quantize_delayed(x, out, stats, s);                    // there, too
-    measure(x, out, stats, s);  // first, because the codes may overwrite x
+    // Both of these are in gpu/other_scaling.cu.
+    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, s);
+    if (out.delayed) return quantize_delayed(x, out, quant_stats, s);
+    measure(x, out, quant_stats, s);  // first, because the codes may overwrite x
     if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);
     else quantize_per_tensor<Format::E4M3>(x, out, s);
 }

@@ -116,7 +116,7 @@ struct FloatWeights {
     __device__ Raw load(int64_t i) const { return weights.load(i); }
     __device__ void values(const Raw& raw, Values& v) const { weights.values(raw, v); }
     __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top) const {
-        weights.round_and_store(i, v, live);
+        weights.round_in_place_and_store(i, v, live);
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude_bits(v[j]));
     }
 };

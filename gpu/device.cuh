@@ -167,12 +167,12 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //
 // How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
 // scale for 16 elements). Each has two types and four functions:
-//   Compute            the compute dtype that goes with it;
-//   Raw                a chunk as it is stored;
-//   from()             the same tensor, counted from element i on;
-//   load()             fetches a chunk, so that several are in flight before the first is used;
-//   values()           converts a fetched chunk to FP32;
-//   round_and_store()  rounds the values in the caller's registers and, if `live`, writes these.
+//   Compute                     the compute dtype that goes with it;
+//   Raw                         a chunk as it is stored;
+//   from()                      the same tensor, counted from element i on;
+//   load()                      fetches a chunk, so that several are in flight before the first is used;
+//   values()                    converts a fetched chunk to FP32;
+//   round_in_place_and_store()  rounds the values in the caller's registers and, if `live`, writes them.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
@@ -209,7 +209,7 @@ template <class Element, int N = CHUNK> struct Dense {
         }
     }
     __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
-    __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
+    __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
         Raw raw;
         for (int j = 0; j < WORDS; j++)
             if constexpr (IS_F32) raw.words[j] = __float_as_uint(v[j]);
@@ -223,7 +223,7 @@ template <class Element, int N = CHUNK> struct Dense {
 
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one group: both
-// must call round_and_store(), the first writes the scale.
+// must call round_in_place_and_store(), the first writes the scale.
 constexpr int GROUP_SIZE = PER_GROUP.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
@@ -258,7 +258,7 @@ struct Groups {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
-    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
+    __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
         const float scale = group_scale(v);
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
@@ -309,8 +309,8 @@ struct EitherDense {
         else Dense<bf16>::values(raw.words, v);
     }
     __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
-    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
-        with([&](auto x) { x.round_and_store(i, v, live); });
+    __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
+        with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
 };
 inline EitherDense either_dense(const void* data, Format f) {
@@ -557,7 +557,7 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // 2 * down, which has its first 4 rows and is called down.0 here, and word 2 * down + 1, called down.1. It
 // writes word w to place w ^ (2 * across) ^ (down & 1), so that they lie so:
 //
-//                      piece 0: rows 0 ... 15    piece 1: rows 16 ... 31
+//                      banks 0 ... 3             banks 4 ... 7
 //   bank                0     1     2     3       4     5     6     7      ...    31
 //   columns  0 ... 7   0.0   0.1   1.1   1.0     2.0   2.1   3.1   3.0     ...   15.0    across = 0 writes it
 //   columns  8 ... 15  1.1   1.0   0.0   0.1     3.1   3.0   2.0   2.1     ...   14.1    across = 1
@@ -566,9 +566,10 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 //
 // Writing: a warp is 16 threads across and two down, say 0 and 1. At a time it writes all its 0.0 and 1.0,
 // one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
-// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece, 4
-// words or 16 rows of a column, and stores it with one instruction. 8 lanes read the 8 pieces of a column:
-// every bank once.
+// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece of
+// a column, 4 words or 16 rows, and stores it with one instruction. Piece p, rows 16 p ... + 15, has the
+// words down.0 and down.1 of down = 2 p and 2 p + 1. In the columns of chunk c, across = c, piece p lies in
+// banks 4 (p ^ c / 2) ... + 3. 8 lanes read the 8 pieces of a column: every bank once.
 struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // of a column
     uint32_t words[TILE][WORDS];

@@ -29,8 +29,8 @@ static int32_t scale_mode(const Granularity& g) {
     if (g == PER_TENSOR) return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
     if (g == PER_ROW) return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     if (g == PER_1x128) return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
-    if (g == PER_128x128) return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
-    throw Error("A GEMM was called wrongly: cuBLASLt has no scales for such blocks.");
+    require(g == PER_128x128, "cuBLASLt has no scales for such blocks");
+    return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
 }
 
 namespace {
@@ -64,7 +64,7 @@ static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
                 .cols = v.rows,
                 .transpose = over_rows != contiguous,
                 .format = v.quant.format};
-    const bool own_scales = over_rows && !(v.quant.granularity == PER_TENSOR);
+    const bool own_scales = over_rows && v.quant.granularity != PER_TENSOR;
     const Matrix m{.data = over_rows ? operand.transposed : v.data,
                    .scales = own_scales ? operand.transposed_scales : v.scales,
                    .rows = over_rows ? v.rows : v.cols,

@@ -74,8 +74,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                     x[j] = __fmaf_rn(own, cosines[j], __fmul_rn(y[j], -sines[j]));
                     y[j] = __fmaf_rn(y[j], cosines[j], __fmul_rn(own, sines[j]));
                 }
-                at.round_and_store(h * rope.HS, x, true);
-                at.round_and_store(h * rope.HS + half, y, true);
+                at.round_in_place_and_store(h * rope.HS, x, true);
+                at.round_in_place_and_store(h * rope.HS + half, y, true);
             }
             if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
         }
@@ -184,6 +184,8 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 // ===========================================================================================================
 // Cross-entropy
 
+namespace {
+
 // The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
 // parts are merged by rescaling the sum of the one with the smaller maximum.
 struct Softmax {
@@ -197,6 +199,8 @@ struct Softmax {
         return from == to ? 1.0f : fast_exp2((from - to) * LOG2_E);
     }
 };
+
+}  // namespace
 
 constexpr int LOSS_THREADS = 512;
 // Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
@@ -226,7 +230,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 :
         if (threadIdx.x == 0) losses[row] = 0;
         Values zeros = {};
         for (int64_t col = threadIdx.x * CHUNK; scale_of_step && col < stride; col += LOSS_THREADS * CHUNK)
-            logits.round_and_store(first + col, zeros, true);
+            logits.round_in_place_and_store(first + col, zeros, true);
         return;
     }
     const float correct = logits.data[first + target];
@@ -269,7 +273,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 :
         if (target >= col && target < col + CHUNK)
             for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
         mask(col, x, 0.0f);
-        logits.round_and_store(first + col, x, true);
+        logits.round_in_place_and_store(first + col, x, true);
     }
 }
 
@@ -305,8 +309,8 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 // Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
 
 // Stage one: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
-constexpr int COLUMN_BLOCKS_PER_SM =
-    3;  // resident blocks: the sums need registers beside those of a tile's rows
+// Three blocks are resident: the sums need registers beside those of a tile's rows.
+constexpr int COLUMN_BLOCKS_PER_SM = 3;
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax) {
@@ -422,7 +426,7 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
     Values sum;
     gradient.load_values(rows.token * C + col, sum);
     for (int j = 0; j < CHUNK; j++) sum[j] += total[j];
-    gradient.round_and_store(rows.token * C + col, sum, true);
+    gradient.round_in_place_and_store(rows.token * C + col, sum, true);
 }
 
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,

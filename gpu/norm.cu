@@ -17,7 +17,7 @@ constexpr int ROW_CHUNKS = 4;  // of a thread, at most
 constexpr int ROW_WARPS = 16;  // of a block, at most
 
 // As few warps as hold a row of C columns, at most 32 * CHUNK * ROW_CHUNKS * ROW_WARPS = 2^14 of them, which
-// validate() in coat.h makes sure of. Where a row takes fewer than four warps, a block has several rows.
+// validate() in coat.h makes sure of. Where a row takes one or two warps, a block has several rows.
 static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
@@ -91,11 +91,16 @@ static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHU
     return top;
 }
 
+namespace {
+
 // The numbers of the rows of x and of branch whose sum is a row. With tokens, x is the embedding and branch
 // the learned positions: a sequence has `period` tokens, so that the position of a row is row % period.
 struct RowsToAdd {
     int64_t x, branch;
 };
+
+}  // namespace
+
 static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t period) {
     RowsToAdd from{.x = row, .branch = row};
     if (tokens) {
@@ -133,8 +138,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (branch.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
-        if (x_out.data) x_out.round_and_store(i, sum, live(c));  // sum becomes what x_out holds
-        norm_input.round_and_store(i, v[c], live(c));            // v becomes what was saved
+        if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));  // sum becomes what x_out holds
+        norm_input.round_in_place_and_store(i, v[c], live(c));            // v becomes what was saved
         if (!FORWARD_READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
@@ -291,7 +296,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
             add_dx<RMS>(x[c], dy, weight, statistics, mean_d, mean_d_xhat, g, dweight_of_row);
             add_columns(dweight, C, row_column(c), dweight_of_row);
-            g_out.from(element).round_and_store(offset(c), g, true);
+            g_out.from(element).round_in_place_and_store(offset(c), g, true);
             top = larger_magnitude(top, g);
         }
     }

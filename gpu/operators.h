@@ -6,13 +6,16 @@
 //   - The rows of an activation or a gradient are tokens; those of a weight are its outputs. There may be any
 //     number of them, but a multiple of 16 for transposed codes. Columns are a multiple of 16. Pointers are
 //     16-byte aligned.
-//   - Tensors are in the compute dtype unless a comment says otherwise: BF16, or FP32 where nothing is FP8.
+//   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
 //   - An AmaxAndScale* whose name ends with amax is where an operator leaves an amax: the larger of that and
 //     what was there. Null means that nobody needs it.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
 //     quantization report. Atomics are maxima and integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
+//
+// The flat order and the rank's order of parameters, which sections 7 and 8 name, are defined at the top of
+// gpu/plan.h; a shard unit is SHARD_UNIT elements of a parameter (model.h).
 #pragma once
 #include <vector>
 
@@ -28,7 +31,8 @@ namespace coat::gpu {
 // see Operand).
 struct View {
     void* data;  // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
-    // (scale_rows, scale_cols) of quant.scale_format; per tensor one AmaxAndScale; unused unless quant.fp8().
+    // (scale_rows, scale_cols) of quant.scale_format; of a GEMM operand as Operand says; per tensor one
+    // AmaxAndScale; unused unless quant.fp8().
     void* scales;
     int64_t rows, cols;
     Quant quant;
@@ -65,7 +69,8 @@ struct Operand {
     View view;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    // Updated by quantize() where the granularity is not per tensor; may be null.
+    // Updated by quantize() where the granularity is not per tensor; may be null. (Per tensor the amax is in
+    // amax_and_scale(view) instead.)
     AmaxAndScale* amax = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
@@ -140,27 +145,29 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
 // FP32.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
-// Writes x as out says:
+// Computes x and writes it as out says. (So quantize() also evaluates a Lazy, or converts between BF16 and
+// FP32, where out is not FP8.)
 //   FP8 per tensor               The scale is computed from the amax in amax_and_scale(out.view); if
 //                                out.delayed, it is that of the history.
 //   FP8 per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
 //   E4M3 in 1x16 groups          x must be a tensor that is stored in BF16.
-//   BF16 or FP32                 Nothing has a scale.
-// - x may be computed from BF16 tensors and from groups. From FP32 tensors only the last of these is made.
+//   BF16 or FP32                 The values are rounded to BF16, or copied. Nothing has a scale.
+// - x may be computed from BF16 tensors and from groups. From FP32 tensors only BF16 or FP32 is made.
 // - The output may be written over the input if a code has as many bytes as a stored input element: a thread
 //   loads its elements before it stores their codes.
-// - stats: what quantizing loses is added to it. It may be null.
+// - quant_stats: what quantizing loses is added to it. It may be null.
 // - out may have more rows than x: these are left as they are.
-void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
 // very values that backward will read.
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
+                     cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
 // next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
 // groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               AmaxAndScale* amax, QuantStats* stats, cudaStream_t s);
+                               AmaxAndScale* amax, QuantStats* quant_stats, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
 void convert(const View& x, const View& out, cudaStream_t s);
@@ -177,7 +184,8 @@ void convert(const View& x, const View& out, cudaStream_t s);
 //                         the compute dtype)
 //   next.in               the norm's input: the sum in groups, or rounded
 //   next.row_statistics   those of what the forward pass reads: of next.in if forward_reads_saved, else of
-//                         x_out (coat.h, forward_reads_groups)
+//                         x_out. forward_reads_saved: the recipe's forward_reads_groups (coat.h) is true, or
+//                         next.in is not in groups
 //   y_amax                the amax of the norm's output, computed from the same values
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
                   bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s,
@@ -188,7 +196,7 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 //   dy     (N, C) the gradient of the norm's output
 //   g_in   (N, C) the gradient of the residual stream, or no tensor
 // Written are
-//   g_out              (N, C). It may be g_in
+//   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
 //   g_amax             the amax of g_out
 //   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
 //   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
@@ -275,7 +283,7 @@ struct Weights {
     Format format;
 };
 
-// One moment of one parameter. In groups: codes, and max for each group; with expansion also k. With one
+// One moment of one parameter. In groups: codes, and the moment range of each moment group (coat.h). With one
 // scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
 // BF16: no scale.
 struct MomentView {
@@ -355,13 +363,13 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 
 // What quantize() calls. Codes per row, 1x128 or 128x128, with scales of their own, just in time (*out.amax
 // is updated); and codes per tensor with a delayed scale, while the amax is taken for later.
-void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
-void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // Delayed scaling, after a step. The amax of each of scales (n) enters its history, a row of histories (n,
 // length), as the newest. The scale of the next step is from_history = max(history) / FMAX. If that maximum
-// is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything does. *empty += the
-// number of scales whose from_history is still 0.
+// is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything stays as it was.
+// *empty += the number of scales whose from_history is still 0.
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
@@ -375,13 +383,14 @@ void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
 // 10. The quantization report (gpu/report.cu; coat.h, QuantStats). It has a kernel of its own, so that
 // training pays nothing for it.
 
-// Adds to *stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before the
-// codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of scales:
-// row-major, and transposed (128x128 once: these are equal). Nothing where stats is null.
-void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+// Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
+// the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of
+// scales: row-major, and transposed (128x128 once: these are equal). Nothing where quant_stats is null.
+void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
-// elements. Of a large parameter only a part is measured; the report then says so. Waits for the stream.
+// elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a
+// large parameter only a part is measured; the report then says so. Waits for the stream.
 void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
                      Format format, int64_t count, QuantReport& report, cudaStream_t s);
 

@@ -27,7 +27,8 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
-    if (!has_scales(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
+    if (!has_scales(m))
+        return EitherDense{m.data, m.format == Format::F32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.fmax, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
     alignas(16) __half fp16[CHUNK];

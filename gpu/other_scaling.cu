@@ -127,9 +127,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) store_transposed(tiles, rows, x.width, transposed);
 }
 
-void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
-    measure(x, out, stats, s);  // before the codes, which may overwrite x
+    measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<true>(x, [&](auto producer) {
         launch("quantize_in_blocks", quantize_in_blocks_kernel<decltype(producer)>,
                tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
@@ -174,9 +174,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
-void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Format fp8 = out.view.quant.format;
-    measure(x, out, stats, s);  // before the codes, which may overwrite x
+    measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<true>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, false>;

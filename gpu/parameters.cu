@@ -71,7 +71,7 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
 }
 
 // The warps take turns with the shard units of all segments.
-constexpr int NORM_BLOCKS_PER_SM = 8;
+constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
                    int64_t first_shard_unit, const double* loss, double* sums) {
@@ -99,7 +99,7 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
                       double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     clear(sums, (1 + shard_units) * static_cast<int64_t>(sizeof(double)), s);
-    const unsigned at_once = static_cast<unsigned>(NORM_BLOCKS_PER_SM * multiprocessors());
+    const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = blocks(32 * shard_units + 32, THREADS);
     launch("gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, segments,
            number_of_segments, either_dense(gradients, format), first, first_shard_unit, loss, sums);
@@ -168,7 +168,7 @@ static __global__ void __launch_bounds__(THREADS)
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
-    sum.round_and_store(i, total, true);
+    sum.round_in_place_and_store(i, total, true);
 }
 
 void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,

@@ -83,12 +83,12 @@ bool caches_weights(const Setup& s) { return s.accumulate > 1 && linear_formats(
 Recipe recipe_on_gpu(const Recipe& r, int capability) {
     Recipe changed = r;
     if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
-    if (changed.x.fp8() && !(r.x.granularity == PER_TENSOR) && capability != 90)
+    if (changed.x.fp8() && r.x.granularity != PER_TENSOR && capability != 90)
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe colossal, or --device cpu.");
     for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == E4M3_GROUP))
+        if (q.fp8() && q != E4M3_GROUP)
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
 }

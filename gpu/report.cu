@@ -8,7 +8,7 @@ namespace coat::gpu {
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks, bool e5m2,
-                   float fmax, QuantStats* stats) {
+                   float fmax, QuantStats* quant_stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
@@ -41,20 +41,20 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     noise = sum_of_warp(noise);
     for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
     if (threadIdx.x % 32 != 0) return;
-    atomicAdd(&stats->signal, signal);
-    atomicAdd(&stats->noise, noise);
-    int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
+    atomicAdd(&quant_stats->signal, signal);
+    atomicAdd(&quant_stats->noise, noise);
+    int64_t* const totals[3] = {&quant_stats->elements, &quant_stats->saturated, &quant_stats->flushed};
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    if (!stats) return;
+void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+    if (!quant_stats) return;
     const Quant& q = out.view.quant;
     auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
         with_producer<true>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                    TILE_THREADS, 0, s, producer, x.rows, amax_and_scale, blocks, q.format == Format::E5M2,
-                   info(q.format).max, stats);
+                   info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_GROUP) return with_scales(nullptr, {});

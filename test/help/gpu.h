@@ -161,7 +161,7 @@ public:
     Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Quant{f}) {}
 
     bool per_tensor() const { return quant.fp8() && quant.granularity == PER_TENSOR; }
-    bool for_gemm() const { return quant.fp8() && !(quant.granularity == PER_GROUP); }
+    bool for_gemm() const { return quant.fp8() && quant.granularity != PER_GROUP; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     View view() const {
         return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols, quant};
