@@ -4,6 +4,7 @@
 # make fuzz       random input for every reader of files, a minute each (dev/fuzz; needs clang++)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
+# make build/ladder_adamw   a ladder: a kernel built up step by step (dev/ladders), to be run on a GPU
 # make exercise N=3   what the judge says of dev/exercises/03-...: passed, or a hint
 # make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page
 # make figures    draws the figures of the course again, into build/figures/drawn (needs Python's matplotlib)
@@ -84,7 +85,7 @@ tests_of   = $(sort $(wildcard test/$(1).cpp test/$(1)_*.cpp test/$(1)/*.cpp))
 TOGETHER  := $(KINDS:%=$(O)/test/all_%.o)
 ALONE     := $(call object,$(filter-out $(foreach kind,$(KINDS),$(call tests_of,$(kind))),$(TESTS)))
 
-.PHONY: test exercise figures read bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
+.PHONY: test exercise figures read bench sanitize fuzz clean need-number need-nvcc FORCE
 
 $(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
@@ -159,9 +160,11 @@ $(call object,$(wildcard dev/exercises/[0-9]*.cpp)): private CXXFLAGS += -Wno-er
 $(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS := \
     $(filter-out -Werror all-warnings,$(NVCCFLAGS)) -Xcompiler -Wno-error
 
-# This file changes when the flags do. Every object depends on it, so that a program has no objects of two kinds.
+# This file changes when the flags do. Every object depends on it, so that a program has no objects of two kinds. A
+# fuzzer's objects have their own.
 FLAGS = $(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS)
-$(O)/flags: FORCE | need-json
+$(O)/fuzz/flags: private FLAGS = $(FUZZ_CXX)
+$(O)/flags $(O)/fuzz/flags: FORCE | $(O)/found/json
 	@mkdir -p $(@D)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
 
@@ -170,18 +173,20 @@ $(O)/flags: FORCE | need-json
 # ---------------------------------------------------------------------------------------------------------------
 # What is missing, in one sentence instead of a page of errors
 
-# $(call need,header,package)
+# $(call need,header,package). A header that was found once is not looked for again.
 need = @echo '\#include <$(1)>' | $(CXX) -E -x c++ - > /dev/null 2>&1 || \
        { echo "The header $(1) is missing: install it, on Debian and Ubuntu with 'apt-get install $(2)'." >&2; exit 1; }
-need-json:
+$(O)/found/json:
 	$(call need,nlohmann/json.hpp,nlohmann-json3-dev)
-need-doctest:
+	@mkdir -p $(@D) && touch $@
+$(O)/found/doctest:
 	$(call need,doctest/doctest.h,doctest-dev)
+	@mkdir -p $(@D) && touch $@
 need-nvcc:
 	@echo "This measures or uses a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
-$(TOGETHER) $(ALONE): | need-doctest
+$(TOGETHER) $(ALONE): | $(O)/found/doctest
 
 # ---------------------------------------------------------------------------------------------------------------
 # Sanitizers and fuzzers
@@ -200,7 +205,7 @@ FUZZ_FLAGS   := -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024
                 -print_final_stats=1 -verbosity=0 -artifact_prefix=$(O)/fuzz/crash-
 FUZZ_CXX     ?= clang++ -std=c++20 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
-$(O)/fuzz/%.o: %.cpp | need-json
+$(O)/fuzz/%.o: %.cpp $(O)/fuzz/flags
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) -MMD -MP -c $< -o $@
 $(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(FUZZED)

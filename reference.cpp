@@ -79,6 +79,7 @@ uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
+// In FP32 x stays as it is. FP8 and FP16 need a scale, so they have no such function.
 float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
 
 // Element i of an array in any format, as an FP32 value.
@@ -137,7 +138,7 @@ float scale_of(const Quant& q, float amax) {
 
 // The largest |x| of n neighbouring values; infinity if one is NaN. The bits of |x| have the order of the
 // magnitudes, with NaN above infinity: a maximum of floats could lose a NaN.
-static float span_amax(const float* x, int64_t n) {
+static float part_amax(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
     return std::bit_cast<float>(std::min(largest, 0x7F800000u));
@@ -150,7 +151,7 @@ float amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += PER_GROUP.cols)
-        largest = std::max(largest, span_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
+        largest = std::max(largest, part_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
     return largest;
 }
 
@@ -185,7 +186,7 @@ static void compute_scales(const float* x, Quantized& q) {
         float largest = 0;
         for (int64_t row = first_row; row < end_row; row++) {
             const float* part = x + row * q.cols + first_col;  // of the row
-            largest = std::max(largest, span_amax(part, std::min(width, q.cols - first_col)));
+            largest = std::max(largest, part_amax(part, std::min(width, q.cols - first_col)));
         }
         write_element(q.quant.scale_format, q.scales.data(), block, scale_of(q.quant, largest));
     }
@@ -372,6 +373,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
     for (int64_t i = first; i < end; i++) {
         const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
+        // A second moment that became zero would make the next update explode: its code is at least FMIN.
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (second && !per_tensor && vanished) write_element(format, codes.data(), i, info(format).min);
     }

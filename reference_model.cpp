@@ -364,18 +364,18 @@ public:
         return rounded(residual);
     }
 
-    // Forward, the loss and, unless loss_weight is FORWARD_ONLY, backward. tokens, targets: (B, T). Returns
-    // the sum of the losses. Backward adds the gradients of loss_weight times this sum; the weight is one
-    // over the number of targets of the step, so that all micro-batches together give the gradients of the
-    // mean.
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight) {
+    // Forward, the loss and, unless one_over_targets is FORWARD_ONLY, backward. tokens, targets: (B, T).
+    // Returns the sum of the losses. one_over_targets: one over the number of targets of the step that count.
+    // Backward adds the gradients of this times the sum, so that all micro-batches together give the
+    // gradients of the mean.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double one_over_targets) {
         const Tensor x = forward(tokens, B, T);           // (N, C)
         const Tensor y = rounded(norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                  // (N, padded_V)
         const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(one_over_targets));
         finite = finite && std::isfinite(loss);
-        if (loss_weight == FORWARD_ONLY) return loss;
+        if (one_over_targets == FORWARD_ONLY) return loss;
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
@@ -385,7 +385,7 @@ public:
         return loss;
     }
 
-    // The loss weight of run() for a forward pass alone.
+    // In place of one_over_targets: run() is a forward pass alone.
     static constexpr double FORWARD_ONLY = 0;
 
     const Setup settings;
@@ -611,9 +611,9 @@ private:
         const Range own = owned(settings, params[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
-        const bool shared_out = params[i].rows > 1;  // a vector is whole on every rank
+        const bool is_sharded = params[i].rows > 1;  // a vector is whole on every rank
         auto to = weights[i].begin();
-        for (const Floats& part : shared_out ? all_gather(mine) : std::vector<Floats>{mine})
+        for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
     }
 
@@ -679,9 +679,9 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({c, recipe, optimizer, B, T});
     network.weights = weights;
-    const double weight = 1.0 / divisor_of_mean(targets, B * T);
-    const double backward_weight = gradients ? weight : Network<double>::FORWARD_ONLY;
-    const double loss = network.run(tokens, targets, B, T, backward_weight) * weight;
+    const double one_over_targets = 1.0 / divisor_of_mean(targets, B * T);
+    const double for_backward = gradients ? one_over_targets : Network<double>::FORWARD_ONLY;
+    const double loss = network.run(tokens, targets, B, T, for_backward) * one_over_targets;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

@@ -306,8 +306,8 @@ ModelConfig read_model_config(const std::string& folder) {
     return c;
 }
 
-void load_weights(const std::string& folder, const ModelConfig& c, Model* model) {
-    const Safetensors files(folder);
+// Error unless the files of the folder have the tensors of this model, and no others.
+static void check_tensors(const Safetensors& files, const std::string& folder, const ModelConfig& c) {
     const std::vector<Param> params = parameters(c);
     std::set<const HfTensor*> used;
     for (const Param& p : params)
@@ -329,8 +329,16 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
         throw Error(folder, " has tensor ", name,
                     ", which the model of config.json does not have; give another model.");
     }
-    for (const Param& p : params)
-        if (model) write_parameter(*model, p, files);
+}
+
+void check_weights(const std::string& folder, const ModelConfig& c) {
+    check_tensors(Safetensors(folder), folder, c);
+}
+
+void load_weights(const std::string& folder, const ModelConfig& c, Model* model) {
+    const Safetensors files(folder);
+    check_tensors(files, folder, c);
+    for (const Param& p : parameters(c)) write_parameter(*model, p, files);
 }
 
 bool is_tokenizer_file(const std::string& name) {

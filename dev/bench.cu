@@ -162,7 +162,7 @@ constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& q, Format stream) {
     const View x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
-    const Operand out = memory.place(rows, cols, q, true, !(q.granularity == PER_GROUP));
+    const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_GROUP);
     if (q.granularity == PER_TENSOR) amax(stored(x), amax_and_scale(out.view), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
@@ -313,7 +313,7 @@ private:
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const Lazy& x, const Operand& out) const {
-        if (!out.view.quant.fp8() || !(out.view.quant.granularity == PER_TENSOR)) return;
+        if (!out.view.quant.fp8() || out.view.quant.granularity != PER_TENSOR) return;
         AmaxAndScale* slot = amax_and_scale(out.view);
         amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
@@ -323,7 +323,7 @@ private:
     }
     void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
-        const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
+        const bool transposed = q.fp8() && q.granularity != PER_GROUP && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
         Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
         out.delayed = r_.scaling == Scaling::Delayed;

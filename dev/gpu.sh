@@ -22,7 +22,7 @@ note() { summary+=("$1"); echo "== $1"; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | head -n 1
 start=$SECONDS
-if ! make -j16 train build/tests > "$logs/build.log" 2>&1; then
+if ! make train build/tests > "$logs/build.log" 2>&1; then
     tail -n 40 "$logs/build.log"
     echo "== the build failed; $logs/build.log"
     exit 1

@@ -137,8 +137,7 @@ void print_continuation(const std::string& folder, const std::string& text, Setu
     setup = setup_to_generate(setup, std::min(limit, prompt + drawing.most));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
-    Model* const only_check = nullptr;
-    load_weights(folder, setup.config, only_check);
+    check_weights(folder, setup.config);
     const std::unique_ptr<Model> model = make(setup);
     load_weights(folder, setup.config, model.get());
 

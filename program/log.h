@@ -1,9 +1,8 @@
 // log.h - the log of a run (--log): a file with one line of JSON for each event, which dev/plot.py draws.
 //
 // A line has "kind", "step", "seconds" since the program was started, and the fields of its kind. At each
-// start
-// ./train first writes a line of the kind "settings". It has the date, all flags, and "run_started", the date
-// of the run's first start: a run that is resumed keeps it, so that one file may hold several runs.
+// start ./train first writes a line of the kind "settings". It has the date, all flags, and "run_started",
+// the date of the run's first start: a run that is resumed keeps it, so that one file may hold several runs.
 #pragma once
 #include <fcntl.h>
 #include <sys/file.h>

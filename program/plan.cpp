@@ -192,8 +192,8 @@ Setup bf16_baseline(Setup s) {
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t known = total_bytes(plan), gradients = total_bytes(plan, Category::Gradients);
-    int64_t overlap =
-        0;  // the bytes of gradients that lie where saved activations were: counted twice in `known`
+    // The bytes of gradients that lie where saved activations were. `known` counts them twice.
+    int64_t overlap = 0;
     if (s.keep_gradients)
         overlap = std::clamp<int64_t>(s.config.L * saved_layer_bytes(s) - gradients_offset(s), 0, gradients);
     const int64_t arena = arena_bytes(s, caches_weights(s));

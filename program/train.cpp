@@ -75,7 +75,7 @@ void finish_step_at_signal();
 int train(Run& run);
 
 // What happens between steps. Every rank calls these functions; rank 0 alone prints, logs and saves.
-double validate(Run& run);
+double validation_loss(Run& run);
 void sample(Run& run);
 void print_quantization(Run& run);
 bool save(Run& run, const std::string& folder);
@@ -124,7 +124,7 @@ int run_program(int argc, char** argv, Run& run, std::unique_ptr<ProcessGroup>& 
     make_model(run);
     log_settings(run);
     if (flags.steps == 0) {
-        validate(run);
+        validation_loss(run);
         print_quantization(run);
         return 0;
     }
@@ -197,7 +197,8 @@ void start_ranks(Run& run, std::unique_ptr<ProcessGroup>& processes) {
     run.setup.rank = processes->rank();
     run.setup.all_ranks = several ? processes.get() : nullptr;
     const bool prints = launch.rank == 0 && processes->rank() == 0;  // by torchrun, and by --ranks
-    if (!prints && !std::freopen("/dev/null", "w", stdout)) throw Error("/dev/null cannot be written.");
+    if (!prints && !std::freopen("/dev/null", "w", stdout))
+        throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");
 }
 
 // --device auto becomes cpu or gpu, and flags that are not given get the defaults of a GPU. A plan for a GPU
@@ -599,8 +600,7 @@ void take_other_files(Run& run) {
 // Makes the model, with the weights of a checkpoint or of a folder, or with random ones. What can be wrong
 // with files is found before, because this can take minutes.
 void make_model(Run& run) {
-    Model* const only_check = nullptr;
-    if (!run.weights.empty()) load_weights(run.weights, run.setup.config, only_check);
+    if (!run.weights.empty()) check_weights(run.weights, run.setup.config);
     if (run.is_rank_0()) take_other_files(run);
     if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
     run.model = run.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
@@ -671,7 +671,7 @@ int train(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty())
         run.processes->checkpoint = find_checkpoint(flags.out);  // errors name it from here on
-    if (run.state.step == 0) run.state.first_validation = validate(run);
+    if (run.state.step == 0) run.state.first_validation = validation_loss(run);
     create_out_folder(run);
     Progress progress{.first_step = run.state.step, .started = now(), .saved_at = now()};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
@@ -680,7 +680,7 @@ int train(Run& run) {
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
         if (events.signal && !last) return end_at_signal(run, events.signal);
-        if (!last && every(flags.eval_every)) validate(run);
+        if (!last && every(flags.eval_every)) validation_loss(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.half_hour_is_over;
         if (!last && saves && progress.skipped_in_a_row == 0) {
@@ -819,7 +819,7 @@ int end_at_signal(Run& run, int signal) {
 // Validates and saves the last step, and prints what the run was. Returns the exit code.
 int finish(Run& run, const Progress& progress) {
     const LoopState& state = run.state;
-    const double validation = validate(run);
+    const double validation = validation_loss(run);
     const int code = save_last(run);
     print_quantization(run);
     const int64_t steps = state.step - progress.first_step, skipped = state.step - state.updates;
@@ -874,7 +874,7 @@ void read_evaluated(Run& run, const Loader& windows, int64_t number) {
 // Prints and returns the mean loss, in nats, over the targets of the evaluated windows that count. Each rank
 // computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on --batch,
 // because the values of a micro-batch share a scale.
-double validate(Run& run) {
+double validation_loss(Run& run) {
     const Loader windows = held_out(run);
     const int64_t batches = ceil_div(evaluated_windows(run, windows), run.setup.B);
     struct LossSum {

@@ -34,7 +34,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
                 if (row.distribution && d.name != row.distribution) continue;
                 if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares overflow
                 CAPTURE(d.name);
-                check_adamw(Run(rng, o, row.compute, row.has_master, row.gradients, d), STEP);
+                check_adamw(AdamWRun(rng, o, row.compute, row.has_master, row.gradients, d), STEP);
             }
 }
 
@@ -59,7 +59,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
         for (int64_t n : {50000, 600077}) {
             CAPTURE(name);
             CAPTURE(n);
-            const Run run(rng, o, Format::BF16, true, Format::BF16, distributions()[0], {n});
+            const AdamWRun run(rng, o, Format::BF16, true, Format::BF16, distributions()[0], {n});
             const HostParam& p = run.params[0];
             const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
             const Tensor g(run.gradient, Format::BF16);

@@ -70,7 +70,7 @@ void check_all_formats(const Floats& x, Shape s) {
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
         if (q == E4M3_GROUP) check_groups(x, out);
-        if (!(q == E4M3_TENSOR) || !out.transposes()) continue;
+        if (q != E4M3_TENSOR || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
         gpu::transpose_codes(out.view(), column_major.get(), 0);
         CHECK(same_bytes(column_major.read(), out.transposed.read()));

@@ -136,6 +136,6 @@ GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and m
         CHECK(std::isfinite(t.evaluate()));
         t.next_logits(1);
         t.next_logits(setup.T);
-        CHECK(t.report().kinds[0].elements >= 0);
+        CHECK_NOTHROW(t.report());
     });
 }

@@ -30,7 +30,7 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
         const Setup one = small(recipe, arch, each * ranks);
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
         REQUIRE(gradient_format(one) == Format::F32);
-        const Run got = train_ranks(make, s, ranks, 3, masked);
+        const RankRun got = train_ranks(make, s, ranks, 3, masked);
         check_same(got, train_ranks(make, one, 1, 3, masked));
     }
 }
@@ -158,7 +158,7 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
         const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");
         const Format format = gradient_format(small(recipe, LLAMA, 4, recipe == "fp32"));
         REQUIRE(format == s.recipe.compute);
-        const Run four = train_ranks(make_reference, s, 4, 1);
+        const RankRun four = train_ranks(make_reference, s, 4, 1);
         Training t(make_reference, s);
         t.adamw.lr = 0;  // each rank computes with the first weights
         std::vector<std::vector<Floats>> of_ranks;
@@ -182,8 +182,8 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
 
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const Setup s = small("te");
-    const Run three = train_ranks(make_reference, s, 3, 1),
-              one = train_ranks(make_reference, small("te", LLAMA, 3), 1, 1);
+    const RankRun three = train_ranks(make_reference, s, 3, 1),
+                  one = train_ranks(make_reference, small("te", LLAMA, 3), 1, 1);
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe))  // these depend on no scales
         if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, suffix_of(LinearOperand::G)))
             CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
@@ -192,9 +192,9 @@ TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
 TEST_CASE("gpu: ranks: NCCL and the copy engines give the same bits" *
           doctest::skip(number_of_gpus() < 2 || !dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL))) {
     const Setup s = small("coat", GPT2, 1, true);
-    const Run copies = train_ranks(make_gpu, s, 2, 3);
+    const RankRun copies = train_ranks(make_gpu, s, 2, 3);
     setenv("COAT_NCCL", "libnccl.so.2", 1);
-    const Run nccl = train_ranks(make_gpu, s, 2, 3);
+    const RankRun nccl = train_ranks(make_gpu, s, 2, 3);
     unsetenv("COAT_NCCL");
     check_same(copies, nccl);
 }

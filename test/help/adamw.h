@@ -87,7 +87,7 @@ inline bool same_moment(const Moment& a, const Moment& b) {
 }
 
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
-struct Run {
+struct AdamWRun {
     std::vector<HostParam> params;
     OptimizerFormat optimizer;
     Format compute, gradients;  // formats of the weights and of the gradients
@@ -96,9 +96,9 @@ struct Run {
     std::vector<size_t> cuts;  // parameters at which a new launch starts
     float clip = 0.25f;
 
-    Run(Random& rng, const OptimizerFormat& o, Format compute, bool has_master, Format gradients,
-        const Distribution& d,
-        const std::vector<int64_t>& sizes = {1, 127, 128, 129, 1000, 20000, 128, 130, 50000})
+    AdamWRun(Random& rng, const OptimizerFormat& o, Format compute, bool has_master, Format gradients,
+             const Distribution& d,
+             const std::vector<int64_t>& sizes = {1, 127, 128, 129, 1000, 20000, 128, 130, 50000})
         : optimizer(o), compute(compute), gradients(gradients), has_master(has_master) {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
@@ -195,7 +195,7 @@ struct Exact {
     Doubles w, m, v, w_terms, m_terms;
     Floats w_float, m_float, v_float;
 
-    Exact(const Run& run, const HostParam& p, const AdamW& a)
+    Exact(const AdamWRun& run, const HostParam& p, const AdamW& a)
         : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
         reference::AdamWFactors f = reference::adamw_factors(a, p.decays, 0);
         f.clip_factor = run.clip;
@@ -317,9 +317,9 @@ struct MomentCheck {
     }
 };
 
-inline void check_adamw(Run run, const AdamW& a) {
+inline void check_adamw(AdamWRun run, const AdamW& a) {
     INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
-    const Run::Result r = run.on_gpu(a), skipped = run.on_gpu(a, true);
+    const AdamWRun::Result r = run.on_gpu(a), skipped = run.on_gpu(a, true);
     run.cuts = {2, 3, 8};
     run.gradients = Format::F32;
     CHECK(r == run.on_gpu(a));  // in several launches, and with the same gradients in FP32

@@ -54,11 +54,11 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
 }
 
 // What a run leaves: its steps and the tensors that every rank has, as each rank saw them; the whole tensors.
-struct Run {
+struct RankRun {
     Doubles losses, norms;
     Snapshot everywhere, state, gradients;
 };
-inline void check_same(const Run& a, const Run& b) {
+inline void check_same(const RankRun& a, const RankRun& b) {
     for (size_t i = 0; i < b.losses.size(); i++)  // on GPUs they are sums in double, in another order
         CHECK(a.losses[i] == doctest::Approx(b.losses[i]).epsilon(1e-14));
     CHECK(a.norms == b.norms);
@@ -92,11 +92,11 @@ struct RankTraining : Training {
     }
 };
 
-inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false) {
-    std::vector<Run> runs{size_t(ranks)};
+inline RankRun train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false) {
+    std::vector<RankRun> runs{size_t(ranks)};
     with_ranks(setup, ranks, [&](const Setup& own) {
         RankTraining training(make, own, masked);
-        Run& run = runs[size_t(own.rank)];
+        RankRun& run = runs[size_t(own.rank)];
         for (int i = 0; i < steps; i++) {
             training.next();
             const StepResult result = training.again();
@@ -112,7 +112,7 @@ inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps,
             if (t.shared_by == 0 || (t.name == t.param.name && t.param.rows == 1))
                 run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());
     });
-    for (const Run& run : runs) {
+    for (const RankRun& run : runs) {
         CHECK((run.losses == runs[0].losses && run.norms == runs[0].norms));
         CHECK((run.everywhere == runs[0].everywhere));
         for (double loss : run.losses) CHECK(std::isfinite(loss));
