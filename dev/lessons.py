@@ -153,10 +153,21 @@ def staircase():
 
 def noise():
     text = np.fromfile(small_run.ROOT / "coat.h", np.uint8) & 127
-    gradients = []
+    gradients, passed, linear_backward = [], [], coat.linear_backward
+
+    def listening(x, w, g):
+        dx, dw = linear_backward(x, w, g)
+        passed.append((g, coat.gemm_operand(E5M2, g), dx))
+        return dx, dw
+
+    coat.linear_backward = listening
     for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; other windows of the text
         gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1))[1])
-    coat.FP8 = True
+    coat.FP8, coat.linear_backward = True, linear_backward
+    names = ("down", "gate_up", "attention_out", "qkv")  # in the order of backward
+    rows = [(name, *(f"{relative_error(a, b):.1%}" for a, b in zip(fp8, exact)))
+            for name, fp8, exact in zip(names, passed[:4], passed[4:8])]
+    table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), rows)
     rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
             for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients))]
     table(("gradient of", "COAT against FP32", "a batch against another"), rows)

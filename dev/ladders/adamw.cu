@@ -36,6 +36,10 @@
 //   special functions    16 lanes a clock (logarithm, exponential, reciprocal, root):  71 us for each that
 //                        every parameter takes. Within 900 us there is room for 12
 //
+// To do the sums again: 2^28 x 14.25 bytes / 4.27e12 = 900 us; 2^28 / (132 x 4 x 32 x 1.8e9) = 8.8 us;
+// 2^28 / (132 x 16 x 1.8e9) = 71 us. A rung's time is at least the largest of the three: that of memory, its
+// instructions times 8.8 us, its special functions times 71 us.
+//
 // How many instructions a rung has was counted in its machine code (cuobjdump -sass build/ladder_adamw, made
 // by nvcc 12.9), along the path that nearly every element takes.
 #include "ladder.h"
@@ -93,6 +97,18 @@ __device__ uint16_t weight_of(float master) {
 __device__ int16_t remainder_of(float master) {
     return static_cast<int16_t>(__float_as_uint(master) & 0xFFFFu);
 }
+
+// ===========================================================================================================
+// CUDA in ten lines
+//
+// A kernel is a function marked __global__. The CPU, or host, launches it: rung1<<<blocks, threads>>>(s, c)
+// runs it once for each of blocks x threads threads. A function marked __device__ is called by kernels.
+// Inside, blockIdx.x is the number of the thread's block and threadIdx.x that of the thread in its block. So
+// with 128 threads a block, element 128 blockIdx.x + threadIdx.x is the thread's own. The threads of a block
+// run on one multiprocessor, share `__shared__` arrays and wait for each other in __syncthreads(). 32
+// neighbouring threads are a warp, and execute the same instruction at once. A thread's place in its warp,
+// threadIdx.x % 32, is its lane. __shfl_xor_sync(ALL_LANES, x, d) gives a lane the x of lane (its own ^ d).
+// Local variables are in registers, the thread's own; pointers point to the GPU's memory.
 
 // ===========================================================================================================
 // Rung 1: a block for a group, a thread for an element, powf
