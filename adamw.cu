@@ -27,6 +27,9 @@
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
+// So half a warp keeps the fields of the spans that it updates itself, and finds them by a shuffle among its
+// 16 lanes.
+//
 // Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
 // weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125).
 // The gradient (2) is only read. An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the

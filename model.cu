@@ -17,9 +17,9 @@
 //       embedding_backward()         the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/run.cpp)
 //
-// Linear layers have their own file, gpu/linear.h. Before forward() stands where tensors are. Behind the step
-// come the other things that one asks of a model, and at the end what all of these use: how layers are made,
-// and the arguments of kernels.
+// Linear layers have their own file, gpu/linear.h. The section before forward() says where each tensor lies.
+// After the step come the other things that one asks of a model, and at the end what all of these use: how
+// layers are made, and the arguments of kernels.
 //
 // Two rules:
 //   - Memory is one allocation, the arena (gpu/run.h; run.cpp has the map). What lasts is taken at the
@@ -121,9 +121,9 @@ class Network final : public Model {
     //
     // First dgate_up, the gradient of gate and up, as an operand. The kernel that writes it reads gate and up
     // at that moment: so an element of the operand must have as many bytes as a saved one, because a thread
-    // writes only where it has read (gpu/operators.h, quantize()). And the operand must have no scales of
-    // blocks, which would lie on the scales of the saved groups: x, w and g are per tensor together, or none
-    // of them is. In recipes without FP8 both conditions are true, too.
+    // writes only where it has read (gpu/operators.h, quantize()). And the operand must be per tensor:
+    // scales of blocks would overwrite those of the saved groups. (In every recipe x, w and g are per tensor
+    // together, or none is: so the test of x is one of g.) In recipes without FP8 both conditions hold.
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;

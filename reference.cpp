@@ -95,9 +95,9 @@ static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
     else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
-// An FP32 master weight as a BF16 weight and a remainder of 16 bits. The weight is the nearest BF16 value.
-// Half of the time it is larger in magnitude than the master: then the remainder, read as a signed number, is
-// negative.
+// An FP32 master weight as a BF16 weight and a remainder of 16 bits. The weight is the nearest BF16 value. A
+// tie is rounded away from zero, because a remainder of +32768 would not fit. Half of the time the weight is
+// larger in magnitude than the master: then the remainder, read as a signed number, is negative.
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = std::bit_cast<uint32_t>(master);
     *weight = uint16_t((bits + 0x8000u) >> 16);

@@ -75,7 +75,7 @@ struct Operand {
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
-// Of a row that a norm reads. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
+// Statistics of one input row of a norm. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
 struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
