@@ -387,7 +387,7 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, segment_begin) - segment_begin;
         const int64_t stop = min(end, segment_end) - segment_begin;
-        const int64_t first_window = (first + WINDOW - 1) / WINDOW + warp;
+        const int64_t first_window = ceil_div(first, WINDOW) + warp;
         const uint32_t top = update_windows<W>(a, segment, static_cast<int>(first_window) * WINDOW,
                                                static_cast<int>(stop), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);

@@ -394,8 +394,6 @@ def renew_page():
 
     def one(match):
         group = match[1]
-        if group not in results:  # not measured yet
-            return match[0]
         rows, shared = results[group].values(), GROUPS[group].shared
         where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
         head, cells = TABLES[group](results[group])

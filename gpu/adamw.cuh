@@ -146,7 +146,7 @@ inline __device__ bool has_scales(const MomentView& m) {
 
 // How many spans so many elements of a parameter form. A span is 128 consecutive elements: where moments are
 // in FP8 groups, one moment group of m and one of v.
-inline __device__ int64_t spans_of(int64_t elements) { return (elements + MOMENT_GROUP - 1) / MOMENT_GROUP; }
+inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamArguments {
     Factors f;

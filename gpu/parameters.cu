@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(THREADS)
     int64_t before = 0;  // shard units of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
         const int64_t offset = segments[i].offset - first, size = segments[i].size;
-        const int64_t units = (size + SHARD_UNIT - 1) / SHARD_UNIT;
+        const int64_t units = ceil_div(size, SHARD_UNIT);
         double* const sums_of_segment = sums + 1 + segments[i].shard_unit - first_shard_unit;
         // The warps go on in turn where the last segment ended.
         const int64_t turn = (warp + warps - before % warps) % warps;

@@ -260,12 +260,8 @@ Launch find_launch(int64_t ranks_flag) {
     return launch;
 }
 
-std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double seconds) {
-    if (launch.address.empty()) {
-        auto processes = start_others(launch.ranks);
-        processes->start_watch();
-        return processes;
-    }
+// Connects with the other ranks, which torchrun has started; Error if that takes more than `seconds`.
+static std::unique_ptr<ProcessGroup> connect_with_others(const Launch& launch, double seconds) {
     const std::string where = concat(launch.address, ", port ", launch.port);
     const double deadline = now() + seconds;
     std::vector<int> sockets(launch.ranks, -1);
@@ -288,6 +284,12 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
         if (launch.rank > 0) throw Error(sentence);
         processes->fail(sentence);
     }
+    return processes;
+}
+
+std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double seconds) {
+    const bool starts_others = launch.address.empty();
+    auto processes = starts_others ? start_others(launch.ranks) : connect_with_others(launch, seconds);
     processes->start_watch();
     return processes;
 }
