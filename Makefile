@@ -34,7 +34,7 @@ CXXFLAGS = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextr
 
 REFERENCE := reference.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
-SOURCES   := $(REFERENCE) gpu/plan.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp data/*.cpp)))
+SOURCES   := $(REFERENCE) gpu/plan.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
 TESTS     := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 JUDGE     := dev/exercises/judge.cpp dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
@@ -87,7 +87,7 @@ ALONE     := $(call object,$(filter-out $(foreach kind,$(KINDS),$(call tests_of,
 
 .PHONY: test exercise figures read bench sanitize fuzz clean need-number need-nvcc FORCE
 
-$(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
+$(PROGRAM): $(call object,program/main.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 
 # The order counts: CUDA learns of the kernels in the first files, and then the tests ask, before main(), whether

@@ -62,7 +62,7 @@ inline bool is_one_of(const std::string& words, const std::string& word) {  // w
     return word.find(' ') == word.npos && (" " + words + " ").find(" " + word + " ") != words.npos;
 }
 
-// Its text is given in parts, as above. train.cpp prints it and exits with 1.
+// Its text is given in parts, as above. main.cpp prints it and exits with 1.
 struct Error : std::runtime_error {
     template <class... Parts>
     explicit Error(const Parts&... parts) : std::runtime_error(printable(concat(parts...))) {}

@@ -5,22 +5,19 @@
 #include <cmath>
 #include <random>
 
-#include "../data/checkpoint.h"
 #include "plan.h"
+#include "run.h"
 
 namespace coat {
-namespace {
 
 // Draws a token with the probabilities softmax(logits / temperature).
-int32_t draw(const std::vector<float>& logits, double temperature, std::mt19937_64& random) {
+static int32_t draw(const std::vector<float>& logits, double temperature, std::mt19937_64& random) {
     const auto largest = std::max_element(logits.begin(), logits.end());
     if (temperature == 0) return int32_t(largest - logits.begin());
     std::vector<float> weights;  // the probabilities times a constant
     for (const float logit : logits) weights.push_back(std::exp((logit - *largest) / float(temperature)));
     return std::discrete_distribution<int32_t>(weights.begin(), weights.end())(random);
 }
-
-}  // namespace
 
 void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawing,
                      std::vector<int32_t>& tokens, const std::function<void()>& on_token) {
@@ -57,17 +54,31 @@ std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T) {
 // -----------------------------------------------------------------------------------------------------------
 // --prompt
 
+namespace {
+
+// What turns text into the tokens of a model, as the files of its folder show.
+enum class Tokenizer : uint8_t {
+    Bytes,   // a token is a byte
+    Pieces,  // a byte-level BPE, which tokenizer.bin holds
+    Python,  // a tokenizer as Hugging Face stores it, which this program cannot run
+    Unknown,
+};
+
+}  // namespace
+
 static std::string pieces_file(const std::string& folder) { return path_in(folder, "tokenizer.bin"); }
 
-Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config) {
+static Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config) {
     const bool has_pieces = fs::exists(pieces_file(folder));
     if (has_pieces && read_vocabulary(pieces_file(folder)).is_byte_level()) return Tokenizer::Pieces;
     if (!tokenizer_in(folder).empty()) return Tokenizer::Python;
     return config.V == 256 && !has_pieces ? Tokenizer::Bytes : Tokenizer::Unknown;
 }
 
-std::string command_to_try(const std::string& out, const std::string& checkpoint, const ModelConfig& config) {
-    switch (checkpoint.empty() ? Tokenizer::Unknown : tokenizer_of(checkpoint, config)) {
+std::string command_to_try(const std::string& checkpoint, const ModelConfig& config) {
+    if (checkpoint.empty()) return "";
+    const std::string out = fs::path(checkpoint).parent_path().string();
+    switch (tokenizer_of(checkpoint, config)) {
         case Tokenizer::Bytes:
         case Tokenizer::Pieces: return "./train --model " + out + " --prompt \"Some text\"";
         case Tokenizer::Python: return "python3 dev/chat.py " + out;
@@ -126,23 +137,42 @@ static Setup setup_to_generate(Setup s, int64_t T) {
     return s;
 }
 
-void print_continuation(const std::string& folder, const std::string& text, Setup setup, int64_t longest,
-                        ProcessGroup& processes, Drawing drawing,
-                        const std::function<std::unique_ptr<Model>(const Setup&)>& make) {
+// The most tokens that the model sees: --seq, or as many as in the run that saved it.
+static int64_t longest_seen(const Flags& flags, const std::string& folder) {
+    if (flags.given("seq")) return flags.seq;
+    const bool is_checkpoint = find_checkpoint(folder) == folder;
+    return is_checkpoint ? read_loop_state(folder).settings.at("seq").get<int64_t>() : INT32_MAX;
+}
+
+// ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
+// folders have their weights.
+void answer_prompt(const Run& run) {
+    const Flags& flags = run.flags;
+    const std::string named = flags.given("resume") ? flags.resume : flags.model;
+    if (!fs::is_directory(named))
+        throw Error(
+            "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",
+            "Hugging Face model.");
+    const std::string folder = model_in(named);
+    Setup setup = run.setup;
+    setup.recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
     setup.config = read_model_config(folder);
     const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
-    std::vector<int32_t> tokens = tokens_of(vocabulary, text);
+    std::vector<int32_t> tokens = tokens_of(vocabulary, flags.prompt);
     const auto prompt = int64_t(tokens.size());
-    const int64_t limit = std::min(longest, setup.config.longest_sequence());
-    setup = setup_to_generate(setup, std::min(limit, prompt + drawing.most));
+    const int64_t limit = std::min(longest_seen(flags, folder), setup.config.longest_sequence());
+    setup = setup_to_generate(setup, std::min(limit, prompt + flags.tokens));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
     check_weights(folder, setup.config);
-    const std::unique_ptr<Model> model = make(setup);
+    const std::unique_ptr<Model> model = run.on_gpu() ? make_gpu(setup) : make_reference(setup);
     load_weights(folder, setup.config, model.get());
 
-    drawing.end_token = vocabulary.end_token;
-    std::string pending = text;            // what is not printed yet
+    const Drawing drawing{.temperature = flags.temperature,
+                          .most = flags.tokens,
+                          .end_token = vocabulary.end_token,
+                          .seed = uint64_t(flags.seed)};
+    std::string pending = flags.prompt;    // what is not printed yet
     const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
         const std::string whole = pending.substr(0, pending.size() - kept);
         std::fputs(printable(whole, "\n\t").c_str(), stdout);
@@ -150,7 +180,7 @@ void print_continuation(const std::string& folder, const std::string& text, Setu
         pending.erase(0, whole.size());
     };
     print(incomplete_end(pending));
-    continue_tokens(*model, processes, drawing, tokens, [&] {
+    continue_tokens(*model, *run.processes, drawing, tokens, [&] {
         if (tokens.back() == drawing.end_token) return;
         pending += vocabulary.decode({tokens.back()});
         print(incomplete_end(pending));

@@ -30,23 +30,7 @@ void continue_tokens(
 // the loss: a question, without its answer. Empty if no window has room for an answer.
 std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T);
 
-// What turns text into the tokens of a model, as the files of its folder show.
-enum class Tokenizer : uint8_t {
-    Bytes,   // a token is a byte
-    Pieces,  // a byte-level BPE, which tokenizer.bin holds
-    Python,  // a tokenizer as Hugging Face stores it, which this program cannot run
-    Unknown,
-};
-Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config);
-
-// The command that continues a text with the newest checkpoint in a run's folder; empty if there is none.
-std::string command_to_try(const std::string& out, const std::string& checkpoint, const ModelConfig& config);
-
-// ./train --prompt: prints the text and how the model in the folder continues it. `setup` has the recipe and
-// the ranks; the rest is chosen here. The model sees at most `longest` tokens. `make` makes it: make_gpu or
-// make_reference.
-void print_continuation(const std::string& folder, const std::string& text, Setup setup, int64_t longest,
-                        ProcessGroup& processes, Drawing drawing,
-                        const std::function<std::unique_ptr<Model>(const Setup&)>& make);
+// The command that continues a text with this checkpoint of a run; empty if there is none.
+std::string command_to_try(const std::string& checkpoint, const ModelConfig& config);
 
 }  // namespace coat

@@ -1,0 +1,199 @@
+// checkpoints.cpp - how a run continues a checkpoint (--resume), keeps its folder (--out), and saves.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "plan.h"
+#include "run.h"
+
+namespace coat {
+
+// -----------------------------------------------------------------------------------------------------------
+// --resume
+
+// Finds the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 reads all of
+// it, once the folder is locked, and says what it skips. If the run will save into the same folder, what it
+// skips is renamed, so that it does not stand in the way of later checkpoints.
+void find_resumed(Run& run) {
+    Flags& flags = run.flags;
+    const std::string last = find_checkpoint(flags.resume);
+    if (last.empty())
+        throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
+    if (!flags.given("out")) flags.out = fs::canonical(last).parent_path().string();
+    check_out_folder(run);
+    WholeCheckpoint found;
+    if (run.is_rank_0()) found = find_whole_checkpoint(flags.resume);
+    for (const auto& [path, why] : found.skipped) {
+        print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
+        if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), flags.out))
+            print_error(concat(path, " is now ", set_aside(path), "."));
+    }
+    run.weights = run.processes->all_gather(found.path).front();
+}
+
+// Takes the state of the checkpoint, and its values of the flags that are not given. The micro-batches of a
+// step are divided among the ranks that there are now. If a flag that is given changes the steps to come, the
+// run remembers what was changed after which step.
+void take_checkpoint(Run& run) {
+    Flags& flags = run.flags;
+    run.state = read_loop_state(run.weights);
+    Json& settings = run.state.settings;
+    const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
+    if (all % ranks)
+        throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
+                    " cannot share; use a number of ranks that divides ", all, ".");
+    settings["accumulate"] = all / ranks;
+    const float planned =  // the learning rate of the next step, without a change
+        learning_rate(settings.at("lr"), settings.at("warmup"), settings.at("steps"), run.state.step);
+    std::string changes = flags.take_checkpoint(settings);
+    if (flags.steps == 0) {  // an evaluation: it takes no steps, and the log is that of the run
+        if (!flags.given("log")) flags.log = "";
+        return;
+    }
+    if (changes.empty()) return;
+    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
+    if (lr != planned) {
+        char rates[100];
+        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
+                      planned);
+        changes += rates;
+    }
+    settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
+}
+
+// Whether the run that --resume names has made all its steps. If so, this says it, and how to continue.
+bool is_complete(const Run& run) {
+    const Flags& flags = run.flags;
+    if (flags.plan || flags.steps == 0 || run.state.step < flags.steps) return false;
+    std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
+                printable(run.weights).c_str(), run.state.step, run.state.step);
+    return true;
+}
+
+// The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
+std::string model_in(const std::string& folder) {
+    const std::string newest = find_checkpoint(folder);
+    return newest.empty() ? folder : newest;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The folder --out
+
+// Locks the folder until the program ends: two runs would remove each other's checkpoints.
+static void lock_folder(const std::string& out) {
+    const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0 || ::access(out.c_str(), W_OK) != 0)
+        throw Error("--out ", out, " cannot be written (", std::strerror(errno), "); choose another folder.");
+    if (::flock(folder, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
+}
+
+// Error if the folder cannot be created later: if the folder that it would be in, or the nearest one above
+// that exists, is a file, or must not be written.
+static void require_creatable(const std::string& out) {
+    fs::path above = fs::absolute(out).lexically_normal();
+    std::error_code none;
+    while (!fs::exists(above, none) && above.has_relative_path()) above = above.parent_path();
+    if (!fs::is_directory(above, none))
+        throw Error("--out ", out, " cannot be created: ", above.string(),
+                    " is not a folder; choose another folder.");
+    if (::access(above.c_str(), W_OK) != 0)
+        throw Error("--out ", out, " cannot be created in ", above.string(), " (", std::strerror(errno),
+                    "); choose another folder.");
+}
+
+// Checks the folder for checkpoints before data are read and a model is made, which can take minutes. A
+// folder that exists is locked from here on. One that does not exist is created when the first step begins:
+// so a run that fails at its start leaves none.
+void check_out_folder(Run& run) {
+    const std::string& out = run.flags.out;
+    if (!run.saves_checkpoints()) return;
+    run.out_is_locked = fs::exists(out);
+    if (run.is_rank_0() && run.out_is_locked) lock_folder(out);
+    else if (run.is_rank_0()) require_creatable(out);
+    run.processes->all_gather(0);  // the others wait for rank 0
+}
+
+// A new run must not use the folder of another run's checkpoints.
+void require_own_folder(const Run& run) {
+    const Flags& flags = run.flags;
+    if (!run.saves_checkpoints()) return;
+    const std::string newest = find_checkpoint(flags.out);
+    if (newest.empty() || (flags.given("resume") && fs::equivalent(newest, run.weights))) return;
+    throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with --resume ",
+                flags.out, ", or choose another folder with --out.");
+}
+
+void create_out_folder(const Run& run) {
+    if (!run.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
+    create_folders(run.flags.out);
+    lock_folder(run.flags.out);
+    require_own_folder(run);  // another run may have come first
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Saving
+
+// Saves a checkpoint in a folder. Returns false on all ranks if that cannot be done, say because the disk is
+// full. Then rank 0 says why.
+static bool save_in(Run& run, const std::string& folder) {
+    try {
+        run.processes->checkpoint =
+            save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep);
+    } catch (const Error& error) {
+        if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
+        return false;
+    }
+    run.unsaved = false;
+    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->checkpoint).c_str());
+    return true;
+}
+
+// Saves a checkpoint in --out, unless its name is empty. If that fails, the run goes on with the last one.
+bool save(Run& run) { return run.flags.out.empty() || save_in(run, run.flags.out); }
+
+// Saves the last step of a run. If --out cannot be written, it is saved in a new folder where temporary files
+// belong, or else in the working directory: any place is better than to lose it. Returns whether it is in
+// --out.
+bool save_last(Run& run) {
+    if (save(run)) return true;
+    const char* const temporary = std::getenv("TMPDIR");
+    for (const std::string place : {temporary ? temporary : "/tmp", "."}) {
+        std::string folder = path_in(place, "coat-XXXXXX");
+        if (run.is_rank_0() && !::mkdtemp(folder.data())) folder = "";
+        folder = run.processes->all_gather(folder).front();
+        if (folder.empty()) continue;
+        if (save_in(run, folder)) {
+            if (run.is_rank_0())
+                print_error("--out " + run.flags.out + " could not be written; move " +
+                            run.processes->checkpoint + " there when it can be.");
+            return false;
+        }
+        if (run.is_rank_0()) ::rmdir(folder.c_str());
+    }
+    if (run.is_rank_0())
+        print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
+    return false;
+}
+
+// Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,
+// all ranks save the last complete step and get an Error.
+void read_on_all_ranks(Run& run, const std::function<void()>& read) {
+    std::string error;
+    try {
+        read();
+    } catch (const Error& failure) {
+        error = failure.what();
+    }
+    for (const std::string& found : run.processes->all_gather(error)) {
+        if (found.empty()) continue;
+        if (run.unsaved) save_last(run);
+        throw Error(found);
+    }
+}
+
+}  // namespace coat

@@ -1,0 +1,291 @@
+// flags.cpp - the table of flags, and how the command line is read by it (flags.h).
+#include "flags.h"
+
+#include <algorithm>
+#include <charconv>
+#include <numeric>
+#include <variant>
+
+#include "../coat.h"
+#include "../data/data_files.h"
+
+namespace coat {
+
+namespace {
+
+// What a resumed run does with a flag.
+enum OnResume : uint8_t {
+    NOT_SAVED,      // a checkpoint does not keep its value
+    MAY_CHANGE,     // another value may be given
+    CHANGES_STEPS,  // likewise, and checkpoints say that it was changed, since the steps that follow depend
+                    // on it
+    MUST_MATCH,     // another value is an error, since it would change what the saved tensors mean
+};
+
+struct Flag {
+    const char* name;
+    std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
+    OnResume on_resume;
+    const char* about;                     // its line of --help
+    const char* words = "";                // the texts that may be given, separated by spaces; "": any text
+    const char* gpu_default = nullptr;     // the default on a GPU, if it is not that of Flags
+    const char* folder_default = nullptr;  // the default where --model is a folder, also on a GPU
+    int64_t least = 0;                     // the smallest number that may be given
+
+    bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
+};
+
+}  // namespace
+
+// clang-format off
+static const Flag FLAGS[] = {
+    {.name = "device", .member = &Flags::device, .on_resume = NOT_SAVED,
+     .about = "auto, cpu or gpu; auto is the GPU if there is one", .words = "auto cpu gpu"},
+    {.name = "ranks", .member = &Flags::ranks, .on_resume = NOT_SAVED,
+     .about = "processes, one for each GPU; torchrun sets it itself", .least = 1},
+    {.name = "model", .member = &Flags::model, .on_resume = MUST_MATCH,
+     .about = "a named model; or a folder: of a run, or from Hugging Face", .gpu_default = "llama-30m"},
+    {.name = "recipe", .member = &Flags::recipe, .on_resume = MUST_MATCH,
+     .about = "formats of weights, activations and gradients"},
+    {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
+     .about = "formats of the moments; default: the recipe's"},
+    {.name = "attention", .member = &Flags::attention, .on_resume = MUST_MATCH,
+     .about = "saved q, k, v and attention output; groups: in FP8", .words = "compute groups"},
+    {.name = "master", .member = &Flags::master, .on_resume = MUST_MATCH,
+     .about = "FP32 master weights; none: rounded stochastically", .words = "exact none"},
+    {.name = "gradients", .member = &Flags::gradients, .on_resume = MUST_MATCH,
+     .about = "kept until the update; none: update in backward", .words = "kept none"},
+    {.name = "data", .member = &Flags::data, .on_resume = MAY_CHANGE,
+     .about = "text, folders of it, token files (.bin); with commas"},
+    {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
+     .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
+    {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
+     .about = "tokens per sequence", .gpu_default = "1024", .least = 1},
+    {.name = "accumulate", .member = &Flags::accumulate, .on_resume = MUST_MATCH,
+     .about = "micro-batches per step, on each rank", .least = 1},
+    {.name = "steps", .member = &Flags::steps, .on_resume = CHANGES_STEPS,
+     .about = "steps in total; 0 evaluates on held-out text and stops", .gpu_default = "900"},
+    {.name = "lr", .member = &Flags::lr, .on_resume = CHANGES_STEPS,
+     .about = "peak of the learning rate, which falls to a tenth", .gpu_default = "1e-3",
+     .folder_default = "1e-5"},
+    {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
+     .about = "steps of linear warm-up, before half a cosine"},
+    {.name = "weight-decay", .member = &Flags::weight_decay, .on_resume = CHANGES_STEPS,
+     .about = "decoupled weight decay of matrices"},
+    {.name = "clip", .member = &Flags::clip, .on_resume = CHANGES_STEPS,
+     .about = "clip gradients to this global norm; 0: do not clip"},
+    {.name = "seed", .member = &Flags::seed, .on_resume = MUST_MATCH,
+     .about = "of first weights, the order of the data, the samples"},
+    {.name = "out", .member = &Flags::out, .on_resume = NOT_SAVED,
+     .about = "folder for checkpoints; \"\": save none"},
+    {.name = "save-every", .member = &Flags::save_every, .on_resume = MAY_CHANGE,
+     .about = "steps between checkpoints; 0: about half an hour"},
+    {.name = "keep", .member = &Flags::keep, .on_resume = MAY_CHANGE,
+     .about = "newest checkpoints that stay in --out", .least = 1},
+    {.name = "resume", .member = &Flags::resume, .on_resume = NOT_SAVED,
+     .about = "continue this checkpoint, or the newest in a folder"},
+    {.name = "eval-every", .member = &Flags::eval_every, .on_resume = MAY_CHANGE,
+     .about = "steps between validations; 0: first and last", .gpu_default = "150"},
+    {.name = "eval-tokens", .member = &Flags::eval_tokens, .on_resume = MAY_CHANGE,
+     .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
+    {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
+     .about = "steps between samples of text; 0: none", .gpu_default = "300"},
+    {.name = "prompt", .member = &Flags::prompt, .on_resume = NOT_SAVED,
+     .about = "print how the model of a folder continues this, and stop"},
+    {.name = "tokens", .member = &Flags::tokens, .on_resume = NOT_SAVED,
+     .about = "new tokens after --prompt, at most"},
+    {.name = "temperature", .member = &Flags::temperature, .on_resume = NOT_SAVED,
+     .about = "of --prompt and samples; 0: the most probable token"},
+    {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
+     .about = "file for a log in JSON lines; --resume continues it"},
+    {.name = "plan", .member = &Flags::plan, .on_resume = NOT_SAVED,
+     .about = "print formats and memory of the run, and stop"},
+};
+// clang-format on
+
+// The value of a flag, as a string, a number or a boolean of JSON.
+static Json value(const Flags& flags, const Flag& flag) {
+    return std::visit([&](auto member) { return Json(flags.*member); }, flag.member);
+}
+// A value as it is written on the command line.
+static std::string text_of(const Json& value) {
+    return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+// Reads the value of a flag from its text. Error if the text is none of the flag's words, or no number that
+// it may have. Numbers have at most 31 bits, so that batch x seq cannot overflow.
+static void read_value(const Flag& flag, const std::string& text, std::string& value) {
+    if (*flag.words && !is_one_of(flag.words, text))
+        throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
+    if (flag.on_resume != NOT_SAVED && utf8_length(text) < text.size())
+        throw Error("--", flag.name, " ", text, " is not UTF-8, as the files of checkpoints are; ",
+                    "rename it, or give a link with another name.");
+    value = text;
+}
+template <class Number>
+static void read_number(const Flag& flag, const std::string& text, const char* kind, Number& value) {
+    Number number{};
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    const bool is_number = error == std::errc() && *end == 0;
+    const bool is_in_range = number >= flag.least && number <= INT32_MAX;  // false for NaN
+    if (!is_number || !is_in_range)
+        throw Error("--", flag.name, " ", text, " is not ", kind, " from ", flag.least, " to ", INT32_MAX,
+                    "; give such a number.");
+    value = number;
+}
+static void read_value(const Flag& flag, const std::string& text, int64_t& value) {
+    read_number(flag, text, "a whole number", value);
+}
+static void read_value(const Flag& flag, const std::string& text, double& value) {
+    read_number(flag, text, "a number", value);
+}
+static void read_value(const Flag&, const std::string&, bool& value) { value = true; }  // it was given
+
+static void set(Flags& flags, const Flag& flag, const std::string& text) {
+    std::visit([&](auto member) { read_value(flag, text, flags.*member); }, flag.member);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The command line
+
+// Levenshtein's distance: how many letters must be inserted, removed or replaced to turn one word into the
+// other.
+static size_t distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);  // row[j]: from the first i letters of a to the first j of b
+    std::iota(row.begin(), row.end(), size_t(0));
+    for (size_t i = 0; i < a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i + 1;
+        for (size_t j = 0; j < b.size(); j++) {
+            const size_t replaced = diagonal + (a[i] != b[j]);
+            diagonal = row[j + 1];
+            row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+// The flag that a misspelled word most likely means, or null if none is similar. "--eval_every" and
+// "evl-every" mean --eval-every, and so does its beginning "--eval"; "--batch-size" means --batch.
+static const Flag* similar_flag(std::string word) {
+    word.erase(0, word.find_first_not_of('-'));
+    std::replace(word.begin(), word.end(), '_', '-');
+    const Flag* best = nullptr;
+    // One letter of a short word may be wrong, a third of the letters of a long one, and two that are
+    // swapped.
+    size_t least = 1 + (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3));
+    for (const Flag& flag : FLAGS) {
+        const std::string name = flag.name;
+        const bool is_beginning = word.size() > 1 && (name.starts_with(word) || word.starts_with(name + "-"));
+        const size_t wrong_letters = is_beginning ? 1 : distance(word, name);
+        if (wrong_letters >= least) continue;
+        least = wrong_letters;
+        best = &flag;
+    }
+    return best;
+}
+
+// The flag of this name, with its dashes.
+static const Flag& find_flag(const std::string& name) {
+    for (const Flag& flag : FLAGS)
+        if (name == std::string("--") + flag.name) return flag;
+    const Flag* const similar = similar_flag(name);
+    const std::string question = similar ? concat("do you mean --", similar->name, "? ") : "";
+    throw Error(name, " is not a flag; ", question, "./train --help lists all flags.");
+}
+
+void Flags::parse(const std::vector<std::string>& arguments) {
+    for (size_t i = 0; i < arguments.size(); i++) {
+        const std::string& argument = arguments[i];  // "--flag", or "--flag=value"
+        const size_t equals = argument.find('=');
+        const bool has_value = equals != argument.npos;
+        const std::string name = argument.substr(0, equals);
+        help = name == "--help" || name == "-h";
+        version = name == "--version";
+        if (help || version) return;
+        const Flag& flag = find_flag(name);
+        given_.insert(flag.name);
+        std::string value = has_value ? argument.substr(equals + 1) : "";
+        if (flag.is_switch() && has_value) throw Error(name, " takes no value; give ", name, " alone.");
+        if (!flag.is_switch() && !has_value) {  // the value is the next argument
+            i++;
+            if (i == arguments.size()) throw Error(name, " needs a value after it.");
+            value = arguments[i];
+        }
+        set(*this, flag, value);
+    }
+}
+
+void Flags::take_gpu_defaults() {
+    for (const Flag& flag : FLAGS)
+        if (flag.gpu_default && !given(flag.name)) set(*this, flag, flag.gpu_default);
+}
+
+void Flags::take_folder_defaults() {
+    for (const Flag& flag : FLAGS)
+        if (flag.folder_default && !given(flag.name)) set(*this, flag, flag.folder_default);
+}
+
+std::string Flags::take_checkpoint(const Json& saved) {
+    std::string changes;
+    for (const Flag& flag : FLAGS) {
+        if (flag.on_resume == NOT_SAVED) continue;
+        const Json ours = value(*this, flag);
+        const Json theirs = saved.value(flag.name, ours);  // checkpoints of an older ./train lack new flags
+        if (!given(flag.name)) {
+            set(*this, flag, text_of(theirs));
+        } else if (flag.on_resume == MUST_MATCH && ours != theirs) {
+            throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),
+                        "; leave it out to continue that run, or leave --resume out to begin another.");
+        } else if (flag.on_resume == CHANGES_STEPS && ours != theirs) {
+            changes += changes.empty() ? "" : ", ";
+            changes += concat("--", flag.name, " ", ours.dump(), " (before: ", theirs.dump(), ")");
+        }
+    }
+    return changes;
+}
+
+Json Flags::all_settings() const {
+    Json values;
+    for (const Flag& flag : FLAGS)
+        if (!flag.is_switch()) values[flag.name] = value(*this, flag);
+    return values;
+}
+
+Json Flags::saved_settings() const {
+    Json values = all_settings();
+    for (const Flag& flag : FLAGS)
+        if (flag.on_resume == NOT_SAVED) values.erase(flag.name);
+    return values;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What --help and --version print
+
+void print_version() { std::printf("COAT %s (arXiv 2410.19313), ./train\n", VERSION); }
+
+void print_help() {
+    std::printf(
+        "./train trains a Llama, Mistral, Qwen or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
+        "Without flags it trains a small model on C++ headers found on this machine.\n"
+        "-h or --help prints this, --version the version. A value follows its flag: --steps 9 or\n"
+        "--steps=9. Flags, defaults (on a CPU | on a GPU, where they differ), and what they mean:\n\n");
+    const Flags standard;
+    for (const Flag& flag : FLAGS) {
+        std::string text = flag.is_switch() ? "" : text_of(value(standard, flag));
+        if (flag.gpu_default) text += concat(" | ", flag.gpu_default);
+        std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
+        if (flag.folder_default)
+            std::printf("%40sdefault where --model is a folder: %s\n", "", flag.folder_default);
+    }
+    std::printf("\n--model\n");
+    for (const ModelConfig& c : models())
+        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
+                    c.L, c.C, c.max_T);
+    std::printf("\n--recipe\n");
+    for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
+    std::printf("\n--optimizer\n");
+    for (const OptimizerFormat& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+}
+
+}  // namespace coat

@@ -1,0 +1,244 @@
+// report.cpp - what a run prints and logs: its start, its steps, validation, samples, how well FP8 represents
+// its tensors, and its end.
+#include <cmath>
+
+#include "generate.h"
+#include "plan.h"
+#include "run.h"
+
+namespace coat {
+
+// -----------------------------------------------------------------------------------------------------------
+// The start
+
+// The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
+static const char* log_before(const Run& run) {
+    if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
+    const bool restored = !run.flags.resume.empty() && !run.flags.given("log");
+    return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
+}
+
+// The last rank keeps most.
+Setup setup_of_last_rank(const Run& run) {
+    Setup last = run.setup;
+    last.rank = last.ranks - 1;
+    return last;
+}
+
+// The device, and why it is no GPU.
+static std::string device_text(const Run& run) {
+    if (run.no_gpu.empty()) return run.flags.device;
+    return (run.on_gpu() ? "gpu, of which this machine has none: " : "cpu: ") + run.no_gpu;
+}
+
+// Prints what is good to know before the first step.
+void print_start(const Run& run) {
+    const Setup s = setup_of_last_rank(run);
+    const ModelConfig& c = s.config;
+    const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
+    print("model: ", c.name, ", ", grouped(parameter_count(c)), " parameters: ", counted(c.L, "layer"),
+          ", hidden size ", c.C, ", ", counted(c.NH, "head"), ", vocabulary ", c.V, "; ",
+          run.weights.empty() ? "random weights" : "weights of " + run.weights);
+    print("recipe: ", recipe_text(s));
+    print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
+          s.master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
+    print("device: ", device_text(run));
+    print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"),
+          " of ", s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
+    if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
+        print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
+              " is longer than --steps ", run.flags.steps);
+    if (!run.flags.plan) {
+        const std::vector<MemoryRow> plan = run.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
+        print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",
+              run.on_gpu() ? "" : ", without working memory", "; --plan lists it");
+        print("checkpoints: ", run.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
+    }
+    if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights);
+    if (const Corpus& text = run.corpus; text.train.size())
+        print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
+              grouped(text.validation.size()), " held out");
+    if (run.corpus.bytes && !run.weights.empty() && c.V > 256)
+        print("text: its bytes are the tokens, since ", run.weights, " has no tokenizer");
+    for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
+    if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
+    const Json changes = run.state.settings.value("changes", Json::array());
+    for (const Json& change : changes) print("changed: ", change.get<std::string>());
+    if (!changes.empty())
+        print("So the weights are not those of a run that had these flags from its first step.");
+    std::printf("\n");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Steps
+
+// "3m28s" or "5h7m".
+static std::string duration(double seconds) {
+    const int64_t whole = std::llround(seconds), minutes = whole / 60;
+    if (minutes < 60) return concat(minutes, "m", whole % 60, "s");
+    return concat(minutes / 60, "h", minutes % 60, "m");
+}
+
+// Prints and logs a step. It took `took` seconds; the rest of the run will take `left`, with validations,
+// samples and saves. Tokens and floating-point operations a second are those of all ranks.
+void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
+    const int64_t step = run.state.step, steps = run.flags.steps;
+    const double rate = run.step_tokens() / took;
+    const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
+    const char* note = "";
+    if (result.skipped) note = result.targets ? " | skipped: not finite" : " | skipped: no token counts";
+    std::printf(
+        "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
+        int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,
+        tflops, duration(left).c_str(), note);
+    run.print_log("step", {{"skipped", result.skipped},
+                           {"loss", result.loss},
+                           {"grad_norm", result.grad_norm},
+                           {"lr", lr},
+                           {"ms", took * 1e3},
+                           {"tokens_per_second", rate},
+                           {"tflops", tflops}});
+}
+
+// Prints and logs the end of a run: its steps since the program was started took `seconds`, and all of them
+// but the first `timed` seconds, without validations, samples and saves.
+void print_end(Run& run, double validation, int64_t steps, double seconds, double timed) {
+    const LoopState& state = run.state;
+    const int64_t skipped = state.step - state.updates;
+    Json end = {
+        {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
+    std::printf("\nDone: %s in %s", counted(steps, "step").c_str(), duration(seconds).c_str());
+    if (steps > 1) {
+        const double rate = double(run.step_tokens() * (steps - 1)) / timed;
+        std::printf(", %.0f tok/s", rate);
+        end["tokens_per_second"] = rate;
+    }
+    std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
+                state.first_validation, validation);
+    run.print_log("end", end);
+    const std::string command = command_to_try(run.processes->checkpoint, run.setup.config);
+    if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Validation, samples, and the report on quantization
+
+// The held-out text as windows of --seq tokens. Their order is the same in every run.
+static Loader held_out(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
+
+// How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
+// on --batch nor on the number of ranks, and so the loss does not.
+static int64_t evaluated_windows(const Run& run, const Loader& windows) {
+    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
+}
+
+// Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
+// window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
+// amax.
+static void read_evaluated(Run& run, const Loader& windows, int64_t number) {
+    const int64_t T = run.setup.T, first = number * run.setup.B, count = evaluated_windows(run, windows);
+    run.tokens.resize(run.batch_tokens());
+    run.targets.resize(run.batch_tokens());
+    read_on_all_ranks(run, [&] {
+        for (int64_t i = 0; i < run.setup.B; i++) {
+            const bool counts = first + i < count;
+            const int64_t repeated = first < count ? first : 0;
+            windows.read(counts ? first + i : repeated, &run.tokens[i * T], &run.targets[i * T]);
+            if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
+        }
+    });
+}
+
+// Prints and returns the mean loss, in nats, over the targets of the evaluated windows that count. Each rank
+// computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on --batch,
+// because the values of a micro-batch share a scale.
+double validation_loss(Run& run) {
+    const Loader windows = held_out(run);
+    const int64_t batches = ceil_div(evaluated_windows(run, windows), run.setup.B);
+    struct LossSum {
+        double loss, targets;
+    } sum{0, 0};
+    for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
+        read_evaluated(run, windows, first + run.setup.rank);
+        const double targets = double(counted_targets(run.targets.data(), run.batch_tokens()));
+        const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
+        const LossSum mine{.loss = mean * targets, .targets = targets};
+        for (const LossSum& theirs : run.processes->all_gather(mine)) {
+            sum.loss += theirs.loss;
+            sum.targets += theirs.targets;
+        }
+    }
+    if (sum.targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
+    const double loss = sum.loss / sum.targets;
+    if (!std::isfinite(loss))
+        throw Error("The validation loss is not finite after step ", run.state.step,
+                    "; begin again with a lower --lr, or with other weights.");
+    std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, loss,
+                counted(int64_t(sum.targets), "token").c_str());
+    run.print_log("validation", {{"loss", loss}, {"tokens", int64_t(sum.targets)}});
+    return loss;
+}
+
+// Prints how the model continues the beginning of the held-out text. The seed follows from the step, so that
+// a resumed run prints the samples of one that was not stopped.
+void print_sample(Run& run) {
+    constexpr int64_t LONGEST = 240;
+    const int64_t T = run.setup.T;
+    std::vector<int32_t> tokens = sample_prompt(run.corpus.validation, T);
+    if (tokens.empty()) return;
+    const auto prompt = int64_t(tokens.size());
+    continue_tokens(*run.model, *run.processes,
+                    {.temperature = run.flags.temperature,
+                     .most = std::min(T - prompt, LONGEST),
+                     .end_token = run.corpus.vocabulary.end_token,
+                     .seed = run.setup.seed * 1'000'003 + uint64_t(run.state.step)},
+                    tokens);
+    const auto text = [&](int64_t begin, int64_t end) {
+        const std::vector<int32_t> part(tokens.begin() + begin, tokens.begin() + end);
+        return printable(run.corpus.vocabulary.decode(part), "\n\t");
+    };
+    std::printf(
+        "sample | step %ld\n---------- held-out text\n%s\n---------- continued by the "
+        "model\n%s\n----------\n",
+        run.state.step, text(0, prompt).c_str(), text(prompt, int64_t(tokens.size())).c_str());
+    run.print_log("sample", {{"tokens", tokens}, {"prompt", prompt}});
+}
+
+// Prints how well FP8 represents each kind of tensor, measured on one micro-batch of held-out text, forward
+// and backward. After a run also the moments that its gradients would lead to, each on the rank that keeps
+// them, and the expansion factors k in use.
+void print_quantization(Run& run) {
+    const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
+    read_evaluated(run, held_out(run), 0);     // the same micro-batch on every rank
+    QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
+    for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
+        QuantStats sum;
+        for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
+        report.kinds[int(kind)] = trained ? sum : QuantStats();
+    }
+    bool has_title = false;  // a recipe without FP8 has no rows
+    for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
+        const QuantStats& s = report.kinds[kind];
+        if (s.elements == 0) continue;
+        if (!has_title)
+            std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
+        has_title = true;
+        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", REPORT_KIND_NAMES[kind], s.snr_db(),
+                    s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+    }
+    if (!trained) return;
+    if (report.part_of_moments) std::printf("Of large parameters, a part of the moments was measured.\n");
+    for (const auto& [name, mine] :
+         {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
+        std::vector<float> k;
+        for (const std::vector<float>& theirs : run.processes->all_gather(*mine))
+            k.insert(k.end(), theirs.begin(), theirs.end());
+        if (k.empty()) continue;
+        std::sort(k.begin(), k.end());
+        auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
+        std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", name,
+                    at(0), at(0.25), at(0.5), at(0.75), at(1));
+    }
+}
+
+}  // namespace coat

@@ -1,0 +1,86 @@
+// run.h - a run of ./train: what it is made of, and the stages that complete it, in their order. main.cpp
+// calls them; train.cpp has the training loop.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../data/checkpoint.h"
+#include "../data/tokens.h"
+#include "../model.h"
+#include "flags.h"
+#include "log.h"
+#include "ranks.h"
+
+namespace coat {
+
+struct Run {
+    Flags flags;
+    Setup setup{};
+    std::unique_ptr<ProcessGroup> processes;  // all ranks, also if there is only this one
+    std::string no_gpu;  // why this process has no GPU; empty if it has one, or if --device cpu asks for none
+    std::string weights;       // the folder that the run starts from, or continues; empty: random weights
+    LoopState state;           // its settings are those of the run that is continued, until require_same()
+    FileContents other_files;  // of `weights`, for the checkpoints
+    std::vector<std::string> outputs;  // the files that standard output and error go to, if they are files
+    Corpus corpus;
+    std::unique_ptr<Model> model;
+    RunLog log;                            // of rank 0
+    std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
+    bool out_is_locked = false;            // --out existed before this run, and is locked
+    bool unsaved = false;  // the model is at the end of a step that may be saved, and is in no checkpoint
+
+    int64_t batch_tokens() const { return setup.B * setup.T; }
+    int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }
+    bool on_gpu() const { return flags.device == "gpu"; }  // also if this is a plan, and there is no GPU
+    bool is_rank_0() const { return setup.rank == 0; }
+    bool saves_checkpoints() const { return !flags.out.empty() && !flags.plan && flags.steps > 0; }
+
+    void print_log(const char* kind, const Json& fields) { log.print(kind, state.step, fields); }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// start.cpp: from the flags to a model. The functions have the order in which they are called.
+
+void start_ranks(Run& run);    // the other processes; from here on only rank 0 prints
+void choose_device(Run& run);  // --device auto becomes cpu or gpu
+void make_setup(Run& run);     // the rows of tables that the flags choose
+Json load_data(Run& run);      // returns what the data are: sizes and hashes
+void require_same(Run& run, const Json& data);
+void make_model(Run& run);
+void log_settings(Run& run);
+
+// -----------------------------------------------------------------------------------------------------------
+// checkpoints.cpp: --resume, the folder --out, and what is saved there
+
+void find_resumed(Run& run);
+void take_checkpoint(Run& run);
+bool is_complete(const Run& run);
+std::string model_in(const std::string& folder);
+
+void check_out_folder(Run& run);
+void require_own_folder(const Run& run);
+void create_out_folder(const Run& run);
+
+bool save(Run& run);
+bool save_last(Run& run);
+
+// -----------------------------------------------------------------------------------------------------------
+// report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
+
+void print_start(const Run& run);
+Setup setup_of_last_rank(const Run& run);
+void print_step(Run& run, const StepResult& result, float lr, double took, double left);
+void print_end(Run& run, double validation, int64_t steps, double seconds, double timed);
+double validation_loss(Run& run);
+void print_sample(Run& run);
+void print_quantization(Run& run);
+
+// -----------------------------------------------------------------------------------------------------------
+// generate.cpp and train.cpp
+
+void answer_prompt(const Run& run);
+void read_on_all_ranks(Run& run, const std::function<void()>& read);
+int train(Run& run);  // returns the exit code
+
+}  // namespace coat

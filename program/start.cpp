@@ -1,0 +1,259 @@
+// start.cpp - the start of a run: from the flags to a model. The functions have the order in which main.cpp
+// calls them.
+#include <omp.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "../gpu/plan.h"
+#include "run.h"
+
+namespace coat {
+
+// -----------------------------------------------------------------------------------------------------------
+// The processes of the run, their device, and the model's shape
+
+// --ranks starts processes on this machine. A slip such as 999 must not bring it down before a GPU is missed.
+static void require_cores(int64_t ranks) {
+    constexpr int64_t RANKS_PER_CORE = 4;
+    const int64_t cores = omp_get_num_procs(), most = RANKS_PER_CORE * cores;
+    if (ranks > most)
+        throw Error("--ranks ", ranks, " is too many for a machine of ", cores, " cores; use at most ", most,
+                    ", ", RANKS_PER_CORE, " for each core.");
+}
+
+// The path of the file that a descriptor of this process is open on. If that is no file, the path names none.
+static std::string path_of_descriptor(int descriptor) {
+    std::error_code none;
+    return fs::read_symlink(concat("/proc/self/fd/", descriptor), none).string();
+}
+
+// Starts or finds the other ranks. Each goes on with the next stage; only rank 0 prints from here on.
+void start_ranks(Run& run) {
+    const Flags& flags = run.flags;
+    const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
+    const bool several = launch.ranks > 1 && !flags.plan;
+    if (several && launch.address.empty()) require_cores(launch.ranks);
+    run.outputs = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
+    run.processes = ProcessGroup::start(several ? launch : Launch());
+    run.setup.ranks = launch.ranks;
+    run.setup.rank = run.processes->rank();
+    run.setup.all_ranks = several ? run.processes.get() : nullptr;
+    const bool prints = launch.rank == 0 && run.setup.rank == 0;  // by torchrun, and by --ranks
+    if (!prints && !std::freopen("/dev/null", "w", stdout))
+        throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");
+}
+
+// --device auto becomes cpu or gpu, and flags that are not given get the defaults of a GPU. A plan for a GPU
+// needs none.
+void choose_device(Run& run) {
+    Flags& flags = run.flags;
+    if (flags.device != "cpu") run.no_gpu = why_no_gpu(run.processes->local());
+    if (flags.device == "gpu" && !run.no_gpu.empty() && !flags.plan)
+        throw Error("--device gpu cannot be used: ", run.no_gpu, ".");
+    if (flags.device == "auto") flags.device = run.no_gpu.empty() ? "gpu" : "cpu";
+    if (run.on_gpu()) flags.take_gpu_defaults();
+}
+
+// Finds the rows of tables that the flags choose; Error if there is none of that name. An optimizer that was
+// not given is written into its flag.
+void make_setup(Run& run) {
+    Flags& flags = run.flags;
+    Setup& s = run.setup;
+    s.recipe = find_row(recipes(), flags.recipe, "--recipe");
+    if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
+    s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
+    if (flags.attention == "groups") s.recipe.attention = E4M3_GROUP;
+    s.master = flags.master == "exact";
+    s.keep_gradients = flags.gradients == "kept";
+    if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
+        throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
+    // A run that continues has the shape of its checkpoint.
+    if (run.weights.empty() && fs::is_directory(flags.model)) {
+        run.weights = model_in(flags.model);
+        flags.take_folder_defaults();
+        for (const ModelConfig& c : models())
+            if (c.name == flags.model)
+                throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
+    }
+    s.config =
+        run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
+    s.B = flags.batch;
+    s.accumulate = flags.accumulate;
+    s.seed = uint64_t(flags.seed);
+    if (run.on_gpu() && run.no_gpu.empty())  // an older GPU lacks FP8 GEMMs
+        s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The data, and whether all ranks and the continued run have the same
+
+// The files of the data as a checkpoint lists them, a line for each, so that a message can name the one that
+// was changed. If there are very many, the list is empty: each checkpoint would have it.
+static std::vector<std::string> data_lines(const Run& run) {
+    constexpr size_t MOST_FILES = 10'000;
+    std::vector<std::string> lines;
+    if (run.corpus.files.size() <= MOST_FILES)
+        for (const DataFile& file : run.corpus.files) lines.push_back(file.line());
+    return lines;
+}
+
+// The files that these settings of a checkpoint list.
+static std::vector<DataFile> data_files(const Json& settings) {
+    std::vector<DataFile> files;
+    for (const Json& line : settings.value("data_files", Json::array()))
+        files.push_back(DataFile::from_line(line));
+    return files;
+}
+
+// Which files of --data are no data: what the ranks of this run write, and files that were not there when the
+// run began.
+static CorpusOptions corpus_options(Run& run) {
+    const Flags& flags = run.flags;
+    CorpusOptions options;
+    std::vector<std::string> written = run.outputs;
+    written.push_back(flags.log);
+    written.push_back(flags.out);
+    for (const std::string& path : written)
+        for (const std::string& theirs : run.processes->all_gather(path)) options.written.push_back(theirs);
+    const Json& before = run.state.settings;
+    if (!flags.resume.empty() && flags.data == before.at("data").get<std::string>())
+        options.known = data_files(before);
+    return options;
+}
+
+// The bytes of a text are the tokens of a model only if the model has no tokenizer of any kind.
+static void require_no_tokenizer(const std::string& model, const std::string& data) {
+    const std::string sentence = concat("--data contains bytes of text, which are no tokens of ", model);
+    const std::string tokenizer = tokenizer_in(model);
+    if (!tokenizer.empty())
+        throw Error(sentence, ": it has a tokenizer (", tokenizer, "); python3 data/tokenize.py --tokenizer ",
+                    model, " --out tokens ", data, " makes token files, which --data tokens reads.");
+    if (fs::exists(path_in(model, "tokenizer.bin")))
+        throw Error(sentence,
+                    ": it was trained on token files, whose tokenizer.bin it has; make token files of ",
+                    "the text with the same tokenizer (data/tokenize.py).");
+}
+
+// Reads the data. A model without a vocabulary size takes that of the data, or of bytes. If --seq is not
+// given, it becomes the length of packed conversations, or else the default, or the longest that the model
+// can have. Returns what the data are: sizes and hashes.
+Json load_data(Run& run) {
+    Flags& flags = run.flags;
+    ModelConfig& config = run.setup.config;
+    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
+    const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
+    const int64_t in_use = std::max(train.largest, held_out.largest) + 1;  // 0: there are no data
+    const int64_t packed = run.corpus.seq;                                 // 0: the data are not packed
+    if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
+    if (run.corpus.bytes && !run.weights.empty()) require_no_tokenizer(run.weights, flags.data);
+    if (in_use > config.V)
+        throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
+                    " tokens; make token files with its tokenizer (data/tokenize.py).");
+    if (!flags.given("seq") && flags.resume.empty())
+        flags.seq = packed ? packed : std::min(flags.seq, config.longest_sequence());
+    if (packed && packed != flags.seq)
+        throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
+                    ", or make it again with data/tokenize.py.");
+    run.setup.T = flags.seq;
+    return {{"train", concat(run.corpus.train.size(), " tokens, hash ", train.hash)},
+            {"held out", concat(run.corpus.validation.size(), " tokens, hash ", held_out.hash)}};
+}
+
+// What differs between the data of two runs, or of two ranks, by their settings; empty if the tokens are the
+// same. The hashes show whether they are, and the lists of files show in which file they are not.
+static std::string difference_of_data(const Json& there, const Json& here) {
+    const nlohmann::json found_there = there.at("data_found"), found_here = here.at("data_found");
+    if (found_there == found_here) return "";
+    const std::string text = difference(data_files(there), data_files(here));
+    return text.empty() ? "its tokens are not the same" : text;
+}
+
+// Hashes of the files of a model folder. The first rank of each machine makes them, if there are several
+// machines: another one may have other files under the same name.
+static Json hashes_of_weights(const Run& run) {
+    const std::vector<int> local = run.processes->all_gather(run.processes->local());
+    const bool several_machines = std::count(local.begin(), local.end(), 0) > 1;
+    Json hashes;
+    if (!several_machines || run.processes->local() != 0 || run.weights.empty()) return hashes;
+    for (const auto& file : fs::directory_iterator(run.weights))
+        if (file.is_regular_file()) hashes[file.path().filename()] = hash_file(file.path());
+    return hashes;
+}
+
+// Error if ranks differ in a flag, in data or in the model.
+static void require_same_on_ranks(const Run& run, Json mine) {
+    mine["resume"] = run.weights;
+    mine["device"] = run.flags.device;
+    mine["weights_found"] = hashes_of_weights(run);
+    // A path may have bytes that are not UTF-8.
+    const std::vector<std::string> all =
+        run.processes->all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));
+    const Json first = Json::parse(all[0]);
+    for (size_t rank = 1; rank < all.size(); rank++) {
+        const Json other = Json::parse(all[rank]);
+        const std::string of_data = difference_of_data(first, other);
+        if (!of_data.empty())
+            throw Error("Rank ", rank, " has other --data than rank 0: ", of_data,
+                        "; give all ranks the same.");
+        for (const auto& [name, value] : first.items()) {
+            const Json theirs = other.value(name, Json());
+            if (name != "data_files" && !theirs.is_null() && theirs != value)
+                throw Error("Rank ", rank, " differs from rank 0 in ", name, " (", theirs.dump(), ", there ",
+                            value.dump(), "); give the same flags, data and model.");
+        }
+    }
+}
+
+// Error if ranks differ, or if this run has other data than the one that it continues: the saved state would
+// mean something else. Then writes what checkpoints keep into run.state.settings.
+void require_same(Run& run, const Json& data) {
+    const Json& before = run.state.settings;
+    Json settings = run.flags.saved_settings();
+    settings["data_found"] = data;
+    settings["data_files"] = data_lines(run);
+    require_same_on_ranks(run, settings);
+    const std::string of_data = run.flags.resume.empty() ? "" : difference_of_data(before, settings);
+    if (!of_data.empty())
+        throw Error("--data is not that of the checkpoint's run: ", of_data, "; restore it.");
+    settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
+    settings["changes"] = before.value("changes", Json::array());
+    const std::string started = run.processes->all_gather(utc_now()).front();
+    settings["run_started"] = before.value("run_started", started);
+    run.state.settings = settings;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The model
+
+// The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
+// own gets the tokenizer.bin of the token files, so that --prompt can use it.
+static void take_other_files(Run& run) {
+    if (!run.weights.empty()) run.other_files = read_other_files(run.weights);
+    const std::string& pieces = run.corpus.vocabulary_file;
+    const bool has_tokenizer = !run.weights.empty() && !tokenizer_in(run.weights).empty();
+    if (!pieces.empty() && !has_tokenizer) run.other_files["tokenizer.bin"] = MappedFile(pieces).text();
+    add_tokenizer(run.corpus.tokenizer_folder, &run.other_files);
+}
+
+// Makes the model, with the weights of a checkpoint or of a folder, or with random ones. What can be wrong
+// with files is found before, because this can take minutes.
+void make_model(Run& run) {
+    if (!run.weights.empty()) check_weights(run.weights, run.setup.config);
+    if (run.is_rank_0()) take_other_files(run);
+    if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
+    run.model = run.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
+    if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
+    else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
+}
+
+// Every start of ./train begins its lines of the log with its flags.
+void log_settings(Run& run) {
+    Json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
+    settings.update(run.flags.all_settings());
+    settings["parameters"] = parameter_count(run.setup.config);
+    settings["ranks"] = run.setup.ranks;
+    run.print_log("settings", settings);
+}
+
+}  // namespace coat
