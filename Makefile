@@ -32,7 +32,7 @@ endif
 # infinity are part of the method.
 CXXFLAGS = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-REFERENCE := reference.cpp reference_model.cpp
+REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
 SOURCES   := $(REFERENCE) gpu/plan.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
 TESTS     := $(sort $(wildcard test/*.cpp test/*/*.cpp))
@@ -114,7 +114,7 @@ $(LADDERS): $(O)/ladder_%: $(if $(NVCC),,need-nvcc) $(O)/dev/ladders/%.cu.o $(OB
 
 # An exercise needs the reference, but nothing of the GPU implementation.
 EXERCISE := $(firstword $(wildcard dev/exercises/$(N)-* dev/exercises/0$(N)-*))
-$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp)
+$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp reference_matmul.cpp)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(NVCC),,need-nvcc)) $(O)/exercise_$(N),need-number)
 	@$(O)/exercise_$(N)

@@ -10,7 +10,7 @@
 //
 // What is stored. 128 consecutive elements of a parameter are a span. Their first moments are one moment
 // group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values say how the
-// codes of a moment group are decoded, its moment range: max, its largest magnitude, and k, its expansion
+// codes of a moment group are decoded, its moment scaling: max, its largest magnitude, and k, its expansion
 // factor (part 1). The paper's scale follows from max, so it is not stored. A span has four fields: max and k
 // of m, and max and k of v.
 //
@@ -48,8 +48,8 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 namespace {
 
-// The moment range of a moment group (coat.h).
-struct MomentRange {
+// The moment scaling of a moment group (coat.h).
+struct MomentScaling {
     float max, k;
 };
 
@@ -99,19 +99,19 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 // path up to 24% slower.
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is log_range / k.
-static __device__ bool is_wide(const MomentFormat& f, const MomentRange& range) {
+static __device__ bool is_wide(const MomentFormat& f, const MomentScaling& range) {
     return f.log_range > 120.0f * range.k;
 }
 // Encoding divides by max, so that also 1 / max must be normal. Decoding multiplies by max, and asks only
 // whether the moment group is wide.
-static __device__ bool expands_fast(const MomentFormat& f, const MomentRange& range) {
+static __device__ bool expands_fast(const MomentFormat& f, const MomentScaling& range) {
     return !is_wide(f, range) && (range.max >= 0x1p-100f || range.max == 0);
 }
-static __device__ float expand_carefully(const MomentFormat& f, const MomentRange& range, float x) {
+static __device__ float expand_carefully(const MomentFormat& f, const MomentScaling& range, float x) {
     return f.fmax * fast_exp2(range.k * (log2f(fabsf(x)) - log2f(range.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const MomentRange& range, float inverse_k, float log_y) {
+static __device__ float contract_carefully(const MomentScaling& range, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
     return root * range.max * root;
 }
@@ -125,7 +125,7 @@ static __device__ float contract_carefully(const MomentRange& range, float inver
 // it becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, and 2^(-120/512) is 0.85. So it
 // is at least 0.85 FMIN, and is encoded as FMIN.
 template <bool SECOND>
-static __device__ uint2 encode_moments(const MomentFormat& f, const MomentRange& range, const Values& x) {
+static __device__ uint2 encode_moments(const MomentFormat& f, const MomentScaling& range, const Values& x) {
     Values y;  // the magnitudes that are encoded
     if (f.expand && expands_fast(f, range)) {
         const float inverse_max = inverse_of_max(range.max);
@@ -161,7 +161,7 @@ static __device__ void fill_table(const MomentFormat& f, float* table) {
 // that decays the moment. The factor is max; on the careful path 1; and the scale max / FMAX where nothing
 // is expanded. x is first an entry of the table, then a magnitude, and last gets its sign.
 template <bool SECOND>
-static __device__ float decode_moments(const MomentFormat& f, const MomentRange& range, uint2 codes,
+static __device__ float decode_moments(const MomentFormat& f, const MomentScaling& range, uint2 codes,
                                        const float* table, Values& x) {
     for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % MAGNITUDES];
     const float inverse_k = fast_reciprocal(range.k);
@@ -180,12 +180,12 @@ static __device__ float decode_moments(const MomentFormat& f, const MomentRange&
 }
 
 // ===========================================================================================================
-// 3. The moment range of a moment group, and the fields of a window
+// 3. The moment scaling of a moment group, and the fields of a window
 
-// The moment range of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
+// The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
-static __device__ MomentRange range_of_new_moments(const MomentFormat& f, const Values& x) {
+static __device__ MomentScaling scaling_of_new_moments(const MomentFormat& f, const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -283,8 +283,8 @@ template <class W> struct ElementsOfThread {
                 a.gradients.load(start - a.first_element + i)};
     }
     // Encodes and stores, unless the span is beyond the last.
-    __device__ void store(int span, Values& w, const Values& m, const Values& v, const MomentRange& new_m,
-                          const MomentRange& new_v, uint32_t& top) const {
+    __device__ void store(int span, Values& w, const Values& m, const Values& v, const MomentScaling& new_m,
+                          const MomentScaling& new_v, uint32_t& top) const {
         const bool live = span < spans;
         const int64_t i = distance(span);
         weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
@@ -311,7 +311,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
     uint32_t top = 0;
     // `next` is what the next step needs. It is loaded as soon as a step has decoded its own, and arrives
     // while the threads compute. The order of two things decides about the speed: load() begins with the
-    // codes, and a step finds its new moment ranges before it stores the weights. In another order the
+    // codes, and a step finds its new moment scalings before it stores the weights. In another order the
     // compiler copies `next` to other registers in the middle of a step. The threads then wait there until
     // it has arrived, and the kernel reaches 71% of copy bandwidth, not 81%.
     Loaded<W> next = elements.load(first_span + half);
@@ -327,7 +327,7 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
 
             // Decode. Then the registers of `next` are free for what the next step needs.
             auto old = [&](int which) { return field_of_step(old_field, step, which); };
-            const MomentRange old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
+            const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
             elements.weights.values(next.w, w);
             a.gradients.values(next.g, g);
@@ -342,9 +342,10 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
             // Encode, and store. The new fields are stored later, with those of the window's other spans.
-            const MomentRange new_m = range_of_new_moments(a.m, m), new_v = range_of_new_moments(a.v, v);
+            const MomentScaling new_m = scaling_of_new_moments(a.m, m),
+                                new_v = scaling_of_new_moments(a.v, v);
             if (step == mine.step) {
-                const MomentRange new_of_lane = mine.is_of_v() ? new_v : new_m;
+                const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
             elements.store(span, w, m, v, new_m, new_v, top);
@@ -384,7 +385,7 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         const int64_t segment_begin = segment.offset / MOMENT_GROUP;
         const int64_t segment_end = segment_begin + spans_of(segment.size);
         if (segment_begin >= end) return;
-        if (!a.in_fp8_groups(segment)) continue;
+        if (!a.in_fp8_moment_groups(segment)) continue;
         const int64_t first = max(begin, segment_begin) - segment_begin;
         const int64_t stop = min(end, segment_end) - segment_begin;
         const int64_t first_window = ceil_div(first, WINDOW) + warp;
@@ -435,9 +436,10 @@ static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
-    const bool fp8_groups = optimizer.fp8_groups();
+    const bool fp8_moment_groups = optimizer.fp8_moment_groups();
     const bool any_scales = is_scaled(optimizer.m) || is_scaled(optimizer.v);
-    require(fp8_groups || optimizer.per_tensor || !any_scales, "moments in groups must both be in FP8");
+    require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
+            "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),
                                   .m = moment_format(optimizer.m, optimizer),
                                   .v = moment_format(optimizer.v, optimizer),
@@ -449,8 +451,8 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                                   .rounding_key = rounding_key,
                                   .gradients = either_dense(gradients, format),
                                   .state = state};
-    update_without_groups(arguments, fp8_groups, s);
-    if (!fp8_groups || range.count == 0) return;
+    update_other_formats(arguments, fp8_moment_groups, s);
+    if (!fp8_moment_groups || range.count == 0) return;
     with_weights(w, [&]<class W>() {
         launch("adamw, FP8", adamw_fp8_kernel<W>, blocks_of(arguments.spans), 32 * WARPS, 0, s, arguments);
     });

@@ -1,22 +1,24 @@
 // coat.h - the vocabulary that the CPU reference and the GPU implementation of COAT (arXiv 2410.19313) share.
 // The first half is number formats, what shares a scale, recipes, optimizers and quantization errors: the
 // words of the paper. The second half, from the line "Models" on, is the shapes of models, the tensors that
-// a transformer block saves for backward, and the parameters.
+// a transformer layer saves for backward, and the parameters.
 //
-// These words have one meaning each in all files:
-//   FMAX, FMIN    a format's largest and its smallest positive value
-//   code          a stored element: encode() rounds a value to a code, decode() gives the value of a code
-//   amax          the largest |x| of some elements
-//   scale block   the elements of a matrix that share a scale, rows x cols of them
-//   scale         s = amax / FMAX of a scale block, which stores code = encode(x / s): x = decode(code) s
-//   group         a scale block of 1x16: 16 neighbouring features of one token
-//   moment group  elements of a moment that share a moment range: 128 consecutive elements of a parameter,
-//                 or all of them
-//   moment range  (max, k) of a moment group: its amax, and the exponent of dynamic range expansion. Without
-//                 expansion it is max alone. The scale of a moment group is not stored: it follows from max
+// These words are used in all files:
+//   FMAX, FMIN      a format's largest and its smallest positive value
+//   code            a stored element: encode() rounds a value to a code, decode() gives the value of a code
+//   amax            the largest |x| of some elements
+//   scale block     the elements of a matrix that share a scale, rows x cols of them
+//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and
+//   read
+//                   as x = decode(code) s
+//   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
+//   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
+//   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k the
+//   exponent
+//                   of dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
-//   B  sequences in a micro-batch         L    transformer blocks         F  feed-forward size
+//   B  sequences in a micro-batch         L    transformer layers         F  feed-forward size
 //   T  tokens in a sequence               C    hidden size                V  vocabulary size
 //   N  tokens in a micro-batch, B * T     NH   query heads                HS  size of a head
 //                                         NKV  key/value heads
@@ -69,7 +71,7 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format are scaled, and so have moment ranges. FP8 and FP16 reach too short without.
+// Whether moments in this format have moment scalings. The range of FP8 and of FP16 is too short without.
 constexpr bool is_scaled(Format f) { return f != Format::F32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -237,14 +239,14 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 
 // -----------------------------------------------------------------------------------------------------------
 // Optimizers: how AdamW's moments are stored between steps (section 4). Moments in FP8 and FP16 have a moment
-// range for each moment group of 128 elements, or one for the whole parameter (MS-AMP's FP8-LM, arXiv
+// scaling for each moment group: for 128 elements, or for the whole parameter (MS-AMP's FP8-LM, arXiv
 // 2310.18313).
 
 inline constexpr int MOMENT_GROUP = 128;
 
-// The number of moment ranges that belong to n elements of a moment in format f: one for each moment group,
-// and none if the format is not scaled.
-constexpr int64_t moment_ranges(Format f, bool per_tensor, int64_t n) {
+// The number of moment groups, and so of moment scalings, of n elements of a moment in format f. A format
+// that is not scaled has none.
+constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
     if (!is_scaled(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
@@ -257,10 +259,12 @@ struct OptimizerFormat {
     const char* about = "";   // a line of --help
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t moment_ranges(Format f, int64_t n) const { return coat::moment_ranges(f, per_tensor, n); }
+    int64_t moment_group_count(Format f, int64_t n) const {
+        return coat::moment_group_count(f, per_tensor, n);
+    }
     // Whether m and v are FP8 codes in moment groups of 128, for which adamw.cu has a kernel. In every row of
     // the table both are, or neither.
-    bool fp8_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
+    bool fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
@@ -326,7 +330,7 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // k of all moment ranges, of the first and of the second moments
+    std::vector<float> k_m, k_v;   // k of all moment scalings, of the first and of the second moments
     bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
 };
 
@@ -476,7 +480,7 @@ inline void validate(const ModelConfig& c) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What a transformer block saves for backward (table 2). Its passes are block_forward() and block_backward()
+// What a transformer layer saves for backward (table 2). Its passes are layer_forward() and layer_backward()
 // of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
 
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms

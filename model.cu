@@ -8,12 +8,12 @@
 //     micro_batch()                  for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
-//           attention_forward()        norm 1 -> q, k, v -> attention -> output projection -> residual sum
-//           mlp_forward()              norm 2 -> gate, up -> activation -> down projection -> residual sum
+//           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
+//           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
 //         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
 //         for each layer, from the last to the first:
-//           mlp_backward()             the gradients of mlp_forward(), in the opposite order
-//           attention_backward()       the gradients of attention_forward(), in the opposite order
+//           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
+//           attention_block_backward() those of attention_block_forward(), in the opposite order
 //       embedding_backward()         the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/run.cpp)
 //
@@ -40,7 +40,7 @@
 //   in forward
 //   qkv.x             output of norm 1           add_to_residual() before the layer
 //   attention_out.x   output of attention        a pass: compute_x_amax()
-//   gate_up.x         output of norm 2           add_to_residual() in attention_forward()
+//   gate_up.x         output of norm 2           add_to_residual() in attention_block_forward()
 //   down.x            output of the activation   quantize_activation_input(), where it saves gate and up in
 //                                                groups; else a pass: compute_x_amax()
 //   each w            the weight                 the last update; with delayed scaling a pass
@@ -86,7 +86,7 @@ struct ResidualNorm {
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
 
-class Network final : public Model {
+class GpuModel final : public Model {
     // -------------------------------------------------------------------------------------------------------
     // What a model consists of. Each member may use those above it.
 
@@ -153,7 +153,7 @@ class Network final : public Model {
 
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
-    Network(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
+    GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : device_(s, bytes),
           exchange_(make_exchange(device_, memory_, parameters_, scales_, std::move(transport))),
           linear_{.device = device_,
@@ -272,8 +272,8 @@ private:
         forward();
         loss_and_head_backward();
         for (int64_t l = config_.L - 1; l >= 0; l--) {
-            mlp_backward(layers_[l]);
-            attention_backward(layers_[l], l > 0 ? layers_[l - 1].down.g_amax() : nullptr);
+            mlp_block_backward(layers_[l]);
+            attention_block_backward(layers_[l], l > 0 ? layers_[l - 1].down.g_amax() : nullptr);
         }
     }
 
@@ -309,7 +309,7 @@ private:
     Lazy norm_output_in_forward(const ResidualNorm& n) const {
         Norm read = n.norm;
         if (!forward_reads_saved(n)) read.in = residual_at(n);
-        return norm(read);
+        return lazy_norm(read);
     }
     bool forward_reads_saved(const ResidualNorm& n) const {
         return recipe_.forward_reads_groups || !n.norm.in.quant.fp8();
@@ -364,14 +364,14 @@ private:
         const View positions = rotary_ ? View{} : exchange_->weight(parameters_.index("positions"));
         add_to_residual(exchange_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
-            attention_forward(layers_[l]);
-            mlp_forward(layers_[l], l + 1 < config_.L ? norm1_of(layers_[l + 1]) : final_norm());
+            attention_block_forward(layers_[l]);
+            mlp_block_forward(layers_[l], l + 1 < config_.L ? norm1_of(layers_[l + 1]) : final_norm());
         }
     }
 
     // The first half of a layer. coat::attention_forward() (gpu/attention.h), which is called in the middle,
     // is attention alone.
-    void attention_forward(Layer& layer) {
+    void attention_block_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);
         const View saved_qkv = saved(layer, Saved::Qkv), saved_out = saved(layer, Saved::AttentionOutput);
@@ -395,14 +395,14 @@ private:
     }
 
     // The second half of a layer. next: the norm that reads the residual stream after this layer.
-    void mlp_forward(Layer& layer, const ResidualNorm& next) {
+    void mlp_block_forward(Layer& layer, const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2
         const View gate_up = gate_up_forward(layer, norm_output_in_forward(norm2));
         // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
         const View branch = take_view(N_, config_.C);
-        layer.down.fprop(activation(gated_, gate_up), branch);
+        layer.down.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum; it saves the input of the next norm
         add_to_residual(residual_at(norm2), branch, next);
     }
@@ -413,7 +413,7 @@ private:
         const View saved_gate_up = saved(layer, Saved::GateUp);
         if (!saved_gate_up.quant.fp8()) {  // the GEMM writes what is saved
             layer.gate_up.fprop(x, saved_gate_up);
-            layer.down.compute_x_amax(activation(gated_, saved_gate_up));
+            layer.down.compute_x_amax(lazy_activation(gated_, saved_gate_up));
             return saved_gate_up;
         }
         // The GEMM writes values in the compute dtype, the widest tensor of a layer. If the activation reads
@@ -509,7 +509,7 @@ private:
         piece.in = rows(piece.in, first, y.rows);
         piece.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
-        quantize(norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
+        quantize(lazy_norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
         gemms_.run(Gemm::Fprop, {y}, {exchange_->weight(head_weight_)}, logits, stream_);
         return logits;
     }
@@ -537,7 +537,7 @@ private:
     // taken before it, because memory is a stack.
 
     // From the gradient of the residual stream behind a layer to that before norm 2.
-    void mlp_backward(Layer& layer) {
+    void mlp_block_backward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const View gate_up = saved(layer, Saved::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
@@ -549,8 +549,8 @@ private:
         complete_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
         complete_bucket(layer.gate_up.bucket(), [&] {
             // activation
-            layer.gate_up.write_g8(activation_backward(gated_, gate_up, dact), LinearLayer::AmaxIs::Unknown,
-                                   dgate_up);
+            layer.gate_up.write_g8(lazy_activation_backward(gated_, gate_up, dact),
+                                   LinearLayer::AmaxIs::Unknown, dgate_up);
             until_dgate_up.end();
             // gate and up projection, norm 2
             linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax());
@@ -559,7 +559,7 @@ private:
     // Returns dact, in memory that it takes in the caller's scope.
     View down_backward(Layer& layer, const View& gate_up) {
         const Operand g8 = layer.down.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
-        layer.down.wgrad(g8, activation(gated_, gate_up));
+        layer.down.wgrad(g8, lazy_activation(gated_, gate_up));
         const View dact = take_view(N_, config_.F);
         layer.down.dgrad(g8, dact);
         return dact;
@@ -567,7 +567,7 @@ private:
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax: where the
     // amax of the latter goes: g_amax() of the down projection of the layer before; null at the first layer.
-    void attention_backward(Layer& layer, AmaxAndScale* dresidual_amax) {
+    void attention_block_backward(Layer& layer, AmaxAndScale* dresidual_amax) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved(layer, Saved::GateUp).data;
         const View dqkv =
@@ -620,7 +620,7 @@ private:
         n.reader->dgrad(g8, dx);
         norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax);
         until_dresidual.end();
-        n.reader->wgrad(g8, norm(n.norm));
+        n.reader->wgrad(g8, lazy_norm(n.norm));
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
@@ -835,13 +835,13 @@ private:
 
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
                                  std::shared_ptr<Transport> transport) {
-    return std::make_unique<Network>(s, bytes, cache_weights, std::move(transport));
+    return std::make_unique<GpuModel>(s, bytes, cache_weights, std::move(transport));
 }
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {
     Setup alone = s;
     alone.all_ranks = nullptr;  // the ranks do not meet in a dry run
-    return Network(alone, 0, cache_weights, nullptr).dry_step();
+    return GpuModel(alone, 0, cache_weights, nullptr).dry_step();
 }
 
 }  // namespace coat

@@ -163,7 +163,7 @@ struct StateTensor {
     std::vector<int64_t> shape;
     Param param;
     // How many consecutive elements of the parameter share one element of this tensor: the 128 elements of a
-    // moment group share the max of their moment range.
+    // moment group share the max of their moment scaling.
     int64_t shared_by = 1;
     static constexpr int64_t ALL = 0;  // of shared_by: all elements of the parameter
 
@@ -240,7 +240,7 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
     return table;
 }
 
-// The state besides the weights: the remainders of the masters, the codes and moment ranges of the moments,
+// The state besides the weights: the remainders of the masters, the codes and moment scalings of the moments,
 // and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master:
 // bits = (bf16 << 16) + remainder.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
@@ -259,7 +259,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t ranges = s.optimizer.moment_ranges(f, p.size());
+            const int64_t ranges = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
             if (ranges) add(moment + ".max", "F32", 4, {ranges}, shared_by);

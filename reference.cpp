@@ -4,8 +4,9 @@
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling      (the preliminaries, sections 5.1 and 5.2)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
-//   4. Operators          matmul, norm, activation, RoPE, attention, cross entropy
-// The training step that is made of them follows in reference_model.cpp.
+//   4. Operators          norm, activation, RoPE, attention, cross entropy
+// The matrix multiplication is in reference_matmul.cpp, because it must be fast, and is not needed to
+// understand the rest. The training step that is made of all these follows in reference_model.cpp.
 //
 // One thread computes an element of an output, in a fixed order, so the result is the same for any number of
 // threads. (Only maxima are taken over threads: they are the same in any order.)
@@ -18,8 +19,8 @@ namespace coat::reference {
 
 using Floats = std::vector<float>;
 
-// Loops over fewer elements, and GEMMs with fewer products, run on one thread: to start others takes longer.
-constexpr int64_t MIN_PARALLEL = 1 << 14, MIN_PARALLEL_PRODUCTS = 1 << 16;
+// Loops over fewer elements run on one thread: to start others would take longer.
+constexpr int64_t MIN_PARALLEL = 1 << 14;
 
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
@@ -300,7 +301,7 @@ void DelayedScale::end_step(Format fp8) {
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) s)
-// f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment range (max, k) are all that is stored.
+// f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
 // Equation 4: k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. It is rounded because
 // the GPU's logarithms differ in their last bits: so k still agrees in nearly all groups. (The released code
@@ -339,7 +340,7 @@ void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     expands = expand && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t ranges = moment_ranges(f, per_tensor, n);
+    const int64_t ranges = moment_group_count(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
     max.assign(ranges, 0.0f);
     k.assign(expands ? ranges : 0, 1.0f);
@@ -359,7 +360,7 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores the elements from first to end - 1, which are moment group g: first its moment range, then its
+// Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
 // codes.
 void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second) {
     float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
@@ -428,59 +429,6 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 
 // ===========================================================================================================
 // 4. Operators, forward and backward. dX is the gradient of the loss with respect to X.
-
-// Copies a matrix (rows, depth) to panels of `width` rows, panel[depth][row], with zeros beyond the last row.
-// Elements of the matrix are `row_stride` and `col_stride` apart.
-template <class Real>
-static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
-                              int64_t rows, int64_t depth) {
-    std::vector<Real> panels(round_up(rows, width) * depth);
-#pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL)
-    for (int64_t first = 0; first < rows; first += width)
-        for (int64_t d = 0; d < depth; d++)
-            for (int64_t r = first; r < std::min(rows, first + width); r++)
-                panels[first * depth + d * width + r - first] = x[r * row_stride + d * col_stride];
-    return panels;
-}
-
-constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its parts of k
-
-// c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
-// sum runs over k. a and b are packed into panels, so that this loop reads memory in order: a panel of a has
-// 6 rows of a, a panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts of 512,
-// so that the panels of a part stay in the caches.
-template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c) {
-    for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
-        const int64_t depth = std::min(DEPTH, k - k0);
-        const auto packed_a =
-            pack(TILE_ROWS, a.data + k0 * a.col_stride, a.row_stride, a.col_stride, m, depth);
-        const auto packed_b =
-            pack(TILE_COLS, b.data + k0 * b.row_stride, b.col_stride, b.row_stride, n, depth);
-#pragma omp parallel for collapse(2) if (m * n * depth > MIN_PARALLEL_PRODUCTS)
-        for (int64_t j = 0; j < n; j += TILE_COLS)
-            for (int64_t i = 0; i < m; i += TILE_ROWS) {
-                const Real* panel_a = packed_a.data() + i * depth;
-                const Real* panel_b = packed_b.data() + j * depth;
-                Real sum[TILE_ROWS][TILE_COLS] = {}, tile[TILE_ROWS][TILE_COLS];
-                for (int64_t d = 0; d < depth; d++) {
-                    for (int row = 0; row < TILE_ROWS; row++) {
-#pragma omp simd
-                        for (int col = 0; col < TILE_COLS; col++)
-                            sum[row][col] += panel_a[row] * panel_b[col];
-                    }
-                    panel_a += TILE_ROWS;
-                    panel_b += TILE_COLS;
-                }
-                // Below, sum would be read with bounds that the compiler does not know, and for this it would
-                // keep sum in memory from the start. So those loops read a copy.
-                for (int row = 0; row < TILE_ROWS; row++)
-                    for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
-                for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
-                    for (int64_t col = 0; col < std::min(TILE_COLS, n - j); col++)
-                        c[(i + row) * n + j + col] += tile[row][col];
-            }
-    }
-}
 
 // The mean of a row x (C), and rstd = 1 / sqrt(variance + eps). For RMSNorm the mean is taken as 0, so that
 // rstd = 1 / rms(x).
@@ -780,7 +728,6 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 // The compiler generates code for a template only where it is told to: here, for the callers in other files.
 // clang-format off
 #define INSTANTIATE(Real)                                                                                   \
-    template void matmul(int64_t, int64_t, int64_t, Matrix<Real>, Matrix<Real>, Real*);                     \
     template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \
     template void norm_backward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*, \
                                 Real*, Real*);                                                              \

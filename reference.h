@@ -73,7 +73,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
 float contract(Format fp8, float y, float max, float k);  // its inverse, with the sign of y; at most max
 
-// One moment (n) of one parameter, in any format. The elements of a moment group share a moment range (max,
+// One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
 // k). The last moment group may be short. One of zeros has max = 0 and k = 1.
 //   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:            code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k

@@ -1,5 +1,5 @@
 // reference_model.cpp - one training step of COAT on the CPU, made of the operators of reference.cpp:
-//   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
+//   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
 #include "reference.h"
 
@@ -35,22 +35,46 @@ namespace {
 // The forward and backward pass of one micro-batch: B sequences of T tokens, N = B T. Every tensor is a
 // vector of values, row-major, with N rows unless its comment says otherwise.
 template <class Real> class Network {
+public:
     // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
-    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
-
-public:
     using Tensor = std::vector<Real>;
+    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, Tensor>;
 
-protected:
-    // --- One transformer block. ./train --plan prints its operators and formats, in this order ---
+    // What a layer saves for backward (table 2; coat.h, saved_per_layer()).
+    struct SavedLayer {
+        SavedActivation norm1_input, norm2_input;  // (N, C)
+        SavedActivation qkv;                       // (N, qkv_cols)
+        SavedActivation attention_output;          // (N, q_cols)
+        SavedActivation gate_up;                   // (N, gate_up_cols)
+        Tensor lse;                                // (B, NH, T)
+    };
 
-    // Block l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
+    const Setup settings;
+    const ModelConfig& config = settings.config;
+    const Recipe& recipe = settings.recipe;
+    const LinearFormats formats = linear_formats(settings);
+    const std::vector<Param> params = parameters(config);
+    std::map<std::string, size_t> param_index;  // of a parameter in params, by its name
+    std::vector<Tensor> weights;                // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> gradients;              // by parameter (rows, cols), in gradient_format()
+    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
+    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
+    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
+    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
+
+    // Of the pass that runs: its size, and what its layers have saved.
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+    std::vector<SavedLayer> saved_layers;
+
+    // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
+
+    // Layer l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
     // and the output of the last branch, in FP32: the next norm's input is quantized from this sum, and the
     // stream goes on as the sum rounded to BF16.
-    Tensor block_forward(int64_t l, const Tensor& residual) {
+    Tensor layer_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
-        SavedLayer& s = saved_.emplace_back();
+        SavedLayer& s = saved_layers.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
         s.norm1_input = save(residual, config.C, recipe.nonlinear, ReportKind::NormInput);
@@ -85,12 +109,12 @@ protected:
         return sum(rounded(residual2), linear_forward(layer + "down", act));
     }
 
-    // Block l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
+    // Layer l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
     // branch two gradients are added: that which comes along the stream, and that which comes through the
     // branch. dX is the gradient of X.
-    Tensor block_backward(int64_t l, Tensor dresidual) {
+    Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
-        const SavedLayer& s = saved_[l];
+        const SavedLayer& s = saved_layers[l];
 
         // Down; act = SiLU(gate) x up is computed again
         const Tensor gate_up = load(s.gate_up);
@@ -135,15 +159,7 @@ protected:
         return rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
     }
 
-    // --- What a block saves for backward (table 2; coat.h, saved_per_layer()) ---
-
-    struct SavedLayer {
-        SavedActivation norm1_input, norm2_input;  // (N, C)
-        SavedActivation qkv;                       // (N, qkv_cols)
-        SavedActivation attention_output;          // (N, q_cols)
-        SavedActivation gate_up;                   // (N, gate_up_cols)
-        Tensor lse;                                // (B, NH, T)
-    };
+    // --- What a layer saves for backward ---
 
     // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
     float checked_amax(const Floats& x) {
@@ -177,7 +193,7 @@ protected:
     Tensor linear_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            const Quant& q = quant_of(formats_, role);
+            const Quant& q = quant_of(formats, role);
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
@@ -193,7 +209,7 @@ protected:
     // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
     // of the operand can hold, which is FP8 in most recipes.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t i = index_.at(name);
+        const size_t i = param_index.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
@@ -207,21 +223,21 @@ protected:
 
     // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t i = index_.at(name);
+        const size_t i = param_index.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
         Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())  // its scale blocks run over tokens now
+        if (!formats.g.granularity.symmetric())  // its scale blocks run over tokens now
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(name, dw);
         // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
         if (has_bias(name)) {
             Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            const Tensor& g = formats.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
             add_gradient(name + ".bias", dbias);
         }
@@ -317,22 +333,21 @@ protected:
         return x;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[index_.at(name)];
+        Tensor& gradient = gradients[param_index.at(name)];
         gradient = sum(gradient, contribution);
         if (gradient_format(settings) == recipe.compute) gradient = rounded(gradient);
     }
 
-    bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[index_.at(name)]; }
+    bool has_bias(const std::string& linear) const { return param_index.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights[param_index.at(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
     QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
 
     // --- The whole network ---
 
-public:
     explicit Network(const Setup& s) : settings(s), delayed_scales(params.size()) {
         for (size_t i = 0; i < params.size(); i++) {
-            index_[params[i].name] = i;
+            param_index[params[i].name] = i;
             weights.emplace_back(params[i].size());
             gradients.emplace_back(params[i].size());
             if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
@@ -353,14 +368,14 @@ public:
         B_ = B;
         T_ = T;
         N_ = B * T;
-        saved_.clear();
+        saved_layers.clear();
         const int64_t C = config.C;
         Tensor residual(N_ * C);
         for (int64_t n = 0; n < N_; n++) {
             std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
         }
-        for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
+        for (int64_t l = 0; l < config.L; l++) residual = layer_forward(l, residual);
         return rounded(residual);
     }
 
@@ -380,30 +395,13 @@ public:
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
         Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
-        for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
+        for (int64_t l = config.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
         return loss;
     }
 
     // In place of one_over_targets: run() is a forward pass alone.
     static constexpr double FORWARD_ONLY = 0;
-
-    const Setup settings;
-    const ModelConfig& config = settings.config;
-    const Recipe& recipe = settings.recipe;
-    const std::vector<Param> params = parameters(config);
-    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
-    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
-    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
-    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
-    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
-    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
-
-private:
-    const LinearFormats formats_ = linear_formats(settings);
-    std::map<std::string, size_t> index_;
-    std::vector<SavedLayer> saved_;
-    int64_t B_ = 0, T_ = 0, N_ = 0;
 };
 
 // ===========================================================================================================
@@ -419,6 +417,8 @@ class Reference : public Model, Network<float> {
         std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
         Moment m, v;
     };
+    std::vector<ParamState> states_;  // by parameter
+    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
 
 public:
     explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
@@ -630,10 +630,7 @@ private:
             }
     }
 
-    // --- The state ---
-
-    std::vector<ParamState> states_;  // by parameter
-    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
+    // --- The state by name ---
 
     // The elements that this rank owns of a tensor of the state.
     struct Memory {

@@ -400,8 +400,8 @@ private:
         float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] { residual_add(x, a, groups_ ? out : View{}, n, true, slot_, nullptr); });
-        quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Fprop);
-        quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
+        quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
+        quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, x, a, out, slot_, dweight, dbias, workspace, nullptr); });
         bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);
@@ -429,7 +429,8 @@ private:
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
         const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
-        const Lazy h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);
+        const Lazy h = lazy_activation(c_.arch.gated, up),
+                   du = lazy_activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
             const View u = random(N_, c_.gate_up_cols()),
                        saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
@@ -529,7 +530,7 @@ private:
         const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes, is_scaled(f) ? floats(std::max<int64_t>(o.moment_ranges(f, n), 2)) : nullptr,
+            return {codes, is_scaled(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;

@@ -138,7 +138,7 @@ struct MomentFormat {
     float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
 };
 
-// Whether a moment has moment ranges: is_scaled() of coat.h, for kernels. The FP32 moments of norm weights
+// Whether a moment has moment scalings: is_scaled() of coat.h, for kernels. The FP32 moments of norm weights
 // and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
@@ -159,13 +159,13 @@ struct AdamArguments {
     EitherDense gradients;  // of the range
     const GradientState* state;
 
-    // v is in groups where m is (coat.h, OptimizerFormat::fp8_groups).
-    __device__ bool in_fp8_groups(const Segment& s) const { return has_scales(s.m) && !m.per_tensor; }
+    // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
+    __device__ bool in_fp8_moment_groups(const Segment& s) const { return has_scales(s.m) && !m.per_tensor; }
 };
 
 // First clears the amaxes of all segments' weights, also for adamw_fp8_kernel. Then updates the segments
-// whose moments are not in FP8 groups (other_optimizers.cu). fp8_groups: whether the moments of the other
-// segments are in FP8 groups. Then only the small segments, norm weights and biases, are updated here.
-void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s);
+// whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether the moments of the
+// other segments are in FP8 groups. Then only the small segments, norm weights and biases, are updated here.
+void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -111,12 +111,12 @@ inline Lazy stored(const View& x) {
     return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
 }
 // The output (N, C) of a norm, whose row statistics are known.
-inline Lazy norm(const Norm& n) {
+inline Lazy lazy_norm(const Norm& n) {
     return {.op = LazyOp::Norm, .rows = n.in.rows, .cols = n.in.cols, .input = n.in, .norm = n};
 }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute dtype or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.
-inline Lazy activation(bool gated, const View& gate_up) {
+inline Lazy lazy_activation(bool gated, const View& gate_up) {
     return {.op = LazyOp::Activation,
             .rows = gate_up.rows,
             .cols = gate_up.cols / (gated ? 2 : 1),
@@ -125,7 +125,7 @@ inline Lazy activation(bool gated, const View& gate_up) {
 }
 // dact (N, F), in the compute dtype, is the gradient of the activation's output. The result is the gradient
 // of gate_up, in the same shape.
-inline Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
+inline Lazy lazy_activation_backward(bool gated, const View& gate_up, const View& dact) {
     return {.op = LazyOp::ActivationBackward,
             .rows = gate_up.rows,
             .cols = gate_up.cols,
@@ -283,9 +283,9 @@ struct Weights {
     Format format;
 };
 
-// One moment of one parameter. In groups: codes, and the moment range of each moment group (coat.h). With one
-// scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
-// BF16: no scale.
+// One moment of one parameter. In groups: codes, and the moment scaling of each moment group (coat.h). With
+// one scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32
+// and BF16: no scale.
 struct MomentView {
     void* data;  // (padded_size) of format; padding stays zero
     float* max;

@@ -42,7 +42,7 @@ template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_plain_kernel(const AdamArguments a, bool find_maxima) {
     const Segment segment = a.segments[blockIdx.y];
-    if (a.state->skip || a.in_fp8_groups(segment)) return;
+    if (a.state->skip || a.in_fp8_moment_groups(segment)) return;
     if (find_maxima && !has_scales(segment.m) && !has_scales(segment.v)) return;
     const W weights(a.w, segment.offset);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
@@ -89,13 +89,13 @@ static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     if (has_scales(segment.v)) segment.v.max[0] = segment.v.max[1];
 }
 
-void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s) {
+void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s) {
     const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
     const unsigned segments = static_cast<unsigned>(a.number_of_segments);
     launch("clear_maxima", clear_maxima_kernel, blocks(segments, 128), 128, 0, s, a, per_tensor);
     if (a.spans == 0) return;
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
-    const int64_t each = std::min<int64_t>(useful, fp8_groups ? 8 : 4 * multiprocessors());
+    const int64_t each = std::min<int64_t>(useful, fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), segments);
     with_weights(a.w, [&]<class W>() {
         const auto kernel = adamw_plain_kernel<W>;

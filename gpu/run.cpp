@@ -58,7 +58,7 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t ranges = o.moment_ranges(f, shards[i].own.count);
+            const int64_t ranges = o.moment_group_count(f, shards[i].own.count);
             MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
                               .max = nullptr,
                               .k = nullptr,
@@ -243,7 +243,7 @@ void Parameters::note_state() {
         if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
-            const int64_t ranges = setup.optimizer.moment_ranges(m.format, count);
+            const int64_t ranges = setup.optimizer.moment_group_count(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
             if (m.max) entries_[of + ".max"] = {i, m.max, ranges * 4};

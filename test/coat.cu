@@ -94,8 +94,8 @@ void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& 
         reference::activation_backward(gated, s.rows, s.cols, in.data(), gradient.data(), dx.data());
         return dx;
     };
-    check_lazy(gpu::activation(gated, gate_up.view()), formats.compute, forward(doubles(x)), forward(x));
-    check_lazy(gpu::activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
+    check_lazy(gpu::lazy_activation(gated, gate_up.view()), formats.compute, forward(doubles(x)), forward(x));
+    check_lazy(gpu::lazy_activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
                backward(doubles(x), doubles(d)), backward(x, d));
 }
 
@@ -230,7 +230,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 gpu::quantize_groups(gate_up.view(), groups.view(), write_back, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
                 const View read = forward_reads_groups ? groups.view() : gate_up.view();
-                gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
+                gpu::amax(gpu::lazy_activation(gated, read), separate.slot.get(), 0);
                 CHECK(fused.amax() == separate.amax());
                 CHECK(fused.amax() > 0);
             }
@@ -250,7 +250,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             dact[i] = 0x1p-14f;
         }
         const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
-        const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
+        const Lazy x = gpu::lazy_activation_backward(true, in.view(), gradient.view());
         const Tensor exact({rows, 2 * F}, FP32);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
@@ -313,5 +313,5 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
 TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
     const View x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
     CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
-    CHECK_THROWS_AS(gpu::quantize(gpu::activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
 }

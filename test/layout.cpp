@@ -7,7 +7,7 @@
 
 using namespace coat::test;
 
-constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 19;
+constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 20;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {

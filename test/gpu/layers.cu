@@ -42,7 +42,7 @@ struct NormCase {
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
         const Tensor y({N, C}, FP32);
-        gpu::quantize(gpu::norm(norm(read.view())), y.operand(), nullptr, 0);
+        gpu::quantize(gpu::lazy_norm(norm(read.view())), y.operand(), nullptr, 0);
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
 };
@@ -89,7 +89,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
                     const Tensor& read = forward_reads_saved ? c.in : x_out;
-                    const Lazy norm = gpu::norm(c.norm(read.view()));
+                    const Lazy norm = gpu::lazy_norm(c.norm(read.view()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::quantize(norm, values.operand(), nullptr, 0);
                     CHECK(y.amax() == reference::amax(values.values().data(), s.n()));

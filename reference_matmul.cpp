@@ -1,0 +1,67 @@
+// reference_matmul.cpp - the matrix multiplication of the CPU reference. Most of the reference's time is
+// spent here, so this is not the three plain loops, but computes tiles that stay in registers. The result of
+// an element is the same for any number of threads: one thread adds up its products, in the order of k.
+#include "reference.h"
+
+namespace coat::reference {
+
+// Loops over fewer elements, and GEMMs with fewer products, run on one thread: to start others takes longer.
+constexpr int64_t MIN_PARALLEL = 1 << 14, MIN_PARALLEL_PRODUCTS = 1 << 16;
+
+// Copies a matrix (rows, depth) to panels of `width` rows, panel[depth][row], with zeros beyond the last row.
+// Elements of the matrix are `row_stride` and `col_stride` apart.
+template <class Real>
+static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
+                              int64_t rows, int64_t depth) {
+    std::vector<Real> panels(round_up(rows, width) * depth);
+#pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL)
+    for (int64_t first = 0; first < rows; first += width)
+        for (int64_t d = 0; d < depth; d++)
+            for (int64_t r = first; r < std::min(rows, first + width); r++)
+                panels[first * depth + d * width + r - first] = x[r * row_stride + d * col_stride];
+    return panels;
+}
+
+constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its parts of k
+
+// c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
+// sum runs over k. a and b are packed into panels, so that this loop reads memory in order: a panel of a has
+// 6 rows of a, a panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts of 512,
+// so that the panels of a part stay in the caches.
+template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c) {
+    for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+        const int64_t depth = std::min(DEPTH, k - k0);
+        const auto packed_a =
+            pack(TILE_ROWS, a.data + k0 * a.col_stride, a.row_stride, a.col_stride, m, depth);
+        const auto packed_b =
+            pack(TILE_COLS, b.data + k0 * b.row_stride, b.col_stride, b.row_stride, n, depth);
+#pragma omp parallel for collapse(2) if (m * n * depth > MIN_PARALLEL_PRODUCTS)
+        for (int64_t j = 0; j < n; j += TILE_COLS)
+            for (int64_t i = 0; i < m; i += TILE_ROWS) {
+                const Real* panel_a = packed_a.data() + i * depth;
+                const Real* panel_b = packed_b.data() + j * depth;
+                Real sum[TILE_ROWS][TILE_COLS] = {}, tile[TILE_ROWS][TILE_COLS];
+                for (int64_t d = 0; d < depth; d++) {
+                    for (int row = 0; row < TILE_ROWS; row++) {
+#pragma omp simd
+                        for (int col = 0; col < TILE_COLS; col++)
+                            sum[row][col] += panel_a[row] * panel_b[col];
+                    }
+                    panel_a += TILE_ROWS;
+                    panel_b += TILE_COLS;
+                }
+                // Below, sum would be read with bounds that the compiler does not know, and for this it would
+                // keep sum in memory from the start. So those loops read a copy.
+                for (int row = 0; row < TILE_ROWS; row++)
+                    for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
+                for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
+                    for (int64_t col = 0; col < std::min(TILE_COLS, n - j); col++)
+                        c[(i + row) * n + j + col] += tile[row][col];
+            }
+    }
+}
+
+template void matmul(int64_t, int64_t, int64_t, Matrix<float>, Matrix<float>, float*);
+template void matmul(int64_t, int64_t, int64_t, Matrix<double>, Matrix<double>, double*);
+
+}  // namespace coat::reference
