@@ -50,7 +50,8 @@ QUIET = "--device gpu --sample-every 0 --eval-every 0"
 SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
          "tinyllama": "--model tinyllama-1.1b --batch 16 --seq 2048",
          "gpt2": "--model gpt2 --batch 64 --seq 1024 --accumulate 8",
-         "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048"}
+         "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048",
+         "qwen3-8b": "--model qwen3-8b --batch 4 --seq 2048"}
 STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion; of 16 x 2048: 0.1
 LONG, LARGE = (
     f"--device gpu --model {model} --data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin --batch {batch} "
@@ -76,6 +77,7 @@ GROUPS = {
         {**{f"{model} {way}": f"{size} {flags}".strip() for model, size in SIZES.items() for way, flags in
             (("coat", ""), ("bf16", BF16))},
          "7b coat, leanest": f"{SIZES['7b']} {LEANEST}",
+         "llama-3.1-8b coat, long": "--model llama-3.1-8b --batch 2 --seq 8192 --accumulate 2",
          "13b coat": "--model llama-2-13b --batch 1 --seq 2048",
          "30b coat, leanest": f"--model llama-30b --batch 1 --seq 2048 {LEANEST}"},
         f"{QUIET} --lr 1e-4 --steps 22 --warmup 22"),
