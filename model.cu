@@ -142,7 +142,7 @@ class GpuModel final : public Model {
     View residual_buffer_{};
 
     // send() copies from these, so they must stay until the host waits for the GPU again.
-    double one_over_targets_ = 0;
+    double loss_weight_ = 0;
     EmbeddingOrder embedding_order_;
 
     // forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones, which add to
@@ -206,8 +206,8 @@ private:
     // many targets count. quant_stats: where what quantizing loses is added up, by ReportKind; null: it is
     // not measured.
     void begin_pass(double targets, QuantStats* quant_stats = nullptr) {
-        one_over_targets_ = 1.0 / targets;
-        device_.send(&memory_.scalars->one_over_targets, &one_over_targets_, sizeof(double));
+        loss_weight_ = 1.0 / targets;
+        device_.send(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
         device_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
@@ -450,7 +450,9 @@ private:
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const Arena::Scope piece(arena_);
             const View y = take_view(piece_tokens(first), config_.C);
-            loss_and_dlogits(first, /*out*/ y, /*gradient_scale=*/nullptr);
+            const View logits = logits_of(first, /*out*/ y);
+            cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
+                                  stream_);
         }
         add_up_losses();
     }
@@ -486,23 +488,18 @@ private:
     void head_piece_backward(int64_t first, const View& dy, const View& dweight) {
         const Arena::Scope scope(arena_);
         const View y = take_view(piece_tokens(first), config_.C);
-        const View dlogits = loss_and_dlogits(first, /*out*/ y, &memory_.scalars->one_over_targets);
+        const View logits = logits_of(first, /*out*/ y);
+        cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
+                      memory_.losses + first, stream_);
+        const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = overwrites_gradients_ && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, rows(dy, first, y.rows),
                    stream_);
     }
 
-    // Computes the losses of n tokens, from number `first` on, and returns dlogits (n, padded_V), the
-    // gradients of the logits times gradient_scale. Without a gradient scale the logits themselves are
-    // returned. y (n, C) becomes the final norm's output.
-    View loss_and_dlogits(int64_t first, const View& y, const double* gradient_scale) {
-        const View logits = logits_of(first, /*out*/ y);
-        cross_entropy(logits, config_.V, memory_.targets + first, gradient_scale, memory_.losses + first,
-                      stream_);
-        return logits;
-    }
-    // Computes and returns the logits (n, padded_V) alone. y (n, C) becomes the final norm's output.
+    // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
+    // final norm's output.
     View logits_of(int64_t first, const View& y) {
         const View logits = take_view(y.rows, config_.padded_V());
         Norm piece = final_norm().norm;
@@ -515,9 +512,9 @@ private:
     }
     int64_t piece_tokens(int64_t first) const { return std::min(HEAD_TOKENS, N_ - first); }
 
-    // outcome()->loss += the sum of the losses * Scalars::one_over_targets.
+    // outcome()->loss += the sum of the losses * Scalars::loss_weight.
     void add_up_losses() {
-        loss_sum(memory_.losses, N_, &memory_.scalars->one_over_targets, &outcome()->loss, stream_);
+        loss_sum(memory_.losses, N_, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
     }
     // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
     void check_loss(double* checked) {

@@ -379,18 +379,18 @@ public:
         return rounded(residual);
     }
 
-    // Forward, the loss and, unless one_over_targets is FORWARD_ONLY, backward. tokens, targets: (B, T).
-    // Returns the sum of the losses. one_over_targets: one over the number of targets of the step that count.
-    // Backward adds the gradients of this times the sum, so that all micro-batches together give the
-    // gradients of the mean.
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double one_over_targets) {
+    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
+    // of the losses. Backward adds the gradients of loss_weight times this sum. loss_weight is 1 / the number
+    // of targets of the step that count, so that all micro-batches together give the gradients of the mean.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight,
+               bool backward) {
         const Tensor x = forward(tokens, B, T);           // (N, C)
         const Tensor y = rounded(norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                  // (N, padded_V)
         const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(one_over_targets));
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
-        if (one_over_targets == FORWARD_ONLY) return loss;
+        if (!backward) return loss;
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
@@ -399,9 +399,6 @@ public:
         embedding_backward(tokens, dresidual);
         return loss;
     }
-
-    // In place of one_over_targets: run() is a forward pass alone.
-    static constexpr double FORWARD_ONLY = 0;
 };
 
 // ===========================================================================================================
@@ -464,12 +461,13 @@ private:
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
         const int64_t N = settings.B * settings.T, accumulate = settings.accumulate;
+        const double loss_weight = 1.0 / double(counted);
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
             if (a == 0 || settings.all_ranks) clear_gradients();
             losses.push_back(
-                run(tokens + a * N, targets + a * N, settings.B, settings.T, 1.0 / double(counted)));
+                run(tokens + a * N, targets + a * N, settings.B, settings.T, loss_weight, /*backward=*/true));
             if (settings.all_ranks) sum_over_ranks(a == 0);
         }
         if (settings.all_ranks) gradients.swap(sums_);
@@ -526,8 +524,9 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = settings.B * settings.T;  // tokens of a micro-batch
         reset_amaxes();
+        const double loss_weight = 1.0 / divisor_of_mean(targets, N);
         const double loss =
-            run(tokens, targets, settings.B, settings.T, FORWARD_ONLY) / divisor_of_mean(targets, N);
+            run(tokens, targets, settings.B, settings.T, loss_weight, /*backward=*/false) * loss_weight;
         return finite ? loss : NAN;
     }
 
@@ -545,7 +544,7 @@ public:
         clear_gradients();
         QuantReport report;
         stats = report.kinds;
-        run(tokens, targets, settings.B, settings.T, 1.0 / divisor_of_mean(targets, N));
+        run(tokens, targets, settings.B, settings.T, 1.0 / divisor_of_mean(targets, N), /*backward=*/true);
         // k_m and k_v are those of the moments stored now. The errors are those of the moments that
         // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
         for (size_t i = 0; i < params.size(); i++) {
@@ -676,9 +675,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({c, recipe, optimizer, B, T});
     network.weights = weights;
-    const double one_over_targets = 1.0 / divisor_of_mean(targets, B * T);
-    const double for_backward = gradients ? one_over_targets : Network<double>::FORWARD_ONLY;
-    const double loss = network.run(tokens, targets, B, T, for_backward) * one_over_targets;
+    const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
+    const double loss = network.run(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

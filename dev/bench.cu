@@ -506,13 +506,13 @@ private:
         const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();
         const double count = batches_ * double(N_) / double(n), flops = 2.0 * double(n * c_.C * V);
         const int32_t* targets = upload(made_up_tokens(n, c_.V));
-        const double* scale = upload(std::vector<double>{1e-4});
+        const double* loss_weight = upload(std::vector<double>{1e-4});
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const View dw = random(V, c_.C), dy = random(n, c_.C);
         gemm(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.view, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.view),
-             [&] { cross_entropy(logits.view, c_.V, targets, scale, losses, nullptr); });
+             [&] { cross_entropy(logits.view, c_.V, targets, loss_weight, losses, nullptr); });
         gemm(HEAD, "head wgrad", count, Gemm::Wgrad, logits, y, dw, flops, nullptr, true);
         gemm(HEAD, "head dgrad", count, Gemm::Dgrad, logits, w, dy, flops, nullptr, false);
     }

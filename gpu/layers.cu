@@ -11,8 +11,10 @@ namespace coat::gpu {
 // ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
-// f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
-// to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
+// The frequency of pair i: f_i = theta^(-2i / HS), scaled as the model wants it (coat.h, RopeScaling). A part
+// of f_i, `kept`, stays; the rest is divided by the scaling's factor. `kept` depends on how many rotations
+// f_i makes in the original positions: 0 up to low_freq_factor, 1 from high_freq_factor on, and linear
+// between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
@@ -22,7 +24,7 @@ static __device__ double rope_frequency(double theta, int i, int half, const Rop
     return f * (kept + (1 - kept) / s.factor);
 }
 
-// table[t, i] = {cos, sin} of t f_i; in double, because angles reach thousands of radians.
+// table[t, i] is {cos, sin} of the angle t f_i. Angles reach thousands of radians: so they are in double.
 static __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
                                          float2* table) {
     const int64_t i = thread_of_grid();
@@ -34,8 +36,9 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
     table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
 }
 
-// A thread has four pairs of one row (half a head may be a multiple of four only) in ROPE_HEADS heads, which
-// are rotated by the same angles, times `sign`. Heads from `rotated_heads` on (v) only enter the amax.
+// A thread rotates four pairs in each of ROPE_HEADS heads of a row, all heads by the same four angles times
+// `sign`. (It has four pairs, not eight, because half a head need not be a multiple of eight.) Heads from
+// `rotated_heads` on, which are v, are not rotated; the amax takes them into account.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
@@ -186,8 +189,8 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 
 namespace {
 
-// The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
-// parts are merged by rescaling the sum of the one with the smaller maximum.
+// What a part of a row contributes to the softmax's denominator, computed in one pass: the part's maximum
+// `top`, and the sum of exp(x - top). Two parts are merged by rescaling the sum whose maximum is smaller.
 struct Softmax {
     float top, sum;
     __device__ void merge(const Softmax& o) {
@@ -203,7 +206,8 @@ struct Softmax {
 }  // namespace
 
 constexpr int LOSS_THREADS = 512;
-// Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
+// Merges the parts of all threads: first within each warp, then the warps in order. Every thread gets the
+// same bits.
 static __device__ Softmax block_softmax(Softmax mine) {
     __shared__ Softmax parts[LOSS_THREADS / 32];
     for (int lanes = 16; lanes > 0; lanes /= 2)
@@ -215,12 +219,13 @@ static __device__ Softmax block_softmax(Softmax mine) {
     return all;
 }
 
-// One block per token. The second pass reads the row from shared memory, each thread what it has left there;
-// a row that is too long for it (not CACHED) comes from L2.
+// A block has one token. It reads the row of logits twice: for the loss, and for the gradients. CACHED: in
+// the first pass each thread leaves its logits in shared memory, where it finds them in the second. A row
+// that is too long for that is read from memory, or the L2 cache, again.
 template <class Element, bool CACHED>
 static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 : 2)
     cross_entropy_kernel(Dense<Element> logits, int64_t stride, int64_t V, const int32_t* targets,
-                         const double* scale_of_step, float* losses) {
+                         bool gradients, const double* loss_weight, float* losses) {
     using Raw = typename Dense<Element>::Raw;
     extern __shared__ __align__(16) unsigned char shared[];  // (stride) Element
     Raw* const cached = reinterpret_cast<Raw*>(shared);
@@ -229,7 +234,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 :
     if (target == NO_TARGET) {  // the whole block
         if (threadIdx.x == 0) losses[row] = 0;
         Values zeros = {};
-        for (int64_t col = threadIdx.x * CHUNK; scale_of_step && col < stride; col += LOSS_THREADS * CHUNK)
+        for (int64_t col = threadIdx.x * CHUNK; gradients && col < stride; col += LOSS_THREADS * CHUNK)
             logits.round_in_place_and_store(first + col, zeros, true);
         return;
     }
@@ -262,33 +267,33 @@ static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 :
     const Softmax all = block_softmax(mine);
     const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
     if (threadIdx.x == 0) losses[row] = lse - correct;
-    if (!scale_of_step) return;
-    const float scale = static_cast<float>(*scale_of_step);
-    // (softmax - one_hot(target)) * scale
+    if (!gradients) return;
+    const float weight = static_cast<float>(*loss_weight);
+    // (softmax - one_hot(target)) * weight
 #pragma unroll 4
     for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
-        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
+        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
         if (target >= col && target < col + CHUNK)
-            for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
+            for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
         mask(col, x, 0.0f);
         logits.round_in_place_and_store(first + col, x, true);
     }
 }
 
-// One block: a step has few losses, and their order must not depend on the GPU.
+// A single block adds up the losses, because a step has few, and the order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
 static __global__ void __launch_bounds__(SUM_THREADS)
-    loss_sum_kernel(const float* losses, int64_t n, const double* scale, double* total) {
+    loss_sum_kernel(const float* losses, int64_t n, const double* loss_weight, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
     sum = block_sum<SUM_THREADS>(sum);
-    if (threadIdx.x == 0) *total += *scale * sum;
+    if (threadIdx.x == 0) *total += *loss_weight * sum;
 }
 
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
-                   cudaStream_t s) {
+static void launch_cross_entropy(const View& logits, int64_t V, const int32_t* targets, bool gradients,
+                                 const double* loss_weight, float* losses, cudaStream_t s) {
     with_dense(logits, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         const int row = static_cast<int>(logits.cols * sizeof(Element));
@@ -297,12 +302,20 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
         const auto kernel =
             cached ? cross_entropy_kernel<Element, true> : cross_entropy_kernel<Element, false>;
         launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
-               x, logits.cols, V, targets, scale, losses);
+               x, logits.cols, V, targets, gradients, loss_weight, losses);
     });
 }
+void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
+                           cudaStream_t s) {
+    launch_cross_entropy(logits, V, targets, /*gradients=*/false, /*loss_weight=*/nullptr, losses, s);
+}
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
+                   float* losses, cudaStream_t s) {
+    launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, s);
+}
 
-void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s) {
-    launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, scale, total);
+void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s) {
+    launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, loss_weight, total);
 }
 
 // ===========================================================================================================
@@ -402,7 +415,8 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
     __shared__ Values sums[RUNS][COLUMN_THREADS];
     const int t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
-    const TokenRows rows = tokens ? tokens[t] : TokenRows{t, 0, (N - t + period - 1) / period};
+    const TokenRows rows =
+        tokens ? tokens[t] : TokenRows{t, 0, static_cast<int32_t>(ceil_div(N - t, period))};
     const int run = tokens ? RUN_ROWS : rows.count, warps = blockDim.y;
     Values total = {};
     for (int first = 0; first < rows.count; first += warps * run) {
@@ -417,7 +431,7 @@ static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
         }
         for (int j = 0; j < CHUNK; j++) sums[threadIdx.y][threadIdx.x][j] = sum[j];
         __syncthreads();
-        const int runs = min(warps, (rows.count - first + run - 1) / run);
+        const int runs = min(warps, static_cast<int>(ceil_div(rows.count - first, run)));
         for (int r = 0; threadIdx.y == 0 && r < runs; r++)
             for (int j = 0; j < CHUNK; j++) total[j] += sums[r][threadIdx.x][j];
         __syncthreads();

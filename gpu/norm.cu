@@ -1,36 +1,38 @@
 // gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
 // the paper needs of them.
 //
-// Forward, the kernel that adds has whole rows in registers. So it also quantizes them for the norm, and
-// takes their statistics and the amax of the norm's output. It does not store that output: the quantizer of
-// the next GEMM's operand computes it (coat.cu). Backward, one kernel goes through the rows and sums the
-// gradients of weight and bias in passing.
+// In forward, one kernel adds a branch to the residual stream. It has whole rows in registers, so it also
+// does what the norm of the sum needs: it saves the norm's input, and computes the row statistics and the
+// amax of the norm's output. It does not store that output, because the kernel that makes the next GEMM's
+// operand computes it (coat.cu). In backward, one kernel computes the gradient of the norm's input row by
+// row, and sums the gradients of weight and bias over the rows.
 #include "device.cuh"
 
 namespace coat::gpu {
 
 // ===========================================================================================================
-// Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
-// a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
+// How threads share out rows. One warp or several hold a row in registers. threadIdx.x is the number of a
+// thread within its row. threadIdx.y is the number of its row among those that the block has at a time.
 
 constexpr int ROW_CHUNKS = 4;  // of a thread, at most
-constexpr int ROW_WARPS = 16;  // of a block, at most
+constexpr int ROW_WARPS = 16;  // of a row, at most
 
-// As few warps as hold a row of C columns, at most 32 * CHUNK * ROW_CHUNKS * ROW_WARPS = 2^14 of them, which
-// validate() in coat.h makes sure of. Where a row takes one or two warps, a block has several rows.
+// The shape of a block for rows of C columns. A row has as few warps as can hold it. (ROW_WARPS of them hold
+// 2^14 columns; validate() in coat.h allows no more.) A row of one warp shares its block with three others, a
+// row of two warps with one other.
 static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
-// The first column of one of the thread's chunks.
+// The first column of one of the thread's chunks. Neighbouring threads have neighbouring chunks.
 static __device__ int64_t row_column(int chunk) {
     return (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * CHUNK;
 }
 
-// x[i] becomes the sum of the x[i] of all threads of a row, in a fixed order, with the same bits in each of
-// them. All threads of the block call it, because it synchronizes them. Each PLACE has shared memory of its
-// own. Two successive calls need different places: a thread may still be reading the first when another
-// writes the second.
+// x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all threads
+// get the same bits. All threads of the block call it, because it synchronizes them. Each PLACE has shared
+// memory of its own. Two successive calls need different places: a thread may still be reading the sums of
+// the first call when another thread writes those of the second.
 template <int PLACE, int COUNT> static __device__ void row_sum(float (&x)[COUNT]) {
     __shared__ float parts[COUNT][ROW_WARPS];
     for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
@@ -50,9 +52,10 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// Of a row whose chunks are x. The forward pass of both norms calls it. LayerNorm's backward pass does too,
-// and gets the same bits, because its threads have the same chunks. RMSNorm's backward pass needs only the
-// sum of squares, which it takes together with another sum.
+// The statistics of a row, whose chunks in this thread are x. Chunks that lie behind the row are zeros. The
+// forward pass of both norms calls it. LayerNorm's backward pass does too, and gets the same bits, because
+// its threads have the same chunks. RMSNorm's backward pass needs only the sum of squares, which it computes
+// together with another sum.
 static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
                                                float eps) {
     float sum[1] = {0};
@@ -93,14 +96,16 @@ static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHU
 
 namespace {
 
-// The numbers of the rows of x and of branch whose sum is a row. With tokens, x is the embedding and branch
-// the learned positions: a sequence has `period` tokens, so that the position of a row is row % period.
+// Which row of x and which row of branch are added to give a certain row of the sum.
 struct RowsToAdd {
     int64_t x, branch;
 };
 
 }  // namespace
 
+// The row of the sum has the same number in both. But with tokens, x is the embedding, and branch are the
+// learned positions: then these are the rows of the token and of its position. A sequence has `period`
+// tokens.
 static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t period) {
     RowsToAdd from{.x = row, .branch = row};
     if (tokens) {
@@ -110,9 +115,10 @@ static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t
     return from;
 }
 
-// sum = x + branch, by rows (N, C). branch may be no tensor; tokens (N): see rows_to_add(). The kernel writes
-// the sum to x_out, if that is a tensor, and to norm_input, the input of the norm `next`. It leaves what the
-// next GEMM's quantizer needs: the row statistics of the norm, and in y_amax the amax of its output.
+// residual_add() of operators.h: sum = x + branch, (N, C). branch may be no tensor. tokens (N), or null: see
+// rows_to_add(). The sum is written to x_out, if that is a tensor, and to norm_input, the memory of next.in.
+// For the norm `next`, the kernel computes the row statistics and, if y_amax is not null, the amax of the
+// norm's output.
 template <class Storage, bool FORWARD_READS_SAVED, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
@@ -166,37 +172,38 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
 //   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
 //   both       dweight += dy xhat, dbias += dy
-// A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
-// in order.
+// A block goes through many rows. In shared memory, each row of threads (those with the same threadIdx.y) has
+// sums of its own, dweight (C) and dbias (C), of the rows that it has had so far. The block adds them and
+// writes them out at its end. Then the sums of all blocks are added. The order is always the same.
 
-// sums += v, at a thread's own columns of a parameter gradient (C) in shared memory. The two halves of a
-// chunk lie apart, so that neighbouring threads use different banks: first the first halves of all chunks,
-// then the second halves, four floats each.
+// Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
+// and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
+// of all chunks, four floats each, and then the second halves.
 static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
-    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second ones
+    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second halves
     float4& b = sums[(C + col) / CHUNK];  // entry C / CHUNK + col / CHUNK
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
 
-// The sums of the block's rows of threads, one set for each threadIdx.y, are added in order and written to
-// row blockIdx.x of partials (blocks, C). Entry i of a set has four columns: of the i-th chunk its first
-// half, or, for i from C / CHUNK on, of chunk i - C / CHUNK its second half.
-static __device__ void write_partials(const float4* sums, int C, float* partials) {
+// Adds up the sums of all rows of threads, (blockDim.y, C) as add_columns() arranges them, and writes the
+// result to row blockIdx.x of partials (blocks, C), with the columns in their usual order.
+static __device__ void write_partials(const float4* sums_of_rows, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
         for (int y = 0; y < blockDim.y; y++) {
-            const float4 one = sums[y * (C / 4) + i];
+            const float4 one = sums_of_rows[y * (C / 4) + i];
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
+        // The four columns of entry i: of which half of its chunk, and the first of them
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
         put(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
 }
 
-// A chunk's part of the two sums over a row that dx needs. LayerNorm: of d and of d xhat; x becomes xhat.
-// RMSNorm: of x^2 and of d x, from which mean(d xhat) = mean(d x) / rms follows: so the threads of a row
-// exchange both sums at once.
+// Adds a chunk's part to the two sums over a row that dx needs. Of LayerNorm they are the sums of d and of
+// d xhat, and x becomes xhat. Of RMSNorm they are the sums of x^2 and of d x. The latter gives mean(d xhat) =
+// mean(d x) / rms once rms is known: so the threads of a row exchange both sums at once.
 template <bool RMS>
 static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values& weight,
                                        RowStatistics statistics, float (&sum)[2]) {
@@ -208,8 +215,8 @@ static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values
     }
 }
 
-// Adds a chunk's dx to g, as the equations above say, and sets its part of dweight. x: of RMSNorm the input,
-// of LayerNorm xhat.
+// Adds a chunk's dx to g, by the equations above, and sets dweight to what this row adds to it. x is the
+// input of RMSNorm, or the xhat of LayerNorm.
 template <bool RMS>
 static __device__ void add_dx(const Values& x, const Values& dy, const Values& weight,
                               RowStatistics statistics, float mean_d, float mean_d_xhat, Values& g,
@@ -222,10 +229,10 @@ static __device__ void add_dx(const Values& x, const Values& dy, const Values& w
     }
 }
 
-// g_out = g_in + dx by rows (N, C); g_in may be no tensor. The kernel also writes the row statistics, the
-// amax of g_out, and each block's sums: partials (blocks, C) for dweight, and behind it (blocks, C) for
-// dbias. It writes the statistics anew because all norms have one place for them, which later norms have used
-// since.
+// norm_backward() of operators.h: g_out = g_in + dx, (N, C); g_in may be no tensor. The kernel also writes
+// the row statistics, the amax of g_out, and the blocks' sums: partials (blocks, C) of dweight and, of
+// LayerNorm, behind them (blocks, C) of dbias. It computes the statistics again because all norms have the
+// same place for them, where later norms have left theirs.
 template <class Storage, bool RMS, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
@@ -233,9 +240,9 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     using Raw = typename Dense<Element>::Raw;
     const int64_t rows = n.in.rows, C = n.in.cols;
     const Dense<Element> weights = dense<Element>(n.weight);
-    extern __shared__ float4 sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
+    extern __shared__ float4 sums_of_rows[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const int64_t quarter = C / 4;
-    float4* const dweight = sums + threadIdx.y * quarter;
+    float4* const dweight = sums_of_rows + threadIdx.y * quarter;
     float4* const dbias = dweight + blockDim.y * quarter;
     for (int64_t i = threadIdx.x; i < quarter; i += blockDim.x) {
         dweight[i] = float4{};
@@ -244,7 +251,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     __syncthreads();
     const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
-    bool turn = false;
+    bool odd_row = false;  // of the rows that this thread has had
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y, element = row * C + threadIdx.x * CHUNK;
@@ -269,7 +276,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         RowStatistics statistics{};
         if (!RMS) statistics = row_statistics(x, C, false, n.eps);
 
-        // The sums over the row, by which all its threads learn the means.
+        // The two sums over the row, from which all its threads compute the means.
         float sum[2] = {0, 0};
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
@@ -277,11 +284,12 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             dy_and_weight(c, dy, weight);
             add_to_row_sums<RMS>(x[c], dy, weight, statistics, sum);
         }
-        // The sums of two successive rows need different places. RMSNorm takes place 1 and place 2 in turn.
-        // LayerNorm takes place 2 always, since row_statistics() uses places 0 and 1 between two of them.
-        if (RMS && turn) row_sum<1>(sum);
+        // Two successive calls of row_sum() need different places. RMSNorm uses place 1 for every second row,
+        // and place 2 for the others. LayerNorm always uses place 2, because row_statistics() uses the places
+        // 0 and 1 in between.
+        if (RMS && odd_row) row_sum<1>(sum);
         else row_sum<2>(sum);
-        turn = !turn;
+        odd_row = !odd_row;
         if (RMS) statistics.rstd = inverse_root(sum[0], C, n.eps);
         if (row < rows && threadIdx.x == 0) n.row_statistics[row] = statistics;
         const float mean_d = sum[0] * inverse_C;  // LayerNorm's
@@ -302,11 +310,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
     if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude_bits(top));
     __syncthreads();
-    write_partials(sums, C, partials);
-    if (!RMS) write_partials(sums + blockDim.y * quarter, C, partials + gridDim.x * C);
+    write_partials(sums_of_rows, C, partials);
+    if (!RMS) write_partials(sums_of_rows + blockDim.y * quarter, C, partials + gridDim.x * C);
 }
 
-// A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
+// The number of blocks depends on the GPU alone: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
 
 size_t norm_backward_workspace(int64_t C) {

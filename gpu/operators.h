@@ -236,13 +236,18 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 // ===========================================================================================================
 // 5. Loss (gpu/layers.cu)
 
-// logits (rows, V_padded = logits.cols) become the gradients of *scale * sum(losses), zero from column V on.
-// losses (rows) FP32 are -log softmax(logits)[target]. Where the target is NO_TARGET both are 0. Without a
-// scale the logits stay (evaluation). The scale is on the device, as it changes between replays of a launch.
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
-                   cudaStream_t s);
-// *total += *scale * the sum of losses (n), in a fixed order, in double.
-void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s);
+// losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
+// (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
+// for evaluation.
+void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
+                           cudaStream_t s);
+// The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
+// where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
+// CUDA graph replays the launch.
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
+                   float* losses, cudaStream_t s);
+// *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
+void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
 
 // ===========================================================================================================
 // 6. Sums over rows, and the embedding's backward pass (gpu/layers.cu)

@@ -9,8 +9,9 @@ constexpr int THREADS = 256;  // of a block
 // ===========================================================================================================
 // 1. First values
 
-// i counts from the first element that this rank owns, which lies at `first` in its memory. The weight is the
-// master rounded to nearest; ties go away from zero, so that the remainder fits.
+// The first values of the elements of a parameter that this rank owns, number i of them by thread i. They lie
+// from `first` on in the rank's memory. The weight is the master rounded to nearest. Ties go away from zero,
+// so that the remainder fits.
 static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float init_std,
                                          bool ones, int64_t used, uint64_t seed, uint64_t param) {
     const int64_t i = thread_of_grid(), to = first + i;
@@ -39,8 +40,8 @@ cudaError_t find_kernels() {
 // ===========================================================================================================
 // 2. The norm of all gradients, clipping, and steps that are skipped
 
-// Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
-// squares in FP32 could overflow or vanish.
+// The sum of squares of a chunk: in FP32 if it lies between 2^-80 and 2^80, else in double, because squares
+// in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
     for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
@@ -50,8 +51,8 @@ static __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// The sum of squares of one shard unit, SHARD_UNIT elements or the last of a segment, by a warp. from, stop:
-// its elements, counted from the segment's first, which is gradients[offset].
+// A warp computes the sum of squares of one shard unit: SHARD_UNIT elements, or the last ones of a segment.
+// These are the elements [from, stop) of the segment, whose first is gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
 static __device__ double squares_of_unit(const EitherDense& gradients, int64_t offset, int64_t from,
                                          int64_t stop) {

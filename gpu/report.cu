@@ -4,7 +4,9 @@
 
 namespace coat::gpu {
 
-// The scale of an element is that of the tensor, of its block or (where both are null) of its group.
+// Adds to quant_stats what x loses if it is quantized. An element's scale is that of the tensor, from
+// amax_and_scale; or that of its scale block, from `blocks`; or, where both are null, that of its 1x16 group,
+// which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks, bool e5m2,
@@ -66,8 +68,9 @@ void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStr
     }
 }
 
-// The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it has
-// PIECES of equal length, evenly spread; one scale per tensor is then that of the pieces.
+// The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
+// only PIECES pieces of equal length, evenly spread. If there is one scale per tensor, it is that of the
+// pieces.
 void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
                      Format format, int64_t count, QuantReport& report, cudaStream_t s) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;

@@ -69,7 +69,7 @@ private:
 
 // What a step finds out. It is on the device, cleared before the step, and fetched at its end.
 struct StepOutcome {
-    double loss;          // the sum of the losses so far * Scalars::one_over_targets
+    double loss;          // the sum of the losses so far * Scalars::loss_weight
     double checked_loss;  // the same, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
     uint32_t empty_histories;  // delayed scaling: operands that have had no amax yet
@@ -77,7 +77,9 @@ struct StepOutcome {
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct Scalars {
     StepOutcome outcome;
-    double one_over_targets;  // from the host: 1 / the number of targets that count
+    // From the host: the weight of one target's loss in the loss of the step, which is a mean: 1 / the number
+    // of targets that count.
+    double loss_weight;
     // Where quantization is measured: its errors, by ReportKind, of all kinds before the moments.
     QuantStats quant_stats[static_cast<int>(ReportKind::Moment1)];
 };

@@ -47,15 +47,15 @@ struct NormCase {
     }
 };
 
-// The gradient of a row of logits. Away from the target it is scale * probability. A probability is
+// The gradient of a row of logits. Away from the target it is loss_weight * probability. A probability is
 // exp(logit - lse), and FP32 rounds lse, log(sum(exp(logits))), and its product with log2(e), each by up to
 // U |lse|: the probability is wrong by that part of itself. The reference in float does not show this: it
 // subtracts the largest logit, which mostly is exact.
-void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t target, double scale, double lse,
-                         Format compute) {
-    if (target != NO_TARGET) {  // scale * (probability - 1), where the two cancel
+void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t target, double loss_weight,
+                         double lse, Format compute) {
+    if (target != NO_TARGET) {  // loss_weight * (probability - 1), where the two cancel
         check_as_float({got[target]}, {exact[target]}, {in_float[target]}, 1, compute,
-                       {scale + (exact[target] + scale) * std::abs(lse)});
+                       {loss_weight + (exact[target] + loss_weight) * std::abs(lse)});
         got[target] = in_float[target] = 0;
         exact[target] = 0;
     }
@@ -265,10 +265,10 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                 const Tensor x(logits, {N, stride}, Quant{compute});
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
-                Buffer<double> scale(Doubles{0.125});
-                gpu::cross_entropy(x.view(), V, device_targets.get(), nullptr, losses_only.get(), 0);
+                Buffer<double> loss_weight(Doubles{0.125});
+                gpu::cross_entropy_forward(x.view(), V, device_targets.get(), losses_only.get(), 0);
                 CHECK(same_bytes(x.codes.read(), unchanged));
-                gpu::cross_entropy(x.view(), V, device_targets.get(), scale.get(), losses.get(), 0);
+                gpu::cross_entropy(x.view(), V, device_targets.get(), loss_weight.get(), losses.get(), 0);
                 const Floats got = losses.read();
                 CHECK(same_bytes(losses_only.read(), got));
                 CHECK(got[1] == 0);
@@ -288,8 +288,8 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                     check_loss_gradient({row, row + stride}, exact, in_float, target, 0.125, lse, compute);
                 }
                 const Buffer<double> total(Doubles{2});
-                scale.write({0.5});
-                gpu::loss_sum(losses.get(), N, scale.get(), total.get(), 0);
+                loss_weight.write({0.5});
+                gpu::loss_sum(losses.get(), N, loss_weight.get(), total.get(), 0);
                 double wanted = 2;
                 for (float l : got) wanted += 0.5 * l;
                 CHECK(total.read()[0] == doctest::Approx(wanted).epsilon(1e-14));
