@@ -3,11 +3,14 @@
 #include <cuda_runtime.h>
 
 #include "../gpu/gemm.h"
+#include "../gpu/run.h"
 #include "help/files.h"
 #include "help/model.h"
 
 using namespace coat;
 using namespace coat::test;
+using gpu::AmaxAndScale;
+using gpu::View;
 
 namespace coat::test {
 int number_of_gpus() {  // for help/ranks.h
@@ -25,6 +28,58 @@ GPU_MODEL_TEST("check: a CUDA error is reported once") {
     void* none = nullptr;
     CHECK_THROWS_AS(gpu::check(cudaMalloc(&none, size_t(1) << 60), "Allocating an exabyte failed"), Error);
     CHECK(cudaGetLastError() == cudaSuccess);
+}
+
+TEST_CASE("Arena: what is taken lies behind what was taken before and is aligned; a Scope gives it back") {
+    gpu::Arena arena(0);  // a dry run
+    CHECK(arena.take(0) == arena.begin());
+    CHECK(arena.take<float>(1) == static_cast<void*>(arena.begin()));
+    uint8_t* const second = arena.take(GPU_ALIGNMENT + 1);
+    CHECK(second == arena.begin() + GPU_ALIGNMENT);
+    uint8_t* third = nullptr;
+    {
+        const gpu::Arena::Scope scope(arena);
+        third = arena.take(10 * GPU_ALIGNMENT);
+        CHECK(third == second + 2 * GPU_ALIGNMENT);
+        {
+            const gpu::Arena::Scope inner(arena);
+            arena.take(5);
+        }
+        CHECK(arena.take(5) == third + 10 * GPU_ALIGNMENT);  // where the inner scope had its 5 bytes
+    }
+    CHECK(arena.take(1) == third);
+    CHECK(arena.most() == 14 * GPU_ALIGNMENT);  // at the end of the scope, though less is in use now
+}
+
+TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken after it") {
+    gpu::Arena arena(0);
+    uint8_t *first = nullptr, *later = nullptr;
+    {
+        gpu::Arena::Scope scope(arena);
+        first = arena.take(1);
+        scope.end();
+        later = arena.take(1);
+    }
+    CHECK(later == first);
+    CHECK(arena.take(1) == later + GPU_ALIGNMENT);
+}
+
+TEST_CASE("pieces_for_grids: the rows in their order; no piece has more than a grid") {
+    constexpr int64_t MOST = 65535 * 128, COLS = 4;
+    std::vector<uint8_t> begin(1);  // addresses are computed and not used
+    AmaxAndScale scale{};
+    for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
+        const View v{.data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .quant = BF16};
+        int64_t next = 0;
+        for (const View& piece : gpu::pieces_for_grids(v)) {
+            CHECK(piece.data == begin.data() + next * COLS * 2);
+            CHECK((piece.rows > 0 && piece.rows <= MOST && piece.cols == COLS));
+            CHECK((piece.scales == &scale && piece.quant == BF16));
+            next += piece.rows;
+        }
+        CHECK(next == rows);
+        CHECK(std::ssize(gpu::pieces_for_grids(v)) == ceil_div(rows, MOST));
+    }
 }
 
 GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {

@@ -305,3 +305,33 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
         CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);
     }
 }
+
+TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sentence that shows them") {
+    constexpr Quant E4M3_32{.format = Format::E4M3, .granularity = {1, 32}};
+    struct Row {
+        Quant x, w, g;
+        bool refused;
+    };
+    for (const auto& [x, w, g, refused] : {Row{E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, false},
+                                           {E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, false},
+                                           {E4M3_1x128, E4M3_1x128, E4M3_1x128, false},
+                                           {E4M3_128x128, E4M3_1x128, E4M3_1x128, false},
+                                           {E4M3_TENSOR, E4M3_ROW, E4M3_TENSOR, true},
+                                           {E4M3_TENSOR, E4M3_TENSOR, E4M3_1x128, true},
+                                           {E4M3_ROW, E4M3_ROW, E4M3_128x128, true},
+                                           {E4M3_128x128, E4M3_128x128, E4M3_1x128, true},
+                                           {E4M3_32, E4M3_32, E4M3_32, true},
+                                           {E5M2_TENSOR, E4M3_TENSOR, E5M2_TENSOR, true},
+                                           {BF16, E4M3_TENSOR, E4M3_TENSOR, true},
+                                           {E4M3_TENSOR, E4M3_TENSOR, BF16, true}}) {
+        Recipe r = find_row(recipes(), "coat", "--recipe");
+        r.x = x;
+        r.w = w;
+        r.g = g;
+        INFO(x.text(), " ", w.text(), " ", g.text());
+        const std::string error = error_of([&] { recipe_on_gpu(r, 90); });
+        CHECK(!error.empty() == refused);
+        if (refused)
+            check_error(error, concat("has x in ", x.text(), ", w in ", w.text(), " and g in ", g.text()));
+    }
+}
