@@ -22,9 +22,9 @@ import coat
 import small_run
 
 LIGHT = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1d9e0", "blue": "#0b6bcb", "red": "#c73a4e",
-         "green": "#23784a", "gold": "#96600c", "grey": "#8a94a6", "pale": "#eef3f9", "map": "viridis"}
+         "green": "#23784a", "gold": "#96600c", "violet": "#5d3a8e", "grey": "#8a94a6", "pale": "#eef3f9", "map": "viridis"}
 DARK = {"ground": "#0d1117", "text": "#e6edf3", "soft": "#9aa4af", "line": "#3a4452", "blue": "#6cb2f7", "red": "#f0808f",
-        "green": "#66c48f", "gold": "#e0ab5a", "grey": "#7d8794", "pale": "#17202b", "map": "viridis"}
+        "green": "#66c48f", "gold": "#e0ab5a", "violet": "#b39df5", "grey": "#7d8794", "pale": "#17202b", "map": "viridis"}
 theme = LIGHT
 
 
@@ -59,6 +59,71 @@ def formats():
                        "Red: subnormal values, equally spaced.")
 
 
+# --- A scale, and the staircase of rounding
+
+GROUP = np.array([0.31, 0.52, 0.08, 1.1, 0.24, 0.67, 0.05, 0.43, 0.91, 0.16, 0.02, 0.38, 0.75, 0.13, 24, 0.57])  # of lesson 2
+
+
+def scale():
+    """The group's magnitudes before and after they are divided by the scale, and the error of every magnitude."""
+    _, (lines, errors) = plt.subplots(2, 1, figsize=(6.4, 5.6), sharex=True, height_ratios=[3, 2])
+    divided = GROUP / (24 / 448)
+    regions = ((2.0**-13, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless precise"),
+               (2.0**-6, 448, theme["blue"], "normal: error at most 6.25%"))
+    for low, high, color, words in regions:
+        lines.fill_between([low, high], -0.35, 0, color=color, alpha=0.25, linewidth=0)
+        lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=9.5)
+        errors.axvspan(low, high, color=color, alpha=0.12, linewidth=0)
+    for x, y in zip(GROUP, divided):
+        color = theme["green"] if x < 24 else theme["red"]
+        lines.plot([x, y], [1, 0], color=color, linewidth=1, marker="o", markersize=4)
+    for y in (0, 1):
+        lines.axhline(y, color=theme["soft"], linewidth=1)
+    lines.text(24, 1.07, "24, the amax", ha="center", color=theme["red"])
+    lines.text(0.02, 1.07, "0.02", ha="center", color=theme["green"])
+    lines.text(2.0**-12.8, 1.07, "the group: |x|", weight="bold")
+    lines.text(2.0**-12.8, 0.62, "divided by\ns = 24 / 448:\nall move alike", color=theme["soft"])
+    lines.text(2.0**-12.8, 0.07, "E4M3: |x| / s", weight="bold")
+    for at, words, side in ((448, "448\nthe amax", "center"), (2.0**-6, "$2^{-6}$\namax / 28,672", "left"),
+                            (2.0**-10, "$2^{-10}$\namax / 458,752", "center")):
+        lines.text(at, -0.42, words, ha=side, va="top", fontsize=9.5)
+        errors.axvline(at, color=theme["soft"], linewidth=1, linestyle=":")
+    lines.set(ylim=(-0.75, 1.2), yticks=[], xscale="log")
+    lines.spines[["left", "bottom"]].set_visible(False)
+    lines.tick_params(bottom=False, labelbottom=False, which="both")
+    x = np.float32(np.geomspace(2.0**-13, 448, 6000))
+    error = 100 * np.abs(coat.decode(coat.E4M3, coat.encode(coat.E4M3, x)) / x - 1)
+    errors.plot(x, error, color=theme["text"], linewidth=0.9)
+    errors.set(xlim=(2.0**-13, 2.0**10), ylim=(0, 108), xlabel="|x| / s (logarithmic)", ylabel="error, %")
+    errors.set_title("error of a value that is rounded to E4M3")
+    errors.set_xscale("log", base=2)
+    exponents = range(-12, 10, 3)
+    errors.set_xticks([2.0**e for e in exponents], [f"$2^{{{e}}}$" for e in exponents])
+    errors.set_yticks([6.25, 50, 100], ["6.25", "50", "100"])
+    errors.minorticks_off()
+
+
+def staircase():
+    """What is stored for x in a tensor with amax 1.1, as in lesson 7: from nearby, and the whole range."""
+    _, axes = plt.subplots(1, 2, figsize=(6.4, 3.6))
+    s = np.float32(1.1) / 448
+    for ax, low, high in zip(axes, (0.28, 0.0), (0.36, 1.1)):
+        x = np.float32(np.linspace(low, high, 4001))
+        ax.plot(x, x, color=theme["gold"], linewidth=1.6, label="what backward uses: slope 1")
+        ax.plot(x, coat.decode(coat.E4M3, coat.encode(coat.E4M3, x / s)) * s, color=theme["blue"], linewidth=1.6,
+                label="what is stored: slope 0")
+        ax.set(xlim=(low, high), ylim=(low, high * 1.0001), xlabel="x", aspect="equal")
+    points = np.float32([0.3, 0.31, 0.33, 0.34])
+    axes[0].plot(points, coat.decode(coat.E4M3, coat.encode(coat.E4M3, points / s)) * s, "o", color=theme["red"], markersize=5,
+                 label="the four of the table")
+    axes[0].set(title="from nearby: steps", ylabel="stored value")
+    axes[1].set_title("from afar: a diagonal")
+    axes[0].set_xticks([0.28, 0.3, 0.32, 0.34, 0.36])
+    axes[0].set_yticks([0.28, 0.3, 0.32, 0.34, 0.36])
+    handles, names = axes[0].get_legend_handles_labels()
+    plt.gcf().legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.5)
+
+
 # --- Expansion
 
 def expansion(v):
@@ -88,116 +153,137 @@ def expansion(v):
 
 
 def factors(m, v):
-    _, ax = plt.subplots(figsize=(6.4, 3.2))
-    for x, name, color in ((m, "first moments", theme["blue"]), (v, "second moments", theme["red"])):
-        k = coat.store_moment(x[np.abs(x).max(axis=1) > 0], False)[2][:, 0]
-        ax.hist(k, np.geomspace(0.75, 16, 80), weights=np.full(len(k), 100 / len(k)), color=color, alpha=0.75,
-                histtype="stepfilled", label=f"{name}: median {np.median(k):.1f}")
+    """How many groups have which k. Where the bars of both moments overlap, the lower one is drawn in a third color."""
+    _, ax = plt.subplots(figsize=(6.4, 3.5))
+    edges = np.geomspace(0.75, 16, 80)
+    k_of_m, k_of_v = (coat.store_moment(x[np.abs(x).max(axis=1) > 0], False)[2][:, 0] for x in (m, v))
+    of_m, of_v = (100 * np.histogram(k, edges)[0] / len(k) for k in (k_of_m, k_of_v))
+    for heights, color, name in ((of_m, theme["blue"], f"first moments: median {np.median(k_of_m):.1f}"),
+                                 (of_v, theme["red"], f"second moments: median {np.median(k_of_v):.1f}"),
+                                 (np.minimum(of_m, of_v), theme["violet"], "both: the two overlap here")):
+        ax.stairs(heights, edges, fill=True, color=color, label=name)
     ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the group)", ylabel="% of groups",
            title="k of all groups of a small model (k = 1 stretches nothing)")
-    ax.annotate("v of the\ndown matrices", (2.5, 2.9), (2.9, 4.3), color=theme["text"], fontsize=9,
-                arrowprops={"arrowstyle": "-", "color": theme["soft"]})
+    ax.annotate("v of the\ndown matrices", (2.45, 2.9), (2.85, 5.6), color=theme["text"],
+                arrowprops={"arrowstyle": "-", "color": theme["text"]})
+    ax.set_ylim(0, 10.5)
     ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     ax.minorticks_off()
-    ax.legend()
+    ax.legend(loc="upper right", borderaxespad=0)
 
 
 # --- The flow of one layer
 
-def box(ax, x, y, w, h, words, edge, filled=False, size=9.2):
-    ax.add_patch(FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=0.1", linewidth=1.4,
-                                facecolor=edge if filled else theme["pale"], edgecolor=edge))
-    ax.text(x, y, words, ha="center", va="center", color=theme["ground"] if filled else theme["text"], fontsize=size)
+def box(ax, x, y, w, h, words, edge, filled=False, dashed=False):
+    ax.add_patch(FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=0.1", linewidth=1.4, zorder=3,
+                                linestyle="--" if dashed else "-", edgecolor=edge,
+                                facecolor=edge if filled else theme["ground" if dashed else "pale"]))
+    ax.text(x, y, words, ha="center", va="center", color=theme["ground"] if filled else theme["text"], fontsize=9.5,
+            linespacing=1.15, zorder=4)
 
 
-def arrow(ax, start, end, words="", color=None, side=0.1, style="-|>"):
-    ax.annotate("", end, start, arrowprops={"arrowstyle": style, "color": color or theme["soft"], "shrinkA": 0, "shrinkB": 0,
-                                            "linewidth": 1.2})
-    if words:
-        ax.text(start[0] + side, (start[1] + end[1]) / 2, words, fontsize=9, va="center", color=theme["soft"])
+def path(ax, *points, color=None, head=True):
+    """A line through the points, with an arrow's head at its end."""
+    xs, ys = zip(*points)
+    ax.plot(xs, ys, color=color or theme["soft"], linewidth=1.2, solid_joinstyle="miter", zorder=0.5)
+    if head:
+        ax.annotate("", points[-1], points[-2], arrowprops={"arrowstyle": "-|>", "color": color or theme["soft"], "shrinkA": 0,
+                                                            "shrinkB": 0, "linewidth": 1.2})
 
 
-# (operator, kind, what it hands on, what is saved and its bytes per token in C, what backward computes again)
-LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input: E4M3 1x16", "1.1 C", "norm 1's output"),
-         ("q, k, v projection", "linear", "BF16", "", "", ""),
-         ("attention, with RoPE", "bf16", "E4M3, one scale", "q, k, v, output: BF16", "8 C", ""),
-         ("output projection", "linear", "BF16", "", "", ""),
-         ("+", "add", "BF16", "", "", ""),
-         ("norm 2", "norm", "E4M3, one scale", "norm 2's input: E4M3 1x16", "1.1 C", "norm 2's output"),
-         ("gate and up projection", "linear", "E4M3 1x16", "", "", ""),
-         ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up: E4M3 1x16", "6.1 C", "its output"),
-         ("down projection", "linear", "BF16", "", "", ""),
-         ("+", "add", "BF16", "", "", "")]
+def note(ax, x, y, words, ha="left", **more):
+    ax.text(x, y, words, fontsize=9.2, va="center", ha=ha, **{"color": theme["soft"], **more})
+
+
+# What a layer does, from above: (operator, its kind, what it hands on, what is saved, what becomes of that)
+LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C", ""),
+         ("q, k, v\nprojection", "linear", "BF16", "", "norm 1's output,\ncomputed again"),
+         ("attention,\nwith RoPE", "bf16", "E4M3, one scale", "q, k, v and output\nBF16: 8 C", ""),
+         ("output\nprojection", "linear", "", "", "attention's output,\nas it was saved"),
+         ("+", "add", "", "", ""),
+         ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
+         ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
+         ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up\nE4M3 1x16: 6.1 C", ""),
+         ("down\nprojection", "linear", "", "", "output of SiLU x up,\ncomputed again"),
+         ("+", "add", "", "", "")]
+GRADIENT = {"linear": "dgrad and\nwgrad", "norm 1": "gradient of\nnorm 1", "norm 2": "gradient of\nnorm 2",
+            "bf16": "gradient of\nattention", "SiLU(gate) x up": "gradient of\nSiLU x up"}
+FORWARD, SAVED, BACKWARD, STREAM, BACK_STREAM = 3.1, 7.0, 11.1, 0.55, 13.35  # where the columns are
+WIDE, TALL, MADE = 2.6, 0.56, 1.1  # a box, and where groups are made
 
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(8.2, 9.4))
+    _, ax = plt.subplots(figsize=(6.7, 9.8))
     top = len(LAYER) - 1
-    ax.set(xlim=(-0.6, 15.4), ylim=(-2.4, top + 1.6))
+    ax.set(xlim=(-0.1, 13.9), ylim=(-2.5, top + 1.25))
     ax.axis("off")
-    forward, saved, backward, stream, back_stream = 3.3, 8.0, 12.2, 0.4, 14.9
-    for x, words in ((forward, "forward"), (saved, "saved for backward"), (backward, "backward")):
-        ax.text(x, top + 1.3, words, ha="center", weight="bold", fontsize=12)
-    ax.text(stream - 0.35, top / 2, "residual stream (tokens, C): BF16", rotation=90, va="center", ha="center", fontsize=9.5,
-            color=theme["soft"])
-    ax.text(back_stream + 0.3, top / 2, "gradient of the residual stream: BF16", rotation=90, va="center", ha="center", fontsize=9.5,
-            color=theme["soft"])
-    arrow(ax, (stream, top + 0.8), (stream, -0.8), color=theme["gold"])
-    arrow(ax, (back_stream, -0.8), (back_stream, top + 0.8), color=theme["gold"])
-    for row, (name, kind, out, what, size, again) in enumerate(LAYER):
+    for x, words in ((FORWARD, "forward"), (SAVED, "waits for backward"), (BACKWARD, "backward")):
+        ax.text(x, top + 1, words, ha="center", weight="bold", fontsize=11.5)
+    for x, words in ((STREAM - 0.3, "residual stream (tokens, C): BF16"), (BACK_STREAM + 0.3, "gradient of the residual stream: BF16")):
+        ax.text(x, top / 2, words, rotation=90, va="center", ha="center", fontsize=9.5, color=theme["soft"])
+    path(ax, (STREAM, top + 0.7), (STREAM, -0.55), color=theme["gold"])
+    path(ax, (BACK_STREAM, -0.55), (BACK_STREAM, top + 0.7), color=theme["gold"])
+    for row, (name, kind, out, saved, again) in enumerate(LAYER):
         y = top - row
-        color = colors[kind]
         if kind == "add":
-            arrow(ax, (forward, y + 0.72), (forward, y), color=theme["soft"], style="-")
-            arrow(ax, (forward, y), (stream + 0.02, y), "", theme["gold"])
-            ax.text((forward + stream) / 2, y + 0.16, "added to the stream", ha="center", fontsize=8.6, color=theme["soft"])
-            arrow(ax, (back_stream, y), (backward, y), "", theme["gold"])
-            arrow(ax, (backward, y), (backward, y + 0.72), "")
-            ax.text((backward + back_stream) / 2, y + 0.16, "g: E5M2", ha="center", fontsize=9, color=theme["soft"])
+            path(ax, (FORWARD, y + 1 - TALL / 2), (FORWARD, y + 0.1), (STREAM, y + 0.1), color=theme["gold"])
+            note(ax, (STREAM + FORWARD) / 2, y + 0.26, "is added", "center")
+            path(ax, (BACK_STREAM, y + 0.1), (BACKWARD, y + 0.1), (BACKWARD, y + 1 - TALL / 2), color=theme["gold"])
+            note(ax, BACK_STREAM - 0.15, y + 0.26, "g: E5M2", "right")
             continue
-        box(ax, forward, y, 3.6, 0.56, name, color)
-        words = {"linear": "dgrad and wgrad", "norm": f"gradient of {name}", "bf16": "gradient of attention"}[kind]
-        box(ax, backward, y, 3.6, 0.56, words, color)
+        box(ax, FORWARD, y, WIDE, TALL, name, colors[kind])
+        box(ax, BACKWARD, y, WIDE, TALL, GRADIENT.get(name) or GRADIENT[kind], colors[kind])
         if name.startswith("norm"):
-            arrow(ax, (stream, y), (forward - 1.8, y), "", theme["gold"])
-            arrow(ax, (backward + 1.8, y), (back_stream, y), "", theme["gold"])
+            path(ax, (STREAM, y), (FORWARD - WIDE / 2, y), color=theme["gold"])
+            path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM, y), color=theme["gold"])
+            box(ax, MADE, y, 0.85, 0.26, "1x16", theme["green"], filled=True)
         if LAYER[row + 1][1] != "add":
-            arrow(ax, (forward, y - 0.28), (forward, y - 0.72), out)
-            handed = {"linear": "BF16", "norm": "E5M2, one scale", "bf16": "E5M2, one scale"}[kind]
-            handed = "BF16" if LAYER[row + 1][1] == "linear" else "E5M2, one scale"
-            arrow(ax, (backward, y - 0.72), (backward, y - 0.28), handed)
-        if what:
-            box(ax, saved, y, 4.1, 0.56, f"{what}\n{size} bytes a token", theme["green"] if "1x16" in what else theme["grey"], True, 9)
-            arrow(ax, (forward + 1.8, y), (saved - 2.05, y))
-            arrow(ax, (saved + 2.05, y), (backward - 1.8, y))
+            path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
+            note(ax, FORWARD + 0.12, y - 0.5, out)
+            path(ax, (BACKWARD, y - 1 + TALL / 2), (BACKWARD, y - TALL / 2))
+            note(ax, BACKWARD + 0.12, y - 0.5, "BF16" if LAYER[row + 1][1] == "linear" else "g: E5M2")
+        if name == "gate and up\nprojection":
+            box(ax, FORWARD, y - 0.44, 0.85, 0.22, "1x16", theme["green"], filled=True)
+        if saved:
+            color = theme["green"] if "1x16" in saved else theme["soft"]
+            box(ax, SAVED, y, 3.2, TALL, saved, color, filled=True)
+            path(ax, (FORWARD + WIDE / 2, y), (SAVED - 1.6, y))
+            path(ax, (SAVED + 1.6, y), (BACKWARD - WIDE / 2, y))
+            path(ax, (SAVED, y - TALL / 2), (SAVED, y - 1 + TALL / 2), color=color)
         if again:
-            ax.text(saved, y - 0.45 if what else y, f"computed again: {again}", ha="center", va="center", fontsize=9, style="italic",
-                    color=theme["soft"])
-    notes = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor"),
-             ("norm", "a norm or activation: reads groups of 16 values that share a scale (1x16)"),
-             ("bf16", "computed in BF16")]
-    for i, (kind, words) in enumerate(notes):
-        box(ax, 0.5, -1.25 - 0.42 * i, 0.5, 0.26, "", colors[kind])
-        ax.text(0.95, -1.25 - 0.42 * i, words, va="center", fontsize=9.5)
-    ax.text(15.2, -1.25, "saved: 16.3 C bytes a token\n(BF16: 22.8 C)", ha="right", va="center", fontsize=10, weight="bold")
+            box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
+            path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
+            note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
+    legend = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor"),
+              ("norm", "a norm or activation: reads and saves groups of 16 values (1x16)"),
+              ("bf16", "computed in BF16")]
+    for i, (kind, words) in enumerate(legend):
+        box(ax, 0.6, -1.0 - 0.36 * i, 0.8, 0.22, "", colors[kind])
+        note(ax, 1.2, -1.0 - 0.36 * i, words, color=theme["text"])
+    box(ax, 0.6, -2.08, 0.8, 0.28, "1x16", theme["green"], filled=True)
+    note(ax, 1.2, -2.08, "here groups are made. Red: the x of wgrad, dw = g$^T$x", color=theme["text"])
+    note(ax, 13.9, -1.72, "saved: 16.3 C bytes a token\n(BF16: 22.8 C)", "right", color=theme["text"], weight="bold")
 
 
 # --- Granularity
 
 def granularity(x):
     """x (tokens, features): gate and up of a layer, of which one feature is made an outlier; the relative error of
-    each value with one scale, a scale for each token, and 1x16 groups."""
+    each value with one scale, a scale for each token, and 1x16 groups. Tokens are sorted by their outlier."""
     figure, grid = plt.subplots(2, 2, figsize=(6.4, 6.4), sharex=True, sharey=True)
     axes = grid.ravel()
     x = x[:48, 32:96].copy()
     x[:, 39] *= 10000
+    x = x[np.argsort(np.abs(x[:, 39]))]
     ways = {"one scale in all": coat.gemm_operand(coat.E4M3, x),
             "one for a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
             "one for 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
     magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12,
                                interpolation="none")
     axes[0].set(title="|x|: feature 39 is an outlier")
+    axes[0].annotate("smallest outlier\non top, largest\nat the bottom", (39, 24), (2, 24), color="#ffffff", fontsize=9.5, va="center",
+                     arrowprops={"arrowstyle": "->", "color": "#ffffff"})
     for ax, (name, decoded) in zip(axes[1:], ways.items()):
         error = np.abs(decoded - x) / np.maximum(np.abs(x), 2.0**-30)
         image = ax.imshow(100 * error, cmap="magma", aspect="auto", vmin=0, vmax=25, interpolation="none")
@@ -205,7 +291,7 @@ def granularity(x):
     for ax in axes:
         ax.set_xticks(range(0, 65, 16))
     for ax in grid[:, 0]:
-        ax.set_ylabel("token")
+        ax.set_ylabel("tokens, sorted by their outlier")
     for ax in grid[1]:
         ax.set_xlabel("feature")
     bar = figure.colorbar(magnitude, ax=grid[:, 0], location="bottom", ticks=[-12, 0, 12], aspect=24)
@@ -267,6 +353,8 @@ def main(train, run, folder):
     values = small_run.Run(train, run)
     m, v = (x.reshape(-1, 128) for x in (values.m, values.v))
     draw(folder, "formats", formats)
+    draw(folder, "scale", scale)
+    draw(folder, "staircase", staircase)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
     draw(folder, "k", factors, m, v)
     draw(folder, "flow", flow)

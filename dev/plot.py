@@ -83,13 +83,14 @@ def whole_ticks(last, count):
 
 
 class Panel:
-    """A titled rectangle with axes. x() and y() map data to positions in the picture."""
+    """A titled rectangle with axes. x() and y() map data to positions in the picture. Its letters can be
+    some points larger than usual."""
 
-    def __init__(self, left, top, width, height, x_range, y_range, title, note=""):
+    def __init__(self, left, top, width, height, x_range, y_range, title, note="", larger=0):
         self.left, self.top, self.right, self.bottom = left, top, left + width, top + height
-        self.x_range, self.y_range = x_range, y_range
-        self.parts = [text(left, top - 26, title, 14, "start", DARK, "bold"),
-                      text(left, top - 9, note, 11.5, "start", LIGHT)]
+        self.x_range, self.y_range, self.larger = x_range, y_range, larger
+        self.parts = [text(left, top - 26, title, 14 + larger, "start", DARK, "bold"),
+                      text(left, top - 9, note, 11.5 + larger, "start", LIGHT)]
 
     def x(self, value):
         """Where the value is in the picture, from its left edge."""
@@ -107,12 +108,12 @@ class Panel:
             y = self.y(value)
             self.parts += [
                 f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>',
-                text(self.left - 7, y + 4, f"{value:g}", 11, "end")]
+                text(self.left - 7, y + 4, f"{value:g}", 11 + self.larger, "end")]
         for value, words in x_ticks:
-            self.parts.append(text(self.x(value), self.bottom + 17, words, 11, "middle"))
+            self.parts.append(text(self.x(value), self.bottom + 17, words, 11 + self.larger, "middle"))
         self.parts += [
             f'<path d="M{self.left} {self.bottom}H{self.right}" stroke="#a0aec0"/>',
-            text((self.left + self.right) / 2, self.bottom + 36, x_label, 12, "middle", LIGHT)]
+            text((self.left + self.right) / 2, self.bottom + 36, x_label, 12 + self.larger, "middle", LIGHT)]
 
     def line(self, points, color, width=2.0, dash="", dots=True, opacity=1.0):
         """A line through the points (x, y), and a dot at each of them."""
@@ -446,35 +447,64 @@ def paired(rows, first="bf16"):
     return found
 
 
+def spread_panel(left, color, recipe, curves, y_range):
+    """Of one recipe: the mean curve of all seeds, in a band from the lowest seed to the highest. curves: for each
+    seed the differences of the training losses, one for each tenth of the run."""
+    tenth = 20  # million tokens
+    mean = [statistics.mean(of) for of in zip(*curves)]
+    panel = Panel(left, 94, 164, 250, (0, 10 * tenth), y_range, recipe, larger=1.5)
+    panel.axes("million tokens", named(range(0, 10 * tenth + 1, 5 * tenth)), ticks(*y_range, 8))
+    panel.line([(x, 0) for x in panel.x_range], DARK, dots=False)
+    middle = [tenth * (i + 0.5) for i in range(10)]
+    edge = [*zip(middle, map(max, zip(*curves))), *reversed([*zip(middle, map(min, zip(*curves)))])]
+    corners = " ".join(f"{panel.x(x):.1f},{panel.y(y):.1f}" for x, y in edge)
+    panel.parts.append(f'<polygon points="{corners}" fill="{color}" fill-opacity="0.25"/>')
+    panel.line([*zip(middle, mean)], color)
+    words = f"last tenth: {mean[-1]:+.4f}"
+    panel.parts.append(text(panel.right, panel.y(y_range[0]) - 20, words, 12.5, "end", color, "bold"))
+    return panel
+
+
+def ends_panel(top, ends):
+    """Of each recipe: the differences of the validation losses of all seeds at the end, and their mean.
+    ends: {recipe: differences}."""
+    lowest, highest = min(0, *map(min, ends.values())), max(map(max, ends.values()))
+    panel = Panel(110, top, 440, 34 * len(ends), (lowest - 0.0005, highest + 0.0005), (0, len(ends)),
+                  "Validation loss minus bf16, after 200 million tokens", "dots: the three seeds; bar: their mean",
+                  larger=1.5)
+    panel.axes("nats per token", named(ticks(*panel.x_range, 5)), [])
+    panel.line([(0, 0), (0, len(ends))], DARK, dots=False)
+    for row, ((recipe, gaps), color) in enumerate(zip(ends.items(), COLORS)):
+        y, mean = len(ends) - row - 0.5, statistics.mean(gaps)
+        panel.parts.append(text(panel.left - 10, panel.y(y) + 4, recipe, 12.5, "end", color, "bold"))
+        panel.line([(min(gaps), y), (max(gaps), y)], color, 1.5, dots=False)
+        panel.parts += [bar(panel.x(mean) - 2, panel.y(y) - 10, 4, 20, color)]
+        for gap in gaps:
+            panel.line([(gap, y)], color)
+        panel.parts.append(text(panel.right + 12, panel.y(y) + 4, f"mean {mean:+.4f}", 12.5, "start", color, "bold"))
+    return panel
+
+
 def draw_convergence(rows):
-    """Losses of GPT-2 minus those of bf16 with the same seed."""
-    pairs, tenth = paired(rows), 20  # million tokens in a tenth of a run
-    ends, curves = {}, {}  # of each recipe: validation losses at the end by seed; training losses by tenth
-    for recipe, of in pairs.items():
+    """Losses of GPT-2 minus those of bf16 with the same seed: a panel for the training losses of each recipe, and
+    one for the validation losses of all."""
+    ends, curves = {}, {}
+    for recipe, of in paired(rows).items():
         ends[recipe] = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in of]
-        curves[recipe] = [(tenth * (i + 0.5),
-                           statistics.mean(row["train"][i] - base["train"][i] for row, base in of))
-                          for i in range(10)]
-    found = [0, *(gap for of in ends.values() for gap in of)]
-    left = Panel(100, 70, 330, 350, (min(found) - 0.001, max(found) + 0.001), (0, 1),
-                 "Validation loss minus bf16, same seed", "a dot: one seed; after 200 million tokens")
-    left.axes("nats per token", named(ticks(*left.x_range, 5)), [])
-    left.line([(0, 0), (0, 1)], DARK, dots=False)
-    gaps = [0, PAPER_GAP, *(gap for points in curves.values() for _, gap in points)]
-    right = Panel(530, 70, 400, 350, (0, 10 * tenth), (min(gaps) - 0.001, max(gaps) + 0.001),
-                  "Training loss minus bf16, same seed",
-                  f"means of a tenth of the run and of all seeds; dashed: the paper's {PAPER_GAP:+} for COAT")
-    right.axes("million tokens", named(range(0, 10 * tenth + 1, 2 * tenth)), ticks(*right.y_range, 7))
-    right.line([(x, PAPER_GAP) for x in right.x_range], LIGHT, dash="5 4", dots=False)
-    right.line([(x, 0) for x in right.x_range], DARK, dots=False)
-    for row, (recipe, color) in enumerate(zip(pairs, COLORS)):
-        y = 1 - (row + 0.5) / len(pairs)
-        left.parts.append(text(90, left.y(y) + 4, recipe, 12, "end", color, "bold"))
-        for gap in ends[recipe]:
-            left.line([(gap, y)], color)
-        right.line(curves[recipe], color)
-    right.names([(curves[recipe][-1][1], recipe, color) for recipe, color in zip(pairs, COLORS)])
-    return picture(1030, 480, left.parts + right.parts)
+        curves[recipe] = [[a - b for a, b in zip(row["train"], base["train"])] for row, base in of]
+    gaps = [gap for of in curves.values() for seed in of for gap in seed]
+    y_range = min(0, *gaps) - 0.001, max(gaps) + 0.001
+    parts = [text(24, 24, "Training loss minus bf16 with the same seed, nats per token", 14.5, "start", DARK, "bold"),
+             text(24, 44, "line: mean of three seeds, each point a tenth of the run; band: from the lowest seed to the "
+                  "highest", 12.5, "start", LIGHT)]
+    for column, ((recipe, of), color) in enumerate(zip(curves.items(), COLORS)):
+        panel = spread_panel(66 + 210 * column, color, recipe, of, y_range)
+        if recipe == "coat":
+            panel.line([(x, PAPER_GAP) for x in panel.x_range], LIGHT, dash="5 4", dots=False)
+            panel.parts.append(text(panel.right, panel.y(PAPER_GAP) - 6, "paper, OLMo-1B", 12.5, "end", LIGHT))
+        parts += panel.parts
+    lower = ends_panel(460, ends)
+    return picture(670, lower.bottom + 50, parts + lower.parts)
 
 
 def figures(results):

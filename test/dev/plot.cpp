@@ -1,4 +1,5 @@
-// plot.cpp - dev/plot.py loss: what it draws of logs. Without Python the tests are skipped.
+// plot.cpp - dev/plot.py: what it draws of logs, and the figures of dev/RESULTS.md. Without Python the tests
+// are skipped.
 #include "../help/program.h"
 
 #include <cmath>
@@ -154,4 +155,25 @@ PYTHON_TEST_CASE("runs that lie over each other are told apart by their differen
     CHECK(!contains(draw(folder, "a").out, "Loss minus"));
     folder.write("late", log_of("coat", "4", 50, 60, 0.1));  // no step is in both
     require_success(draw(folder, "a late"));
+}
+
+PYTHON_TEST_CASE("the figures of RESULTS.md are drawn from results.json; a band holds every seed") {
+    const Folder folder;
+    const std::string dev = fs::absolute("dev").string();
+    folder.write("draw.py",
+                 "import json, pathlib, sys\nsys.path.insert(0, '" + dev + "')\nimport plot\nDEV = pathlib.Path('" + dev + R"(')
+for name, svg in plot.figures(json.loads((DEV / "results.json").read_text())).items():
+    for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
+        if (DEV / "results" / f"{name}{suffix}.svg").read_text() != picture + "\n":
+            print(name + suffix, "is old: python3 dev/results.py page")
+seeds = [[0.0, 0.02], [0.01, -0.01], [0.005, 0.005]]
+panel = plot.spread_panel(0, "#ffffff", "a", seeds, (-0.1, 0.1))
+band = next(part for part in panel.parts if "polygon" in part)
+corners = [float(corner.split(",")[1]) for corner in band.split('"')[1].split()]
+for point, extreme in zip(corners, (0.01, 0.02, -0.01, 0.0)):
+    assert abs(point - panel.y(extreme)) < 0.06, band
+)");
+    const Ended ended = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
+    require_success(ended);
+    CHECK(ended.out.empty());
 }
