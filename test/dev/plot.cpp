@@ -160,8 +160,11 @@ PYTHON_TEST_CASE("runs that lie over each other are told apart by their differen
 PYTHON_TEST_CASE("the figures of RESULTS.md are drawn from results.json; a band holds every seed") {
     const Folder folder;
     const std::string dev = fs::absolute("dev").string();
-    folder.write("draw.py",
-                 "import json, pathlib, sys\nsys.path.insert(0, '" + dev + "')\nimport plot\nDEV = pathlib.Path('" + dev + R"(')
+    folder.write("draw.py", "DEV = '" + dev + R"('
+import json, pathlib, sys
+sys.path.insert(0, DEV)
+import plot
+DEV = pathlib.Path(DEV)
 for name, svg in plot.figures(json.loads((DEV / "results.json").read_text())).items():
     for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
         if (DEV / "results" / f"{name}{suffix}.svg").read_text() != picture + "\n":
