@@ -32,7 +32,7 @@
 #include <string_view>
 #include <vector>
 
-#include "error.h"
+#include "text.h"
 
 // Before a function that both the CPU and a GPU's kernels call.
 #ifdef __CUDACC__

@@ -2,8 +2,10 @@
 // checkpoint; step-000300.tmp is being written or removed, and never read.
 #include "checkpoint.h"
 
+#include "files.h"
+#include "safetensors.h"
+
 namespace coat {
-namespace {
 
 const std::string OPTIMIZER_FILE = "optimizer.state", TRAINER_FILE = "trainer.json";
 const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPTIMIZER_FILE};
@@ -11,14 +13,14 @@ const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPT
 constexpr int64_t VERSION_OF_TRAINER = 3;
 
 // The hash of all fields of trainer.json but "hash", which it is.
-std::string hash_of_fields(json trainer) {
+static std::string hash_of_fields(json trainer) {
     trainer.erase("hash");
     const std::string text = trainer.dump();
     const int64_t bytes = text.size();
     return std::to_string(hash_bytes(text.data(), bytes, bytes));
 }
 
-void write_trainer(const std::string& folder, const LoopState& state) {
+static void write_trainer(const std::string& folder, const LoopState& state) {
     ordered_json trainer = {
         {"format", "coat checkpoint"},
         {"version", VERSION_OF_TRAINER},
@@ -32,7 +34,7 @@ void write_trainer(const std::string& folder, const LoopState& state) {
     save_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");
 }
 
-Fields read_trainer(const std::string& checkpoint) {
+static Fields read_trainer(const std::string& checkpoint) {
     const Fields trainer = read_json(path_in(checkpoint, TRAINER_FILE));
     const int64_t version = trainer.get<int64_t>("version");
     if (version != VERSION_OF_TRAINER)
@@ -44,7 +46,7 @@ Fields read_trainer(const std::string& checkpoint) {
 }
 
 // The step in the name of a folder; -1 if the name is not "step-" and digits.
-int64_t step_of(const fs::path& folder) {
+static int64_t step_of(const fs::path& folder) {
     const std::string name = folder.filename().string(), begin = "step-";
     if (!name.starts_with(begin)) return -1;
     const std::string digits = name.substr(begin.size());
@@ -54,7 +56,7 @@ int64_t step_of(const fs::path& folder) {
 }
 
 // The folders in `out` that are checkpoints by their names, by step.
-std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
+static std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
     std::map<int64_t, fs::path> found;
     std::error_code none;
     for (const fs::path& path : fs::directory_iterator(out, none))
@@ -65,7 +67,7 @@ std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
 // Removes all but the newest `keep` checkpoints, and what a killed program has left of others. What cannot be
 // removed does not end a run. Checkpoints are renamed first: if the program is killed meanwhile, no
 // incomplete folder has the name of a checkpoint.
-void remove_older(const std::string& out, int64_t keep) {
+static void remove_older(const std::string& out, int64_t keep) {
     std::error_code ignored;
     const std::map<int64_t, fs::path> found = checkpoints_in(out);
     int64_t remaining = found.size();
@@ -79,8 +81,8 @@ void remove_older(const std::string& out, int64_t keep) {
 
 // Writes all files of a checkpoint into a folder. Every rank calls it and sends what it keeps; rank 0 alone
 // writes. What fails on rank 0 does so after all ranks have sent all tensors, so that none waits for another.
-void write_files(const std::string& folder, Model& model, const LoopState& state,
-                 const FileContents& other_files) {
+static void write_files(const std::string& folder, Model& model, const LoopState& state,
+                        const FileContents& other_files) {
     const Setup& setup = model.setup();
     const bool writes = setup.rank == 0;
     const std::vector<StateTensor> table = optimizer_tensors(setup);
@@ -100,8 +102,6 @@ void write_files(const std::string& folder, Model& model, const LoopState& state
     write_trainer(folder, state);
     sync(folder);
 }
-
-}  // namespace
 
 void create_folders(const std::string& folder) {
     const fs::path path = fs::absolute(folder).lexically_normal(), above = path.parent_path();

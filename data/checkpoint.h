@@ -5,6 +5,7 @@
 // safetensors file, but without that ending: transformers would take its tensors for weights. trainer.json
 // has the state of the training loop, and hashes of the files.
 #pragma once
+#include "json.h"
 #include "model_folder.h"
 
 namespace coat {

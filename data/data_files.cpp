@@ -10,31 +10,34 @@
 #include <sstream>
 #include <sys/stat.h>
 
+#include "files.h"
+#include "json.h"
 #include "model_folder.h"
 
 namespace coat {
-namespace {
 
 // Two paths lead to the same file if these are equal: the device and the number of the file on it.
 using FileId = std::pair<uint64_t, uint64_t>;
-std::optional<FileId> id_of(const std::string& path) {
+static std::optional<FileId> id_of(const std::string& path) {
     struct stat status {};
     if (::stat(path.c_str(), &status) != 0) return {};
     return FileId{status.st_dev, status.st_ino};
 }
 
-bool has_ending(const std::string& path, std::initializer_list<const char*> endings) {
+static bool has_ending(const std::string& path, std::initializer_list<const char*> endings) {
     return std::any_of(endings.begin(), endings.end(), [&](const char* end) { return path.ends_with(end); });
 }
-bool is_compressed(const std::string& path) {
+static bool is_compressed(const std::string& path) {
     return has_ending(path, {".gz", ".bz2", ".xz", ".zst", ".zip"});
 }
 
-bool holds_model(const std::string& folder) {
+static bool holds_model(const std::string& folder) {
     std::error_code none;
     return fs::exists(path_in(folder, "model.safetensors"), none) ||
            fs::exists(path_in(folder, "model.safetensors.index.json"), none);
 }
+
+namespace {
 
 // Collects the files below a folder.
 class Walk {
@@ -99,10 +102,12 @@ private:
     std::vector<std::string> files_;
 };
 
+}  // namespace
+
 // The data among the files of a folder, in the byte order of their paths: its token files or, if it has none,
 // those that may be text.
-std::vector<std::string> data_in_folder(const std::string& folder, std::vector<std::string> files,
-                                        std::vector<LeftOut>& left_out) {
+static std::vector<std::string> data_in_folder(const std::string& folder, std::vector<std::string> files,
+                                               std::vector<LeftOut>& left_out) {
     std::sort(files.begin(), files.end());
     std::vector<std::string> tokens, texts;
     std::vector<LeftOut> no_text;
@@ -126,7 +131,7 @@ std::vector<std::string> data_in_folder(const std::string& folder, std::vector<s
 }
 
 // A file that --data names itself must be data.
-void require_data_file(const std::string& path) {
+static void require_data_file(const std::string& path) {
     if (has_ending(path, {".jsonl", ".json", ".parquet"}))
         throw Error("--data ", path, " has records, not text; make token files of it: ",
                     "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", path,
@@ -134,8 +139,6 @@ void require_data_file(const std::string& path) {
     if (is_compressed(path))
         throw Error("--data ", path, " is compressed; unpack it, and give what is in it.");
 }
-
-}  // namespace
 
 bool is_token_file(const std::string& path) { return path.ends_with(".bin"); }
 
@@ -185,8 +188,7 @@ std::string why_not_text(std::string_view bytes) {
     const int64_t most = std::max(nuls[0], nuls[1]), least = std::min(nuls[0], nuls[1]);
     const bool marked = start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF") ||
                         start.starts_with(std::string_view("\0\0\xFE\xFF", 4));
-    const bool mostly_ascii =
-        bytes.size() % 2 == 0 && least == 0 && most * 4 > static_cast<int64_t>(start.size());
+    const bool mostly_ascii = bytes.size() % 2 == 0 && least == 0 && most * 4 > int64_t(start.size());
     if (marked || mostly_ascii)
         return "is UTF-16 or UTF-32; convert it to UTF-8, say with iconv -f UTF-16 -t UTF-8";
     if (nul != bytes.npos) return concat("is no text, because it has a NUL byte (byte ", nul, ")");

@@ -5,18 +5,25 @@
 #include <cstring>
 #include <set>
 
+#include "files.h"
+#include "json.h"
+#include "safetensors.h"
+
 namespace coat {
-namespace {
 
 // -----------------------------------------------------------------------------------------------------------
 // config.json
 
+namespace {
+
 // What a missing field of config.json means.
 enum class Missing : uint8_t { IsError, KeepsDefault };
 
+}  // namespace
+
 // The fields of config.json that are values of ModelConfig: visit(name in all models but GPT-2, name in
 // GPT-2, value, what it means if it is missing). Where the name is null, the field does not exist.
-template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
+template <class Visit> static void visit_fields(ModelConfig& c, const Visit& visit) {
     visit("num_hidden_layers", "n_layer", c.L, Missing::IsError);
     visit("hidden_size", "n_embd", c.C, Missing::IsError);
     visit("num_attention_heads", "n_head", c.NH, Missing::IsError);
@@ -30,14 +37,14 @@ template <class Visit> void visit_fields(ModelConfig& c, const Visit& visit) {
     visit("rope_theta", nullptr, c.rope_theta);
 }
 // Likewise the fields of rope_scaling, where its type is llama3.
-template <class Visit> void visit_fields(RopeScaling& s, const Visit& visit) {
+template <class Visit> static void visit_fields(RopeScaling& s, const Visit& visit) {
     visit("factor", nullptr, s.factor, Missing::IsError);
     visit("low_freq_factor", nullptr, s.low_freq_factor, Missing::IsError);
     visit("high_freq_factor", nullptr, s.high_freq_factor, Missing::IsError);
     visit("original_max_position_embeddings", nullptr, s.original_positions, Missing::IsError);
 }
 
-template <class Values> void read_fields(Values& values, bool gpt2, const Fields& f) {
+template <class Values> static void read_fields(Values& values, bool gpt2, const Fields& f) {
     visit_fields(values, [&](const char* others, const char* of_gpt2, auto& value,
                              Missing missing = Missing::KeepsDefault) {
         const char* const name = gpt2 ? of_gpt2 : others;
@@ -46,7 +53,7 @@ template <class Values> void read_fields(Values& values, bool gpt2, const Fields
         value = f.get<std::decay_t<decltype(value)>>(name);
     });
 }
-template <class Values> void write_fields(Values& values, bool gpt2, ordered_json& object) {
+template <class Values> static void write_fields(Values& values, bool gpt2, ordered_json& object) {
     visit_fields(values, [&](const char* others, const char* of_gpt2, const auto& value, Missing = {}) {
         const char* const name = gpt2 ? of_gpt2 : others;
         if (name) object[name] = value;
@@ -64,7 +71,7 @@ const json IMPLEMENTED = {
     {"type", {"default", "llama3"}},
 };
 
-void require_implemented(const Fields& f) {
+static void require_implemented(const Fields& f) {
     for (const auto& [field, values] : IMPLEMENTED.items())
         if (f.has(field) && !std::count(values.begin(), values.end(), f.object[field]))
             f.reject(field, "one of " + values.dump());
@@ -72,7 +79,7 @@ void require_implemented(const Fields& f) {
 
 // Some tools write quantized weights with the names and shapes of those that are not, so that their tensors
 // would be read. These are the fields of transformers, of MLX, and of older versions of compressed-tensors.
-void require_not_quantized(const Fields& f) {
+static void require_not_quantized(const Fields& f) {
     for (const char* field : {"quantization_config", "quantization", "compression_config"})
         if (f.has(field))
             throw Error(f.path, " has the field ", field, ", so the weights are quantized, which is not ",
@@ -81,7 +88,7 @@ void require_not_quantized(const Fields& f) {
 
 // The sliding window of a model's attention in tokens; 0 if no layer has one. All of this is as transformers
 // reads config.json: a field that is missing has a default there, and null says that there is no window.
-int64_t sliding_window(const Fields& f, const ModelConfig& c) {
+static int64_t sliding_window(const Fields& f, const ModelConfig& c) {
     constexpr int64_t DEFAULT_WINDOW = 4096, DEFAULT_MAX_WINDOW_LAYERS = 28;
     const std::string arch = c.arch.name;
     const bool qwen = arch == "qwen2" || arch == "qwen3";
@@ -105,7 +112,7 @@ int64_t sliding_window(const Fields& f, const ModelConfig& c) {
 }
 
 // config.json of a model that does not come from a folder.
-ordered_json config_json(ModelConfig c) {
+static ordered_json config_json(ModelConfig c) {
     const bool gpt2 = !c.arch.rope;
     c.head_size = c.HS();
     ordered_json config = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
@@ -146,6 +153,8 @@ const std::map<std::string, std::pair<std::vector<std::string>, std::vector<std:
     {"head", {{"lm_head"}, {"lm_head"}}},
 };
 
+namespace {
+
 // One tensor of a Hugging Face file, which is a part of one of our parameters.
 struct Piece {
     std::string name;            // in the file
@@ -161,8 +170,10 @@ struct Piece {
     }
 };
 
+}  // namespace
+
 // The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as one column.
-std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
+static std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
     char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
     int64_t layer = -1;                // not in a layer
     if (std::sscanf(p.name.c_str(), "layers.%ld.%31[^.].%7s", &layer, ours, end) == 0)
@@ -208,7 +219,7 @@ const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
 
 // Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
 // remainder are cut from (reference.h, split_master). Files and machine are little-endian.
-uint32_t f32_bits(const HfTensor& tensor, int64_t i) {
+static uint32_t f32_bits(const HfTensor& tensor, int64_t i) {
     const int width = tensor.dtype == "F32" ? 4 : 2;
     uint32_t bits = 0;
     std::memcpy(&bits, tensor.data + width * i, width);
@@ -223,7 +234,7 @@ uint32_t f32_bits(const HfTensor& tensor, int64_t i) {
 }
 
 // Whether two tensors have the same shape and the same values. Their dtypes may differ.
-bool equal_values(const HfTensor& a, const HfTensor& b) {
+static bool equal_values(const HfTensor& a, const HfTensor& b) {
     if (a.shape != b.shape || !is_one_of("BF16 F16 F32", b.dtype)) return false;
     const int64_t elements = a.bytes / (a.dtype == "F32" ? 4 : 2);
     int64_t different = 0;
@@ -235,7 +246,7 @@ bool equal_values(const HfTensor& a, const HfTensor& b) {
 // Writes what this rank owns of a parameter: weight = upper 16 bits of (FP32 bits + 0x8000), remainder =
 // lower 16 bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the
 // weight -0.
-void write_parameter(Model& model, const Param& p, const Safetensors& files) {
+static void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     constexpr uint32_t EXPONENT = 0x7F800000;
     const Setup& setup = model.setup();
     std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
@@ -247,8 +258,8 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
         for (int64_t i = 0; i < piece.size; i++) {
             const uint32_t bits = f32_bits(tensor, i), rounded = bits + 0x8000;
             const int64_t at = piece.index_in_param(i);
-            weight[at] = static_cast<uint16_t>(rounded >> 16);
-            remainder[at] = static_cast<int16_t>(bits & 0xFFFF);
+            weight[at] = uint16_t(rounded >> 16);
+            remainder[at] = int16_t(bits & 0xFFFF);
             not_finite += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
         if (not_finite)
@@ -261,12 +272,10 @@ void write_parameter(Model& model, const Param& p, const Safetensors& files) {
 }
 
 // Buffers are tensors of a file that are not learned.
-bool is_buffer(const std::string& name) {
+static bool is_buffer(const std::string& name) {
     return name.ends_with(".rotary_emb.inv_freq") || name.ends_with(".attn.bias") ||
            name.ends_with(".attn.masked_bias");
 }
-
-}  // namespace
 
 // The frequencies of RoPE. transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling
 // that has fields.

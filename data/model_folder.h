@@ -2,8 +2,11 @@
 // model.safetensors (the weights), or several model-*.safetensors. What is not implemented, or contradicts
 // itself, is an Error: transformers would load another model.
 #pragma once
+#include <map>
+#include <string>
+#include <vector>
+
 #include "../model.h"
-#include "safetensors.h"
 
 namespace coat {
 

@@ -1,138 +1,14 @@
-// data/safetensors.cpp - files, JSON and safetensors, read and written (safetensors.h).
+// data/safetensors.cpp - safetensors files, read and written (safetensors.h).
 #include "safetensors.h"
 
-#include <cerrno>
+#include <algorithm>
 #include <cstring>
-#include <fcntl.h>
-#include <new>
 #include <set>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "../coat.h"
+#include "json.h"
 
 namespace coat {
-
-// -----------------------------------------------------------------------------------------------------------
-// Files
-
-MappedFile::MappedFile(const std::string& path) : path_(path) {
-    // O_NONBLOCK: to open a pipe would wait for a writer.
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    struct stat status {};
-    const bool found = file >= 0 && ::fstat(file, &status) == 0;
-    const bool regular = S_ISREG(status.st_mode);
-    bytes_ = status.st_size;
-    device_ = status.st_dev;
-    number_ = status.st_ino;
-    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
-    const int error = errno;
-    if (file >= 0) ::close(file);
-    if (memory_ == MAP_FAILED && error == ENOMEM) throw std::bad_alloc();
-    if (found && regular && memory_ != MAP_FAILED) return;
-    const std::string why = found && !regular ? "it is not a regular file" : std::strerror(error);
-    throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
-}
-
-void MappedFile::require_whole() const {
-    struct stat status {};
-    if (::stat(path_.c_str(), &status) != 0) return;  // it was removed, and stays as long as it is mapped
-    const bool same = status.st_dev == device_ && status.st_ino == number_;
-    if (same && status.st_size < bytes_)
-        throw Error(path_, " became shorter while it was in use; restore the file.");
-}
-
-MappedFile::~MappedFile() {
-    if (memory_) ::munmap(memory_, bytes_);
-}
-
-uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash) {
-    for (int64_t at = 0; at < bytes; at += 8) {
-        uint64_t word = 0;
-        std::memcpy(&word, static_cast<const char*>(data) + at, std::min<int64_t>(8, bytes - at));
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;  // both steps are bijections
-        hash ^= hash >> 32;
-    }
-    return hash;
-}
-
-// Each MiB has a hash that begins with its place, so that all threads work and the order counts.
-uint64_t hash_of(const MappedFile& file) {
-    constexpr int64_t PART = 1 << 20;
-    uint64_t hash = file.bytes();
-#pragma omp parallel for reduction(^ : hash)
-    for (int64_t at = 0; at < file.bytes(); at += PART)
-        hash ^= hash_bytes(file.data() + at, std::min(PART, file.bytes() - at), at);
-    return hash;
-}
-
-std::string hash_file(const std::string& path) { return std::to_string(hash_of(MappedFile(path))); }
-
-void finish(std::ofstream& file, const std::string& path) {
-    file.close();
-    if (!file)
-        throw Error("Cannot write ", path,
-                    "; the disk may be full: free some space, or give another folder with --out.");
-    sync(path);
-}
-
-void save_file(const std::string& path, const std::string& bytes) {
-    std::ofstream file(path, std::ios::binary);
-    file << bytes;
-    finish(file, path);
-}
-
-// Some file systems cannot sync a folder, and return EINVAL. That is no error.
-void sync(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
-    const std::string why = std::strerror(errno);
-    if (file >= 0) ::close(file);
-    if (!ok) throw Error("Cannot sync ", path, " (", why, "); check the disk, or give another --out.");
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// JSON
-
-void Fields::reject(const std::string& field, const std::string& expected) const {
-    const std::string found = has(field) ? object[field].dump().substr(0, 100) : "missing";
-    throw Error(path, ": the field ", field.substr(0, 100), " must be ", expected, ", but it is ", found,
-                "; correct it, or download or save the file again.");
-}
-
-// The library parses nested values iteratively, but prints and copies them recursively, and its values take
-// many times the memory of the text. So depth and size are limited before it parses.
-static Fields parse_json(const std::string& path, std::string_view text) {
-    constexpr int MAX_DEPTH = 32;
-    constexpr size_t MAX_BYTES = 32 << 20;
-    const auto require = [&](bool ok, const char* expected) {
-        if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
-    };
-    require(text.size() <= MAX_BYTES, "of at most 32 MiB");
-    int depth = 0;
-    bool in_string = false;
-    for (size_t i = 0; i < text.size(); i++) {
-        const char c = text[i];
-        if (c == '"') in_string = !in_string;
-        if (in_string && c == '\\') i++;  // the next character is escaped
-        if (in_string) continue;
-        if (c == '{' || c == '[') depth++;
-        if (c == '}' || c == ']') depth--;
-        require(depth <= MAX_DEPTH, "of at most 32 levels");
-    }
-    json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-    require(value.is_object() && text.find('\0') == text.npos, "in whole");
-    return {path, std::move(value)};
-}
-
-Fields read_json(const std::string& path) {
-    const MappedFile file(path);
-    return parse_json(path, file.text());
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Tensors
 
 // The bytes of an element. The number in the name of a dtype is its bits. -1: there is no such dtype.
 static int64_t element_bytes(const std::string& dtype) {
@@ -196,7 +72,7 @@ void Safetensors::add(const std::string& path) {
     constexpr int64_t LENGTH = sizeof header_bytes;
     require(file.bytes() >= LENGTH);
     std::memcpy(&header_bytes, file.data(), LENGTH);
-    require(header_bytes <= static_cast<uint64_t>(file.bytes() - LENGTH));
+    require(header_bytes <= uint64_t(file.bytes() - LENGTH));
     const uint8_t* const tensors = file.data() + LENGTH + header_bytes;
     const int64_t tensors_bytes = file.data() + file.bytes() - tensors;
 

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "../model.h"
+#include "files.h"
 #include "model_folder.h"
 
 namespace coat {
@@ -105,10 +106,13 @@ public:
 private:
     std::set<std::string> paths_;
 };
+
+}  // namespace
+
 const char* const NEW_FILE = "is new, and the run goes on with the files that it began with";
 
 // The tokens of a text: its bytes, copied or where the file is mapped.
-TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file, bool copied) {
+static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file, bool copied) {
     constexpr std::string_view BYTE_ORDER_MARK = "\xEF\xBB\xBF";
     std::string_view text = file->text();
     if (text.starts_with(BYTE_ORDER_MARK)) text.remove_prefix(BYTE_ORDER_MARK.size());
@@ -116,7 +120,7 @@ TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file
         .owner = file,
         .data = reinterpret_cast<const uint8_t*>(text.data()),
         .width = 1,
-        .count = static_cast<int64_t>(text.size()),
+        .count = int64_t(text.size()),
         .file = file.get(),
     };
     if (!copied) return source;
@@ -128,7 +132,7 @@ TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file
 }
 
 // Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
-void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& corpus) {
+static void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& corpus) {
     constexpr size_t HELD_OUT = 20;  // of so many texts or more, every 20th is held out
     const KnownFiles known(options.known);
     std::map<uint64_t, std::string> path_of_hash;
@@ -166,7 +170,7 @@ constexpr int64_t HEADER = 256 * 4;  // bytes
 constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
 
 // Takes the vocabulary beside a token file. All token files must have the same.
-void take_vocabulary(const std::string& path, Corpus& corpus) {
+static void take_vocabulary(const std::string& path, Corpus& corpus) {
     const Vocabulary found = read_vocabulary(path);
     if (corpus.vocabulary_file.empty()) corpus.vocabulary = found;
     if (found.pieces != corpus.vocabulary.pieces)
@@ -176,7 +180,7 @@ void take_vocabulary(const std::string& path, Corpus& corpus) {
     corpus.vocabulary_file = path;
 }
 
-void read_token_file(const std::string& path, Corpus& corpus) {
+static void read_token_file(const std::string& path, Corpus& corpus) {
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -205,7 +209,7 @@ void read_token_file(const std::string& path, Corpus& corpus) {
 }
 
 // Reads the files, which are token files, or else texts.
-void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
+static void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
         return read_texts(found.paths, options, corpus);
     const KnownFiles known(options.known);
@@ -223,7 +227,7 @@ void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& c
 }
 
 // If no file is held out, or every one is, the last tenth of all tokens is.
-void hold_out_end(Corpus& corpus) {
+static void hold_out_end(Corpus& corpus) {
     if (corpus.train.size() && corpus.validation.size()) return;
     corpus.train.append(corpus.validation);
     int64_t stays = corpus.train.size() - ceil_div(corpus.train.size(), 10);
@@ -231,8 +235,6 @@ void hold_out_end(Corpus& corpus) {
         stays = stays / corpus.seq * corpus.seq;  // so that the held-out part begins with a window
     corpus.validation = corpus.train.take_end(corpus.train.size() - stays);
 }
-
-}  // namespace
 
 Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
     const FoundFiles found = find_data_files(data, options.written);

@@ -19,7 +19,7 @@
 
 namespace coat {
 
-class MappedFile;  // safetensors.h
+class MappedFile;  // files.h
 
 // -----------------------------------------------------------------------------------------------------------
 // Streams of tokens

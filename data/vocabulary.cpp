@@ -8,8 +8,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "../error.h"
-#include "safetensors.h"
+#include "files.h"
 
 namespace coat {
 
@@ -32,7 +31,10 @@ bool Vocabulary::is_byte_level() const {
 namespace {
 
 enum class CharacterKind : uint8_t { Space, Letter, Digit, Other };
-CharacterKind kind_of(char c) {
+
+}  // namespace
+
+static CharacterKind kind_of(char c) {
     const auto byte = uint8_t(c);
     if (byte >= 0x80) return CharacterKind::Letter;
     if (std::strchr(" \t\n\v\f\r", c) && c) return CharacterKind::Space;
@@ -45,7 +47,7 @@ CharacterKind kind_of(char c) {
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 // Characters beyond ASCII count as letters here, which most of them are. If one is none, the word is longer
 // than GPT-2's, but its tokens are the same, because no token has both kinds.
-size_t first_word(std::string_view text) {
+static size_t first_word(std::string_view text) {
     for (const std::string_view end : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
         if (text.starts_with(end)) return end.size();
     const size_t space = text[0] == ' ' && text.size() > 1 ? 1 : 0;
@@ -59,8 +61,6 @@ size_t first_word(std::string_view text) {
     if (end == text.size() || end == 1) return end;
     return end - 1;  // the last space belongs to the word that follows
 }
-
-}  // namespace
 
 // The tokens of one word, appended to `tokens`. At first each byte is a part of its own. Again and again, two
 // neighbours that together are a token are joined: of all such pairs the one whose token has the smallest

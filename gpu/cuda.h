@@ -9,7 +9,7 @@
 
 #include <string>
 
-#include "../error.h"
+#include "../text.h"
 
 namespace coat::gpu {
 

@@ -36,7 +36,7 @@ void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawi
 std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T) {
     constexpr int64_t OF_TEXT = 16;         // tokens
     constexpr int64_t MOST_WINDOWS = 1000;  // that are looked at
-    const auto size = static_cast<size_t>(T);
+    const auto size = size_t(T);
     std::vector<int32_t> tokens(size), targets(size);
     std::vector<int32_t> longer;  // the first question that leaves less than half of the window
     for (int64_t window = 0; window < MOST_WINDOWS && (window + 1) * T <= held_out.size(); window++) {

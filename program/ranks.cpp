@@ -22,14 +22,14 @@
 
 namespace coat {
 
-namespace {
-
 constexpr int MOST_RANKS = 1024;
 // The bytes of the longest value that a rank may send: no tensor of coat.h's models has more.
 constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
 // -----------------------------------------------------------------------------------------------------------
 // Messages
+
+namespace {
 
 // A message is a header and as many bytes as the header says. DATA brings a value, or those of all ranks.
 // WAITING says that the sender lives and waits, too. ENDING says that all ranks end; a rank that has failed
@@ -40,7 +40,9 @@ struct __attribute__((packed)) Header {
     uint64_t size = 0;  // of what follows, in bytes
 };
 
-Bytes message_of(MessageKind kind, const void* data, size_t size) {
+}  // namespace
+
+static Bytes message_of(MessageKind kind, const void* data, size_t size) {
     const Header header{kind, size};
     Bytes message(sizeof header + size);
     std::memcpy(message.data(), &header, sizeof header);
@@ -49,7 +51,7 @@ Bytes message_of(MessageKind kind, const void* data, size_t size) {
 }
 
 // The values of all ranks as rank 0 sends them to the others: the size of each, then the bytes of each.
-Bytes join(const std::vector<Bytes>& values) {
+static Bytes join(const std::vector<Bytes>& values) {
     std::vector<uint64_t> sizes;
     uint64_t all_bytes = values.size() * sizeof(uint64_t);
     for (const Bytes& value : values) {
@@ -65,7 +67,7 @@ Bytes join(const std::vector<Bytes>& values) {
 }
 
 // The inverse of join(); no values if these bytes are not those of `count` values.
-std::vector<Bytes> split(const Bytes& joined, size_t count) {
+static std::vector<Bytes> split(const Bytes& joined, size_t count) {
     std::vector<uint64_t> sizes(count);
     const size_t header = count * sizeof(uint64_t);
     if (joined.size() < header) return {};
@@ -74,15 +76,14 @@ std::vector<Bytes> split(const Bytes& joined, size_t count) {
     size_t at = header;
     for (const uint64_t size : sizes) {
         if (size > joined.size() - at) return {};
-        values.emplace_back(joined.begin() + static_cast<int64_t>(at),
-                            joined.begin() + static_cast<int64_t>(at + size));
+        values.emplace_back(joined.begin() + int64_t(at), joined.begin() + int64_t(at + size));
         at += size;
     }
     return values;
 }
 
 // Sends a message without bytes, if there is room for it at once.
-void tell(int socket, MessageKind kind) {
+static void tell(int socket, MessageKind kind) {
     const Header message{.kind = kind};
     ::send(socket, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
@@ -90,10 +91,10 @@ void tell(int socket, MessageKind kind) {
 // -----------------------------------------------------------------------------------------------------------
 // --ranks: rank 0 starts the others
 
-std::vector<pid_t> children;  // the processes that rank 0 has started
+static std::vector<pid_t> children;  // the processes that rank 0 has started
 
 // Starts the other ranks of --ranks, each with a socket that no other program can reach.
-std::unique_ptr<ProcessGroup> start_others(int ranks) {
+static std::unique_ptr<ProcessGroup> start_others(int ranks) {
     if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / ranks));
     std::fflush(nullptr);
     std::vector<int> sockets = {-1};
@@ -123,7 +124,7 @@ std::unique_ptr<ProcessGroup> start_others(int ranks) {
 
 // What a rank says when it connects: a text of HELLO bytes, padded with zeros.
 constexpr size_t HELLO = 96;
-std::string hello(int ranks, int rank) {
+static std::string hello(int ranks, int rank) {
     std::string text = concat("COAT rank ", rank, " of ", ranks, ", ", std::getenv("COAT_TOKEN"));
     text.resize(HELLO);
     return text;
@@ -131,10 +132,10 @@ std::string hello(int ranks, int rank) {
 
 // Opens a socket at one address of rank 0, within `seconds`. On rank 0 it listens there, on other ranks it is
 // connected. Returns -1 if that is not possible.
-int open_socket_at(const addrinfo& at, bool listens, double seconds) {
+static int open_socket_at(const addrinfo& at, bool listens, double seconds) {
     const int socket = ::socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     const int on = 1;
-    const timeval limit{.tv_sec = static_cast<time_t>(std::max(1.0, seconds)), .tv_usec = 0};
+    const timeval limit{.tv_sec = time_t(std::max(1.0, seconds)), .tv_usec = 0};
     ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);  // the port of a run that has just ended
     ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     for (const int option : {SO_SNDTIMEO, SO_RCVTIMEO})  // the first is that of connect(), too
@@ -148,7 +149,7 @@ int open_socket_at(const addrinfo& at, bool listens, double seconds) {
 }
 
 // Likewise, at the first usable address that the name of rank 0's machine has.
-int open_socket(const Launch& launch, double seconds) {
+static int open_socket(const Launch& launch, double seconds) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     const std::string port = std::to_string(launch.port);
@@ -161,16 +162,16 @@ int open_socket(const Launch& launch, double seconds) {
 }
 
 // Whether a caller, somebody who has connected to rank 0, has said as much as hello() is, or has hung up.
-bool has_said_all(int caller, std::string* said) {
+static bool has_said_all(int caller, std::string* said) {
     said->assign(HELLO, '\0');
     const ssize_t got = ::recv(caller, said->data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
     if (got < 0) return errno != EAGAIN;
-    return got == 0 || got == static_cast<ssize_t>(HELLO);
+    return got == 0 || got == ssize_t(HELLO);
 }
 
 // Rank 0 waits for the others, which connect in any order. Somebody else who connects is sent away. Returns
 // the sockets by rank; -1 where a rank has not connected before the deadline.
-std::vector<int> accept_others(int listening, int ranks, double deadline) {
+static std::vector<int> accept_others(int listening, int ranks, double deadline) {
     std::vector<int> sockets(ranks, -1);
     std::vector<int> callers;  // sockets of those who have not said all yet
     pollfd listener{.fd = listening, .events = POLLIN, .revents = 0};
@@ -204,7 +205,7 @@ std::vector<int> accept_others(int listening, int ranks, double deadline) {
 
 // Waits until rank 0, which may start later, has accepted this rank, and returns the socket; -1 if that has
 // not happened before the deadline.
-int connect_to_rank_0(const Launch& launch, double deadline) {
+static int connect_to_rank_0(const Launch& launch, double deadline) {
     int socket = open_socket(launch, deadline - now());
     while (socket < 0 && now() < deadline) {
         ::usleep(20'000);
@@ -217,21 +218,19 @@ int connect_to_rank_0(const Launch& launch, double deadline) {
 }
 
 // The text of a variable of the environment.
-std::string variable(const char* name) {
+static std::string variable(const char* name) {
     const char* const text = std::getenv(name);
     if (text && *text) return text;
     throw Error(name, " is not set; all ranks need one MASTER_ADDR, MASTER_PORT and COAT_TOKEN, a secret.");
 }
-int integer_variable(const char* name, int least, int most) {
+static int integer_variable(const char* name, int least, int most) {
     const std::string text = variable(name);
     char* end = nullptr;
     const long value = std::strtol(text.c_str(), &end, 10);
     if (*end || value < least || value > most)
         throw Error(name, " is \"", text, "\"; set it to a number from ", least, " to ", most, ".");
-    return static_cast<int>(value);
+    return int(value);
 }
-
-}  // namespace
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -245,7 +244,7 @@ Launch find_launch(int64_t ranks_flag) {
         throw Error("--ranks ", ranks_flag, " is more than ", MOST_RANKS, ", or differs from WORLD_SIZE.");
     Launch launch;
     if (ranks == 1) {
-        launch.ranks = static_cast<int>(std::max<int64_t>(1, ranks_flag));
+        launch.ranks = int(std::max<int64_t>(1, ranks_flag));
         return launch;
     }
     launch.ranks = ranks;

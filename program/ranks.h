@@ -43,7 +43,7 @@ public:
     ProcessGroup(const ProcessGroup&) = delete;
 
     int rank() const { return rank_; }
-    int count() const { return static_cast<int>(peers_.size()); }
+    int count() const { return int(peers_.size()); }
     int local() const override { return local_; }
 
     std::vector<Bytes> gather(const Bytes& mine, bool on_all) override;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../data/checkpoint.h"
+#include "../data/files.h"
 #include "../data/tokens.h"
 #include "../model.h"
 #include "flags.h"

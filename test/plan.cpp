@@ -1,5 +1,4 @@
 // plan.cpp - plan.cpp: the precision plan, the memory plan, and the learning rate.
-#include "../data/safetensors.h"
 #include "help/model.h"
 
 using namespace coat;

@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "../../data/checkpoint.h"
+#include "../../data/safetensors.h"
 #include "../../reference.h"
 #include "files.h"
 #include "random.h"

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "../../data/tokens.h"
-#include "../../error.h"
+#include "../../text.h"
 
 namespace coat::test {
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "../../data/checkpoint.h"
+#include "../../data/files.h"
 #include "model.h"
 
 namespace coat::test {

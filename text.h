@@ -1,4 +1,5 @@
-// error.h - errors for the user: one sentence that names the file or the flag, and says what to do.
+// text.h - text that the user reads: how it is put together and made printable; and errors, each of which is
+// one sentence that names the file or the flag, and says what to do.
 #pragma once
 #include <cstdint>
 #include <cstdio>

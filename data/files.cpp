@@ -1,0 +1,90 @@
+// data/files.cpp - files as memory, hashes, and writes that reach the disk (files.h).
+#include "files.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <new>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace coat {
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+    // O_NONBLOCK: to open a pipe would wait for a writer.
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    struct stat status {};
+    const bool found = file >= 0 && ::fstat(file, &status) == 0;
+    const bool regular = S_ISREG(status.st_mode);
+    bytes_ = status.st_size;
+    device_ = status.st_dev;
+    number_ = status.st_ino;
+    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    const int error = errno;
+    if (file >= 0) ::close(file);
+    if (memory_ == MAP_FAILED && error == ENOMEM) throw std::bad_alloc();
+    if (found && regular && memory_ != MAP_FAILED) return;
+    const std::string why = found && !regular ? "it is not a regular file" : std::strerror(error);
+    throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
+}
+
+void MappedFile::require_whole() const {
+    struct stat status {};
+    if (::stat(path_.c_str(), &status) != 0) return;  // it was removed, and stays as long as it is mapped
+    const bool same = status.st_dev == device_ && status.st_ino == number_;
+    if (same && status.st_size < bytes_)
+        throw Error(path_, " became shorter while it was in use; restore the file.");
+}
+
+MappedFile::~MappedFile() {
+    if (memory_) ::munmap(memory_, bytes_);
+}
+
+uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash) {
+    for (int64_t at = 0; at < bytes; at += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, static_cast<const char*>(data) + at, std::min<int64_t>(8, bytes - at));
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;  // both steps are bijections
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+// Each MiB has a hash that begins with its place, so that all threads work and the order counts.
+uint64_t hash_of(const MappedFile& file) {
+    constexpr int64_t PART = 1 << 20;
+    uint64_t hash = file.bytes();
+#pragma omp parallel for reduction(^ : hash)
+    for (int64_t at = 0; at < file.bytes(); at += PART)
+        hash ^= hash_bytes(file.data() + at, std::min(PART, file.bytes() - at), at);
+    return hash;
+}
+
+std::string hash_file(const std::string& path) { return std::to_string(hash_of(MappedFile(path))); }
+
+void finish(std::ofstream& file, const std::string& path) {
+    file.close();
+    if (!file)
+        throw Error("Cannot write ", path,
+                    "; the disk may be full: free some space, or give another folder with --out.");
+    sync(path);
+}
+
+void save_file(const std::string& path, const std::string& bytes) {
+    std::ofstream file(path, std::ios::binary);
+    file << bytes;
+    finish(file, path);
+}
+
+// Some file systems cannot sync a folder, and return EINVAL. That is no error.
+void sync(const std::string& path) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
+    const std::string why = std::strerror(errno);
+    if (file >= 0) ::close(file);
+    if (!ok) throw Error("Cannot sync ", path, " (", why, "); check the disk, or give another --out.");
+}
+
+}  // namespace coat

@@ -1,0 +1,54 @@
+// data/files.h - files that are read as memory, or written and synced (files.cpp).
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <string_view>
+
+#include "../text.h"
+
+namespace coat {
+
+namespace fs = std::filesystem;
+
+inline std::string path_in(const std::string& folder, const std::string& file) {
+    return (fs::path(folder) / file).string();
+}
+
+// A whole file as memory, read only. Pages are read when they are touched, so it may be larger than memory.
+// The file is not kept open: there may be thousands. To touch a page that is no longer there, because the
+// file became shorter, ends the program.
+class MappedFile {
+public:
+    // Error if it cannot be read; std::bad_alloc if there is no room for it among the addresses.
+    explicit MappedFile(const std::string& path);
+    MappedFile(const MappedFile&) = delete;
+    ~MappedFile();
+    const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
+    int64_t bytes() const { return bytes_; }
+    std::string_view text() const { return {static_cast<const char*>(memory_), size_t(bytes_)}; }
+    void require_whole() const;  // Error if the file has become shorter
+
+private:
+    const std::string path_;
+    void* memory_ = nullptr;
+    int64_t bytes_ = 0;
+    uint64_t device_ = 0, number_ = 0;  // what the file is, also when another takes its name
+};
+
+// The hash of some bytes, which follow bytes that have the given hash. A change in one word of 8 bytes always
+// changes the result.
+uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
+uint64_t hash_of(const MappedFile& file);
+std::string hash_file(const std::string& path);  // likewise, as a decimal number
+
+// Closes a file and waits until it is on the disk. Error if this or an earlier write has failed: nobody else
+// has to check that.
+void finish(std::ofstream& file, const std::string& path);
+void save_file(const std::string& path, const std::string& bytes);
+
+// Waits until a file, or the names in a folder, are on the disk: a new name survives a power failure then.
+void sync(const std::string& path);
+
+}  // namespace coat
