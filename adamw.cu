@@ -422,7 +422,7 @@ static Factors factors(const AdamW& a) {
 }
 
 static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
-    if (!is_scaled(format)) return {};
+    if (!scales_moments(format)) return {};
     const double fmax = info(format).max, fmin = info(format).min;
     return {.e5m2 = format == Format::E5M2,
             .expand = o.expands(format),
@@ -437,7 +437,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool fp8_moment_groups = optimizer.fp8_moment_groups();
-    const bool any_scales = is_scaled(optimizer.m) || is_scaled(optimizer.v);
+    const bool any_scales = scales_moments(optimizer.m) || scales_moments(optimizer.v);
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),

@@ -3,19 +3,19 @@
 // words of the paper. The second half, from the line "Models" on, is the shapes of models, the tensors that
 // a transformer layer saves for backward, and the parameters.
 //
+// clang-format off
 // These words are used in all files:
 //   FMAX, FMIN      a format's largest and its smallest positive value
 //   code            a stored element: encode() rounds a value to a code, decode() gives the value of a code
 //   amax            the largest |x| of some elements
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
-//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and
-//   read
-//                   as x = decode(code) s
+//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and its
+//                   value is decode(code) s
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
-//   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k the
-//   exponent
-//                   of dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
+//   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k is the
+//                   exponent of dynamic range expansion. Without expansion there is no k: the scale is max / FMAX
+// clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
 //   B  sequences in a micro-batch         L    transformer layers         F  feed-forward size
@@ -71,8 +71,8 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format have moment scalings. The range of FP8 and of FP16 is too short without.
-constexpr bool is_scaled(Format f) { return f != Format::F32 && f != Format::BF16; }
+// Whether moments in this format have moment scalings. Without, the range of FP8 and of FP16 is too short.
+constexpr bool scales_moments(Format f) { return f != Format::F32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
@@ -151,11 +151,12 @@ inline constexpr Quant E4M3_128x128{.format = Format::E4M3, .granularity = PER_1
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 // A GEMM multiplies codes. It sums the products of one scale block along the reduction, and multiplies this
-// sum by the scales. So scale blocks must be long along the reduction, and Granularity::cols counts elements
-// along the reduction. An operand that is reduced over its rows is transposed before it is quantized: in
-// fprop, 1x128 is 128 features of one token of x; for wgrad x^T is quantized, and 1x128 is 128 tokens of one
-// feature. So x is quantized twice. Where scale blocks are per tensor or 128x128, a matrix and its transpose
-// have the same scale blocks: there once is enough.
+// sum by the scales. So scale blocks must be long along the reduction.
+// In this table, Granularity::cols of an operand counts elements along the reduction. An operand that is
+// reduced over its rows is transposed before it is quantized. In fprop, 1x128 is 128 features of one token of
+// x. For wgrad x^T is quantized, and 1x128 is 128 tokens of one feature. So x is quantized twice. Where scale
+// blocks are per tensor or 128x128, a matrix and its transpose have the same scale blocks: there once is
+// enough.
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -247,7 +248,7 @@ inline constexpr int MOMENT_GROUP = 128;
 // The number of moment groups, and so of moment scalings, of n elements of a moment in format f. A format
 // that is not scaled has none.
 constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
-    if (!is_scaled(f)) return 0;
+    if (!scales_moments(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
 
@@ -488,7 +489,7 @@ inline void validate(const ModelConfig& c) {
 // which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// It has N * cols elements. The shape is (N, cols), of the log-sum-exp (B, NH, T).
+// It has N * cols elements, in the shape (N, cols). The log-sum-exp alone has the shape (B, NH, T).
 struct SavedTensor {
     Saved which;
     const char* name;
@@ -584,7 +585,7 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     for (int64_t layer = 0; layer < c.L; layer++) {
         table.layer = layer;
         const std::string of = concat("layers.", layer, ".");
-        table.bucket++;  // each bucket of a block is a linear layer and the norm before it
+        table.bucket++;  // each bucket of a layer is a linear layer and the norm before it
         table.add_norm(of + "norm1");
         table.add_linear(of + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
         if (c.arch.qk_norm) table.add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]

@@ -1,9 +1,11 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
 // contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
-// CPU and model.cu on the GPU, independently, so that a test that compares the two can fail. They share the
-// first weights and the random bits of stochastic rounding, which are defined here. (One exception: in the
-// quantization report, the errors of the moments are measured by reference.cpp for both.) The equations of
-// the paper need nothing of this file: the first three sections of reference.cpp can be read before it.
+// CPU and model.cu on the GPU, independently, so that each checks the other. Both use the first weights and
+// the random bits of stochastic rounding that are defined at the end of this file. (Besides, the errors of
+// the moments in the quantization report are measured by reference.cpp for both.)
+//
+// Of the first three sections of reference.cpp, only round_stochastically() and the arguments of AdamW need
+// this file: the equations of the paper can be read before it.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -17,84 +19,11 @@
 
 namespace coat {
 
-// -----------------------------------------------------------------------------------------------------------
-// First weights and random bits
-
-// A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate.
-COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
-    z ^= z >> 32;
-    const uint64_t sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
-    // A sum of four uniform values from 0 to 1 has the variance 4/12, so the standard deviation 1 / sqrt(3).
-    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
-}
-
-// The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
-// is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
-COAT_HD inline float first_value(float init_std, bool ones, int64_t used, uint64_t seed, uint64_t param,
-                                 int64_t i) {
-    if (ones) return 1.0f;
-    if (init_std == 0 || i >= used) return 0.0f;
-    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
-}
-
-// The random bits that round weights to BF16 where there is no FP32 master: bf16 = (bits of the FP32 value +
-// 16 random bits) >> 16. So the expected value is the FP32 value, and updates that are smaller than half a
-// BF16 step count on average. rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the
-// flat order of all parameters, from the lowest bits on.
-COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
-    uint64_t z = (key + q) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 29);
-}
-// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, below).
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {
-    return rounding_bits(seed * 0x9E3779B97F4A7C15ull, static_cast<uint64_t>(step)) << 32;
-}
+class Ranks;  // how the ranks of a run exchange values: below
 
 // -----------------------------------------------------------------------------------------------------------
-// The ranks of a run, as a model and a checkpoint see them (program/ranks.h implements it): how they exchange
-// small values, and notice that one has ended.
-using Bytes = std::vector<uint8_t>;
-
-class Ranks {
-public:
-    virtual ~Ranks() = default;
-    virtual int local() const = 0;  // this rank's number among those of its machine
-    bool threads = false;           // ranks are threads of one process, as in tests, and share its addresses
-
-    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
-    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
-    template <class T> std::vector<T> all_gather(const T& mine);
-    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
-
-    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
-    // milliseconds. If another rank has ended, so does this process.
-    virtual void wait_until(const std::function<bool()>& done) = 0;
-    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
-    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
-};
-
-template <class T> std::vector<T> Ranks::all_gather(const T& mine) {
-    std::vector<T> all;
-    if constexpr (std::is_trivially_copyable_v<T>) {
-        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
-    } else {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
-        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
-            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
-            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
-        }
-    }
-    return all;
-}
-
-// The settings of a training run. It has one or more ranks: processes with a GPU each, or with a part of the
-// CPU. Every rank has its own micro-batches.
+// The settings of a training run. A run has one or more ranks: processes with a GPU each, or with a part of
+// the CPU. Every rank has its own micro-batches.
 
 struct Setup {
     ModelConfig config;
@@ -126,7 +55,8 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
 
 // Parts of a matrix are cut only between shard units. So no moment group of 128 is cut, and sums that are
 // added within shard units first are the same for any number of ranks. If a matrix has fewer shard units than
-// there are ranks, some ranks own nothing of it. A matrix of less than one belongs to the last rank.
+// there are ranks, some ranks own nothing of it. A matrix that is smaller than a shard unit
+// belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 
 struct Range {  // consecutive elements
@@ -178,9 +108,9 @@ struct StateTensor {
                 ": use a name from weight_tensors() or optimizer_tensors().");
 }
 
-// The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". It
-// is the parameter with the longest name that begins the tensor's name. ("layers.0.qkv.bias" is one, too. It
-// follows "layers.0.qkv" in the table, so the last match is the longest.)
+// The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Its
+// name is the longest prefix of the tensor's name among all parameters. ("layers.0.qkv.bias" follows
+// "layers.0.qkv" in the table, so the last match is the longest.)
 inline size_t param_of(const std::vector<Param>& params, const std::string& tensor) {
     size_t best = params.size();
     for (size_t i = 0; i < params.size(); i++)
@@ -259,11 +189,11 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t ranges = s.optimizer.moment_group_count(f, p.size());
+            const int64_t groups = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
-            if (ranges) add(moment + ".max", "F32", 4, {ranges}, shared_by);
-            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {ranges}, shared_by);
+            if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
+            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
@@ -347,5 +277,84 @@ std::unique_ptr<Model> make_gpu(const Setup& setup);
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
 int gpu_capability();
+
+// -----------------------------------------------------------------------------------------------------------
+// How the ranks of a run exchange small values, and notice that one has ended. A model and a checkpoint use
+// this interface; program/ implements it.
+
+using Bytes = std::vector<uint8_t>;
+
+class Ranks {
+public:
+    virtual ~Ranks() = default;
+    virtual int local() const = 0;  // this rank's number among those of its machine
+    bool threads = false;           // ranks are threads of one process, as in tests, and share its addresses
+
+    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
+    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
+    template <class T> std::vector<T> all_gather(const T& mine);
+    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
+
+    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
+    // milliseconds. If another rank has ended, so does this process.
+    virtual void wait_until(const std::function<bool()>& done) = 0;
+    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
+    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
+};
+
+template <class T> std::vector<T> Ranks::all_gather(const T& mine) {
+    std::vector<T> all;
+    if constexpr (std::is_trivially_copyable_v<T>) {
+        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
+    } else {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
+        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
+            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
+            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
+        }
+    }
+    return all;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// First weights and random bits
+
+// A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
+// four uniform integers of 16 bits is nearly a normal variate.
+COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
+    z ^= z >> 32;
+    const uint64_t sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
+    // A sum of four uniform values from 0 to 1 has the variance 4/12, so the standard deviation 1 / sqrt(3).
+    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
+}
+
+// The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
+// is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
+COAT_HD inline float first_value(float init_std, bool ones, int64_t used, uint64_t seed, uint64_t param,
+                                 int64_t i) {
+    if (ones) return 1.0f;
+    if (init_std == 0 || i >= used) return 0.0f;
+    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
+}
+
+// 64 bits that look random, from a number: nearby numbers give unrelated bits.
+COAT_HD inline uint64_t mixed_bits(uint64_t number) {
+    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 29);
+}
+// The random bits that round weights to BF16 where there is no FP32 master: bf16 = (bits of the FP32 value +
+// 16 random bits) >> 16. So the expected value is the FP32 value, and updates that are smaller than half a
+// BF16 step count on average. rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the
+// flat order of all parameters, from the lowest bits on.
+COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
+// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, below).
+inline uint64_t rounding_key(uint64_t seed, int64_t step) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
+}
 
 }  // namespace coat

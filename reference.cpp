@@ -218,7 +218,8 @@ static void compute_codes(const float* x, Quantized& q) {
 
 // Adds the errors of all elements of x (rows, cols) to statistics. A value a little above FMAX s is encoded
 // as FMAX without more error than rounding has elsewhere: up to half a step, and the step at FMAX is at least
-// FMAX / 2^(M + 1). A value that is further above counts as saturated.
+// FMAX / 2^(M + 1). A value that is further above counts as saturated. (In E4M3 the step at 448 is 32, so
+// every value up to 464 rounds to 448; from 448 (1 + 1/32) = 462 on a value counts.)
 static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
     const FormatInfo& f = info(q.quant.format);
     const float beyond = f.max * (1 + std::ldexp(0.25f, -f.mantissa));
@@ -340,16 +341,16 @@ void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     expands = expand && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t ranges = moment_group_count(f, per_tensor, n);
+    const int64_t groups = moment_group_count(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(ranges, 0.0f);
-    k.assign(expands ? ranges : 0, 1.0f);
+    max.assign(groups, 0.0f);
+    k.assign(expands ? groups : 0, 1.0f);
 }
 
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
-    if (!is_scaled(format)) return y;
+    if (!scales_moments(format)) return y;
     const int64_t g = i / group_size();
     if (expands) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
@@ -382,7 +383,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
 
 // Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool second, QuantStats* stats) {
-    if (!is_scaled(format)) {
+    if (!scales_moments(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
         return;

@@ -1,5 +1,5 @@
 // reference.h - the COAT training step on the CPU: every operator that reference.cpp implements,
-// and the whole step in double (reference_model.cpp).
+// and the whole step in double. (The step that trains is a Model: make_reference() in model.h.)
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
 // step stand in reference.cpp. All pointers are to row-major arrays; a shape (a, b) stands with each. The
@@ -68,7 +68,7 @@ struct DelayedScale {
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
-// k of a moment group whose magnitudes that are not zero are from min_nonzero to max.
+// k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
 float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
 float contract(Format fp8, float y, float max, float k);  // its inverse, with the sign of y; at most max

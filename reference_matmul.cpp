@@ -50,8 +50,8 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
                     panel_a += TILE_ROWS;
                     panel_b += TILE_COLS;
                 }
-                // Below, sum would be read with bounds that the compiler does not know, and for this it would
-                // keep sum in memory from the start. So those loops read a copy.
+                // The last loops have bounds that the compiler does not know. If they read `sum`, it would be
+                // kept in memory, not in registers, also in the loop above. So they read a copy.
                 for (int row = 0; row < TILE_ROWS; row++)
                     for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
                 for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)

@@ -28,7 +28,7 @@ using Floats = std::vector<float>;
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward has the derivatives of the operators where forward
 // computed them. It treats rounding as the identity. (In coat-saved forward reads other values:
-// as_forward_reads().)
+// forward_input().)
 
 namespace {
 
@@ -67,20 +67,77 @@ public:
     int64_t B_ = 0, T_ = 0, N_ = 0;
     std::vector<SavedLayer> saved_layers;
 
+    // --- The whole network ---
+
+    explicit Network(const Setup& s) : settings(s), delayed_scales(params.size()) {
+        for (size_t i = 0; i < params.size(); i++) {
+            param_index[params[i].name] = i;
+            weights.emplace_back(params[i].size());
+            gradients.emplace_back(params[i].size());
+            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
+        }
+    }
+
+    // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
+    void reset_amaxes() {
+        finite = true;
+        for (auto& operands : delayed_scales)
+            for (DelayedScale& d : operands) d.amax = 0;
+    }
+
+    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
+    // residual[n] = embedding[token n] (+ positions[n mod T]).
+    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
+        B_ = B;
+        T_ = T;
+        N_ = B * T;
+        saved_layers.clear();
+        const int64_t C = config.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
+            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+        }
+        for (int64_t l = 0; l < config.L; l++) residual = layer_forward(l, residual);
+        return rounded(residual);
+    }
+
+    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
+    // of the losses. Backward adds the gradients of loss_weight times this sum. loss_weight is 1 / the number
+    // of targets of the step that count, so that all micro-batches together give the gradients of the mean.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight,
+               bool backward) {
+        const Tensor x = forward(tokens, B, T);           // (N, C)
+        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                  // (N, padded_V)
+        const double loss =
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
+        finite = finite && std::isfinite(loss);
+        if (!backward) return loss;
+
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
+        for (int64_t l = config.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
+        embedding_backward(tokens, dresidual);
+        return loss;
+    }
+
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before it (N, C) -> after it (N, C). The result is the sum of the stream
-    // and the output of the last branch, in FP32: the next norm's input is quantized from this sum, and the
-    // stream goes on as the sum rounded to BF16.
-    Tensor layer_forward(int64_t l, const Tensor& residual) {
+    // Layer l: the residual stream before it (N, C) -> after it (N, C). Both are sums in FP32 that are not
+    // rounded yet, because they have two readers: the groups of the next norm's input are made from the exact
+    // sum, so that they are rounded once; and the residual stream goes on as the sum rounded to BF16.
+    Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_layers.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
-        s.norm1_input = save(residual, config.C, recipe.nonlinear, ReportKind::NormInput);
+        s.norm1_input = save(residual_sum, config.C, recipe.nonlinear, ReportKind::NormInput);
 
-        // Norm 1 -> qkv -> RoPE
-        const Tensor norm1 = norm(layer + "norm1", as_forward_reads(residual, s.norm1_input));
+        // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
+        const Tensor norm1 = norm(layer + "norm1", forward_input(residual_sum, s.norm1_input));
         Tensor qkv = linear_forward(layer + "qkv", norm1);
         if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
@@ -96,17 +153,17 @@ public:
 
         // Attention out -> residual sum -> norm 2 input
         const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention_output));
-        const Tensor residual2 = sum(rounded(residual), attention_out);
-        s.norm2_input = save(residual2, config.C, recipe.nonlinear, ReportKind::NormInput);
+        const Tensor residual_sum2 = sum(rounded(residual_sum), attention_out);
+        s.norm2_input = save(residual_sum2, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(layer + "norm2", as_forward_reads(residual2, s.norm2_input));
+        const Tensor norm2 = norm(layer + "norm2", forward_input(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
         s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(as_forward_reads(gate_up, s.gate_up));
-        return sum(rounded(residual2), linear_forward(layer + "down", act));
+        const Tensor act = activation(forward_input(gate_up, s.gate_up));
+        return sum(rounded(residual_sum2), linear_forward(layer + "down", act));
     }
 
     // Layer l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
@@ -172,12 +229,12 @@ public:
     SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (q.fp8()) checked_amax(x);
+            if (q.fp8()) checked_amax(x);  // notes whether it is finite
             return quantize(x.data(), N_, cols, q, stats_of(kind));
         }
     }
     // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
-    Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
+    Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
         return recipe.forward_reads_groups ? load(saved) : rounded(x);
     }
     static Tensor load(const SavedActivation& saved) {
@@ -188,22 +245,25 @@ public:
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
     // x (rows, cols), which is x, w or g of the GEMMs of parameter i (role), as they read it: quantized and
-    // decoded again. A per-tensor scale is computed here, just in time from the amax of x or delayed. Those
-    // of smaller scale blocks are computed by quantize().
+    // decoded again. A per-tensor scale is computed here. The scales of smaller scale blocks are computed by
+    // quantize().
     Tensor linear_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             const Quant& q = quant_of(formats, role);
             const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = scale_of(q, largest);
-            if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed_scales[i][int(role)];
-                d.amax = std::max(d.amax, largest);
-                scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
-            }
+            const float scale = per_tensor_scale(role, i, largest);
             return decoded_operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(role)),
                                    q.granularity == PER_TENSOR ? &scale : nullptr);
         }
+    }
+    // The scale of an operand with this amax: just in time, or delayed, where it comes from earlier steps.
+    float per_tensor_scale(LinearOperand role, size_t i, float largest) {
+        const Quant& q = quant_of(formats, role);
+        if (recipe.scaling == Scaling::JustInTime || !q.fp8()) return scale_of(q, largest);
+        DelayedScale& d = delayed_scales[i][int(role)];
+        d.amax = std::max(d.amax, largest);
+        return d.scale > 0 ? d.scale : scale_of(q, d.amax);
     }
 
     // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
@@ -342,63 +402,6 @@ public:
     const Tensor& weight(const std::string& name) const { return weights[param_index.at(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
     QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
-
-    // --- The whole network ---
-
-    explicit Network(const Setup& s) : settings(s), delayed_scales(params.size()) {
-        for (size_t i = 0; i < params.size(); i++) {
-            param_index[params[i].name] = i;
-            weights.emplace_back(params[i].size());
-            gradients.emplace_back(params[i].size());
-            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
-        }
-    }
-
-    // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
-    void reset_amaxes() {
-        finite = true;
-        for (auto& operands : delayed_scales)
-            for (DelayedScale& d : operands) d.amax = 0;
-    }
-
-    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
-    // residual[n] = embedding[token n] (+ positions[n mod T]).
-    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
-        B_ = B;
-        T_ = T;
-        N_ = B * T;
-        saved_layers.clear();
-        const int64_t C = config.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
-            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
-        }
-        for (int64_t l = 0; l < config.L; l++) residual = layer_forward(l, residual);
-        return rounded(residual);
-    }
-
-    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight times this sum. loss_weight is 1 / the number
-    // of targets of the step that count, so that all micro-batches together give the gradients of the mean.
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight,
-               bool backward) {
-        const Tensor x = forward(tokens, B, T);           // (N, C)
-        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                  // (N, padded_V)
-        const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
-        finite = finite && std::isfinite(loss);
-        if (!backward) return loss;
-
-        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
-        const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
-        for (int64_t l = config.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
-        embedding_backward(tokens, dresidual);
-        return loss;
-    }
 };
 
 // ===========================================================================================================
@@ -511,8 +514,8 @@ private:
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), false, stats_of(ReportKind::Moment1));
-        s.v.store(v.data(), true, stats_of(ReportKind::Moment2));
+        s.m.store(m.data(), /*second=*/false, stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), /*second=*/true, stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (settings.master) split_master(master[e], &s.weight[at], &s.remainder[at]);

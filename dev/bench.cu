@@ -530,7 +530,7 @@ private:
         const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes, is_scaled(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
+            return {codes, scales_moments(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;
@@ -545,7 +545,7 @@ private:
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
             const double scales =
-                is_scaled(f) && !o.per_tensor ? (o.expands(f) ? 8.0 : 4.0) / double(MOMENT_GROUP) : 0;
+                scales_moments(f) && !o.per_tensor ? (o.expands(f) ? 8.0 : 4.0) / double(MOMENT_GROUP) : 0;
             return info(f).bytes + scales;
         };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),

@@ -58,13 +58,13 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t ranges = o.moment_group_count(f, shards[i].own.count);
+            const int64_t groups = o.moment_group_count(f, shards[i].own.count);
             MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
                               .max = nullptr,
                               .k = nullptr,
                               .format = f};
-            if (is_scaled(f)) moment.max = arena.take<float>(ranges * places);
-            if (o.expands(f)) moment.k = arena.take<float>(ranges);
+            if (scales_moments(f)) moment.max = arena.take<float>(groups * places);
+            if (o.expands(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
         }
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
@@ -243,11 +243,11 @@ void Parameters::note_state() {
         if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
-            const int64_t ranges = setup.optimizer.moment_group_count(m.format, count);
+            const int64_t groups = setup.optimizer.moment_group_count(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
-            if (m.max) entries_[of + ".max"] = {i, m.max, ranges * 4};
-            if (m.k) entries_[of + ".k"] = {i, m.k, ranges * 4};
+            if (m.max) entries_[of + ".max"] = {i, m.max, groups * 4};
+            if (m.k) entries_[of + ".k"] = {i, m.k, groups * 4};
         }
         if (scales_.delayed() && params[i].role.linear) note_delayed_scales(i);
     }

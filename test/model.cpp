@@ -484,7 +484,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = is_scaled(t.setup().optimizer.m) ? ".m.max" : ".m";
+            const char* moment = scales_moments(t.setup().optimizer.m) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
@@ -636,7 +636,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {
             const QuantStats& stats = report.kinds[kind];
             INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
-            CHECK((stats.elements > 0) == is_scaled(of[kind]));
+            CHECK((stats.elements > 0) == scales_moments(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scaling == Scaling::JustInTime) CHECK(stats.saturated == 0);
             if (kind >= int(ReportKind::Moment1)) {
