@@ -14,7 +14,7 @@
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
 //   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k is the
-//                   exponent of dynamic range expansion. Without expansion there is no k: the scale is max / FMAX
+//                   exponent of dynamic range expansion. Without expansion the scale is max / FMAX
 // clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:

@@ -530,7 +530,8 @@ private:
         const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes, scales_moments(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
+            return {codes,
+                    scales_moments(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;

@@ -138,8 +138,8 @@ struct MomentFormat {
     float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
 };
 
-// Whether a moment has moment scalings: scales_moments() of coat.h, for kernels. The FP32 moments of norm weights
-// and biases have none, in every optimizer.
+// Whether a moment has moment scalings: scales_moments() of coat.h, for kernels. The FP32 moments of norm
+// weights and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::F32 && m.format != Format::BF16;
 }

@@ -85,8 +85,8 @@ GIT_TEST_CASE("includes run one way") {
     // A file includes files of its own level and of those below it.
     const std::vector<std::vector<std::string>> levels = {
         {"coat.h", "text.h"}, {"model.h", "data/"},
-        {"gpu/plan"},          {"reference", "gpu/", "coat.cu", "adamw.cu"},
-        {"model.cu"},          {"program/"}};
+        {"gpu/plan"},         {"reference", "gpu/", "coat.cu", "adamw.cu"},
+        {"model.cu"},         {"program/"}};
     auto level = [&](const std::string& f) {
         for (size_t i = 0; i < levels.size(); i++)
             for (const std::string& name : levels[i])

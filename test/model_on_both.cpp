@@ -21,7 +21,8 @@ constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& others) {
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
-    const bool fp8 = s.recipe.x.fp8() || s.recipe.attention.fp8() || scales_moments(s.optimizer.m) || !s.master;
+    const bool fp8 =
+        s.recipe.x.fp8() || s.recipe.attention.fp8() || scales_moments(s.optimizer.m) || !s.master;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));
