@@ -1,8 +1,8 @@
 // main.cpp - runs every test. The last line is for scripts and people: "N passed, N failed, N skipped".
 //
 // A test is skipped only by its own decorator (doctest::skip), as GPU tests are where there is no GPU.
-// Skipped tests are listed by name. Where all tests run, a second process has those that start programs and
-// mostly wait for them. None of these uses a GPU.
+// Skipped tests are listed by name. Where all tests run, three processes share them: this one has all that
+// compute with a model or use a GPU.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
@@ -31,28 +31,37 @@ REGISTER_REPORTER("tally", 0, Tally);
 
 }  // namespace
 
+// Another process with the tests of these source files, which prints into a pipe.
+static std::FILE* start(const char* program, const std::string& sources) {
+    const std::string threads = std::to_string(omp_get_max_threads());
+    return popen(
+        ("OMP_NUM_THREADS=" + threads + " '" + program + "' '--source-file=" + sources + "'").c_str(), "r");
+}
+
 int main(int argc, char** argv) {
-    const std::string waiting = "*test/train_*,*test/ranks.cpp,*test/data/*,*test/dev/*.cpp";
-    std::FILE* second = nullptr;
+    // None of these tests uses a GPU. Many wait for programs that they start.
+    const std::string groups[] = {"*test/train_*,*test/ranks.cpp,*test/generate.cpp",
+                                  "*test/data/*,*test/dev/*.cpp"};
+    std::vector<std::FILE*> others;
     doctest::Context context(argc, argv);
     context.addFilter("reporters", "tally");
-    if (argc == 1) {  // each process has half of the cores
+    if (argc == 1) {
         omp_set_num_threads((omp_get_num_procs() + 1) / 2);
-        const std::string command = "OMP_NUM_THREADS=" + std::to_string(omp_get_max_threads()) + " '" +
-                                    argv[0] + "' '--source-file=" + waiting + "'";
-        second = popen(command.c_str(), "r");
-        context.addFilter("source-file-exclude", waiting.c_str());
+        for (const std::string& sources : groups) {
+            others.push_back(start(argv[0], sources));
+            context.addFilter("source-file-exclude", sources.c_str());
+        }
     }
     int status = context.run();
     if (context.shouldExit()) return status;  // --list-test-cases and the like
     unsigned passed = Tally::tests - Tally::failed, failed = Tally::failed;
-    unsigned also_passed = 0, also_failed = 1;  // unless the second process says so
-    for (char line[1000]; second && std::fgets(line, sizeof line, second);)
-        if (std::sscanf(line, "%u passed, %u failed", &also_passed, &also_failed) < 2 &&
-            std::strncmp(line, "skipped: ", 9) != 0)  // this process has counted them
-            std::fputs(line, stdout);
-    if (second) {
-        status |= pclose(second);
+    for (std::FILE* const other : others) {
+        unsigned also_passed = 0, also_failed = 1;  // unless the process says so
+        for (char line[1000]; std::fgets(line, sizeof line, other);)
+            if (std::sscanf(line, "%u passed, %u failed", &also_passed, &also_failed) < 2 &&
+                std::strncmp(line, "skipped: ", 9) != 0)  // this process has counted them
+                std::fputs(line, stdout);
+        status |= pclose(other);
         passed += also_passed;
         failed += also_failed;
     }

@@ -131,7 +131,7 @@ TEST_CASE("train: a run that cannot write --out at its end saves its last step i
         INFO(std::string(ranks), " ", std::string(where), " ", std::string(action));
         RunFolder folder;
         fs::create_directory(folder.path / "tmp");
-        const std::string steps = code == 130 ? "100000" : "400";
+        const std::string steps = code == 130 ? "100000" : "150";
         setenv("TMPDIR", "tmp", 1);
         const Ended ended =
             run_with_action(folder, TINY + "--eval-every 0 --keep 1 --out out --steps " + steps + " " + ranks,
@@ -143,7 +143,7 @@ TEST_CASE("train: a run that cannot write --out at its end saves its last step i
         const std::string checkpoint = find_checkpoint(folder / where + "/" + made[0]);
         CHECK(contains(ended.error, "--out out could not be written; move "));
         CHECK(contains(ended.error, fs::path(checkpoint).filename().string() + " there when it can be."));
-        CHECK(contains(ended.out, code == 130 ? "Interrupted after step " : "Done: 400 steps"));
+        CHECK(contains(ended.out, code == 130 ? "Interrupted after step " : "Done: 150 steps"));
         // After the advice was followed the run goes on.
         fs::remove(folder.path / "out");
         fs::create_directory(folder.path / "out");

@@ -120,8 +120,8 @@ TEST_CASE("train: a value follows its flag or an equals sign; -h and --version p
 TEST_CASE("train: a run that starts from a folder has a low rate unless --lr is given") {
     RunFolder folder;
     const std::string flags =
-        "--device cpu --data text --batch 1 --seq 16 --sample-every 0 --out '' --warmup 0 --steps 1 --log "
-        "log ";
+        "--device cpu --data text --batch 1 --seq 16 --sample-every 0 --eval-tokens 640 --out '' "
+        "--warmup 0 --steps 1 --log log ";
     for (const auto& [more, lr] : {std::pair{"--model \"$SMALL\"", 1e-5},
                                    {"--model \"$SMALL\" --lr 2e-3", 2e-3},
                                    {"--model llama-tiny", 3e-3}}) {

@@ -1,0 +1,84 @@
+// train_flags.cpp - Flags (program/flags.h): which of several values a flag has, and what a resumed run does
+// with it. What ./train says of wrong flags is in train_rejects.cpp.
+#include "../program/flags.h"
+#include "help/files.h"
+
+using namespace coat;
+using namespace coat::test;
+
+static Flags parsed(const std::vector<std::string>& arguments) {
+    Flags flags;
+    flags.parse(arguments);
+    return flags;
+}
+
+TEST_CASE("Flags: each kind of value is read; only flags on the command line are given") {
+    const Flags flags = parsed({"--model", "gpt2", "--batch=4", "--lr", "1e-2", "--plan", "--out", ""});
+    CHECK((flags.model == "gpt2" && flags.batch == 4 && flags.lr == 1e-2 && flags.plan && flags.out.empty()));
+    CHECK((flags.given("model") && flags.given("batch") && flags.given("plan") && flags.given("out")));
+    CHECK((!flags.given("seq") && flags.seq == Flags().seq));
+    CHECK(parsed({"--batch", "4", "--batch=5"}).batch == 5);
+    CHECK(parsed({"--out=a=b"}).out == "a=b");
+    CHECK(parsed({"--out", "--plan"}).out == "--plan");  // the value of a flag is whatever follows it
+    const Flags help = parsed({"--batch", "4", "-h", "--no-such-flag"});
+    CHECK((help.help && help.batch == 4));
+    CHECK(parsed({"--version", "text"}).version);
+}
+
+TEST_CASE("Flags: the numbers at their limits") {
+    CHECK(parsed({"--batch", "2147483647"}).batch == INT32_MAX);
+    CHECK(parsed({"--batch", "1"}).batch == 1);
+    CHECK(parsed({"--steps", "0"}).steps == 0);
+    for (const auto& [flag, text] : {std::pair{"--batch", "0"},
+                                     {"--batch", "2147483648"},
+                                     {"--batch", "1e3"},
+                                     {"--batch", " 1"},
+                                     {"--batch", "1 "},
+                                     {"--steps", "-1"},
+                                     {"--lr", "-1e-9"},
+                                     {"--lr", "inf"},
+                                     {"--lr", "nan"},
+                                     {"--lr", ""}}) {
+        const std::string name = flag, value = text;
+        check_error([&] { parsed({name, value}); }, concat(name, " ", value, " is not a"));
+    }
+}
+
+TEST_CASE("Flags: a given value stays; else a folder's default comes before a GPU's; else the standard one") {
+    Flags flags = parsed({"--batch", "3"});
+    flags.take_gpu_defaults();
+    CHECK((flags.batch == 3 && flags.seq == 1024 && flags.lr == 1e-3 && flags.model == "llama-30m"));
+    flags.take_folder_defaults();
+    CHECK((flags.lr == 1e-5 && flags.seq == 1024));
+    Flags given = parsed({"--lr", "2e-3"});
+    given.take_gpu_defaults();
+    given.take_folder_defaults();
+    CHECK(given.lr == 2e-3);
+}
+
+TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses what would be another run") {
+    const Json saved =
+        parsed({"--recipe", "te", "--lr", "0.5", "--steps", "9", "--keep", "7"}).saved_settings();
+    for (const char* of_this_start : {"device", "ranks", "out", "resume", "prompt", "plan"})
+        CHECK(!saved.contains(of_this_start));
+    Flags flags;
+    CHECK(flags.take_checkpoint(saved).empty());
+    CHECK((flags.recipe == "te" && flags.lr == 0.5 && flags.steps == 9 && flags.keep == 7));
+    CHECK(flags.saved_settings() == saved);
+
+    Flags same = parsed({"--recipe", "te", "--lr", "5e-1", "--keep", "1"});  // --keep changes no step
+    CHECK(same.take_checkpoint(saved).empty());
+    CHECK(same.keep == 1);
+    Flags changed = parsed({"--steps", "20", "--lr", "0.25"});
+    CHECK(changed.take_checkpoint(saved) == "--steps 20 (before: 9), --lr 0.25 (before: 0.5)");
+    CHECK((changed.steps == 20 && changed.lr == 0.25));
+    Flags other = parsed({"--recipe", "coat"});
+    check_error([&] { other.take_checkpoint(saved); },
+                "--recipe \"coat\" differs from the checkpoint's \"te\"");
+
+    Json older = saved;  // of a program that lacked this flag
+    older.erase("clip");
+    Flags newer = parsed({});
+    CHECK(newer.take_checkpoint(older).empty());
+    CHECK(newer.clip == Flags().clip);
+}
