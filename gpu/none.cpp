@@ -4,7 +4,7 @@
 namespace coat {
 
 std::string why_no_gpu(int) {
-    return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
+    return "this program was built without CUDA; install the CUDA toolkit (nvcc) and run make again";
 }
 int gpu_capability() { return 0; }
 std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }

@@ -66,7 +66,7 @@ static const Flag FLAGS[] = {
     {.name = "steps", .member = &Flags::steps, .on_resume = CHANGES_STEPS,
      .about = "steps in total; 0 evaluates on held-out text and stops", .gpu_default = "900"},
     {.name = "lr", .member = &Flags::lr, .on_resume = CHANGES_STEPS,
-     .about = "peak of the learning rate, which falls to a tenth", .gpu_default = "1e-3",
+     .about = "peak of the learning rate, which falls to a tenth", .gpu_default = "0.001",
      .folder_default = "1e-5"},
     {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
      .about = "steps of linear warm-up, before half a cosine"},

@@ -12,6 +12,18 @@
 
 using namespace coat;
 
+// From here on a signal ends the run after the current step, which is saved. A second signal changes nothing,
+// because `timeout` sends two; a third ends the program at once. Under nohup, hangups stay ignored.
+static void finish_step_at_signal() {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        const auto before = std::signal(signal, [](int received) {
+            if (interrupted) std::signal(received, SIG_DFL);
+            interrupted = received;
+        });
+        if (signal == SIGHUP && before == SIG_IGN) std::signal(signal, SIG_IGN);
+    }
+}
+
 // All that a run does, stage by stage. Returns the exit code.
 static int run_program(const std::vector<std::string>& arguments, Run& run) {
     const Flags& flags = run.flags;
@@ -56,6 +68,7 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
         print_quantization(run);
         return 0;
     }
+    finish_step_at_signal();
     return train(run);
 }
 

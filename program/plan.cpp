@@ -240,10 +240,8 @@ std::string recipe_text(const Setup& s) {
 static void print_precision(const Setup& s) {
     std::printf(
         "Formats: what each operator reads and writes, and what it saves for the backward pass\n"
-        "  recipe %s\n"
         "  FP8 values share a scale: \"tensor\" is one scale for all, \"1x16\" one for 16 values of a "
-        "token.\n\n",
-        recipe_text(s).c_str());
+        "token.\n\n");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     for (const auto& [part, operators] : precision_plan(s)) {

@@ -25,12 +25,6 @@ Setup setup_of_last_rank(const Run& run) {
     return last;
 }
 
-// The device, and why it is no GPU.
-static std::string device_text(const Run& run) {
-    if (run.no_gpu.empty()) return run.flags.device;
-    return (run.on_gpu() ? "gpu, of which this machine has none: " : "cpu: ") + run.no_gpu;
-}
-
 // Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
@@ -42,7 +36,8 @@ void print_start(const Run& run) {
     print("recipe: ", recipe_text(s));
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
           s.master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
-    print("device: ", device_text(run));
+    const std::string why = run.no_gpu.empty() ? "" : " (no GPU can be used here: " + run.no_gpu + ")";
+    print("device: ", run.flags.device, why);
     print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"),
           " of ", s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)

@@ -1,5 +1,4 @@
 // train.cpp - the training loop. Every rank goes through it, and all take the same decisions.
-#include <csignal>
 #include <cstdlib>
 
 #include "plan.h"
@@ -25,7 +24,6 @@ struct Events {
 
 }  // namespace
 
-static void finish_step_at_signal();
 static void take_step(Run& run, const Loader& loader, Progress& progress);
 static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int end_at_signal(Run& run, int signal);
@@ -34,7 +32,6 @@ static int finish(Run& run, const Progress& progress);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
-    finish_step_at_signal();
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty()) run.processes->checkpoint = find_checkpoint(flags.out);  // errors name it
     if (run.state.step == 0) run.state.first_validation = validation_loss(run);
@@ -55,18 +52,6 @@ int train(Run& run) {
         }
     }
     return finish(run, progress);
-}
-
-// From here on a signal ends the run after the current step, which is saved. A second signal changes nothing,
-// because `timeout` sends two; a third ends the program at once. Under nohup, hangups stay ignored.
-static void finish_step_at_signal() {
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        const auto before = std::signal(signal, [](int received) {
-            if (interrupted) std::signal(received, SIG_DFL);
-            interrupted = received;
-        });
-        if (signal == SIGHUP && before == SIG_IGN) std::signal(signal, SIG_IGN);
-    }
 }
 
 // Reads the micro-batches of the next step that this rank computes. The ranks take them in turn: so one rank
