@@ -97,28 +97,28 @@ def granularity():
             for x, a, b in zip(GROUP[SHOWN], of_group[SHOWN], of_tensor[SHOWN])]
     table(("x", "with the group's scale", "error", "with the tensor's scale", "error"), rows)
     random = np.random.default_rng(1)  # a linear layer of 256 features, of which one is multiplied
-    x, w = (random.standard_normal((64, 256)).astype(F32) for _ in "xw")
-    other, rows = np.arange(256) != 39, []
+    x, w, dy = (random.standard_normal((64, 256)).astype(F32) for _ in ("x", "w", "dy"))
+    w8, ones, other = coat.gemm_operand(E4M3, w), np.ones(256, F32), np.arange(256) != 39
+    linear, norms, cancelled = [], [], []
     for times in (1, 100, 10000, 100000):
         outlier = np.where(other, x, x * F32(times))
         reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
-        y = [a @ coat.gemm_operand(E4M3, w).T for a in reads]
-        alone = [np.mean(np.minimum(np.abs(a / outlier - 1), 1)[:, other]) for a in reads]
-        rows.append((f"{times:,}", *(f"{relative_error(a, outlier @ w.T):.1%}" for a in y),
-                     *(f"{a:.1%}" for a in alone)))
-    table(("one feature times", "error of y: one scale", "1x16", "error of each other value: one scale", "1x16"), rows)
-    dy, rows = random.standard_normal((64, 256)).astype(F32), []  # the same x through a norm, and a GEMM behind it
-    for times in (1, 100, 10000, 100000):
-        outlier, ones = np.where(other, x, x * F32(times)), np.ones(256, F32)
-        reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
+        linear.append([relative_error(a @ w8.T, outlier @ w.T) for a in reads] +
+                      [coat.rms((a / outlier - 1)[:, other]) for a in reads])
+        # The same x through a norm, and a GEMM behind it. The norm's weight may make the outlier small again.
         exact = coat.rms_norm_backward(outlier, ones, dy)[1][other]
-        row = [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads]
-        for weight in (ones, np.where(other, ones, ones / F32(times))):
-            y = [coat.gemm_operand(E4M3, coat.rms_norm(a, weight)) @ coat.gemm_operand(E4M3, w).T for a in reads]
-            row += [relative_error(a, coat.rms_norm(outlier, weight) @ w.T) for a in y]
-        rows.append((f"{times:,}", *(f"{error:.1%}" for error in row)))
-    table(("one feature times", "gradients of the other weights: one scale", "1x16", "GEMM, weight 1: one scale", "1x16",
-           "GEMM, weight 1 / times: one scale", "1x16"), rows)
+        gradients = [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads]
+        for rows, weight in ((norms, ones), (cancelled, np.where(other, ones, ones / F32(times)))):
+            y = [coat.gemm_operand(E4M3, coat.rms_norm(a, weight)) @ w8.T for a in reads]
+            rows.append([relative_error(a, coat.rms_norm(outlier, weight) @ w.T) for a in y])
+        norms[-1] = gradients + norms[-1]
+    heads = (("error of y: one scale", "1x16", "error of each other value: one scale", "1x16"),
+             ("gradients of the other weights: one scale", "1x16", "GEMM: one scale", "1x16"),
+             ("GEMM: one scale", "1x16"))
+    for head, rows in zip(heads, (linear, norms, cancelled)):
+        table(("one feature times", *head),
+              [(times, *(f"{error:.1%}" for error in row))
+               for times, row in zip(("1", "100", "10,000", "100,000"), rows)])
 
 
 def delayed():
@@ -157,17 +157,25 @@ def noise():
 
     def listening(x, w, g):
         dx, dw = linear_backward(x, w, g)
-        passed.append((g, coat.gemm_operand(E5M2, g), dx))
+        passed.append((x, g, dx, dw))
         return dx, dw
 
     coat.linear_backward = listening
     for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; other windows of the text
         gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1))[1])
     coat.FP8, coat.linear_backward = True, linear_backward
-    names = ("down", "gate_up", "attention_out", "qkv")  # in the order of backward
-    rows = [(name, *(f"{relative_error(a, b):.1%}" for a, b in zip(fp8, exact)))
-            for name, fp8, exact in zip(names, passed[:4], passed[4:8])]
-    table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), rows)
+    of_dgrad, of_wgrad = [], []
+    for name, ours, exact in zip(("down", "gate_up", "attention_out", "qkv"), passed[:4], passed[4:8]):
+        (x, g, dx, dw), (exact_x, exact_g, exact_dx, exact_dw) = ours, exact
+        g8 = relative_error(coat.gemm_operand(E5M2, g), exact_g)
+        x8 = relative_error(coat.gemm_operand(E4M3, x), exact_x)
+        of_dgrad.append((name, f"{relative_error(g, exact_g):.1%}", f"{g8:.1%}", f"{relative_error(dx, exact_dx):.1%}"))
+        random_signs = np.sqrt(np.square(exact_g, dtype=float).T @ np.square(exact_x, dtype=float))
+        of_wgrad.append((name, f"{g8:.1%}", f"{x8:.1%}", f"{np.hypot(g8, x8):.1%}", f"{relative_error(dw, exact_dw):.1%}",
+                         f"{coat.rms(exact_dw) / coat.rms(random_signs):.1f}"))
+    table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), of_dgrad)
+    table(("linear layer", "error of g in E5M2", "of x in E4M3", "together", "of dw = g^T x",
+           "dw beside a sum with random signs"), of_wgrad)
     rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
             for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients))]
     table(("gradient of", "COAT against FP32", "a batch against another"), rows)
@@ -210,7 +218,8 @@ def of_widths(norm_inputs, gate_up):
 def of_gradients(gradients):
     rows = []
     for f, name in ((E5M2, "E5M2"), (E4M3, "E4M3")):
-        g, decoded = np.concatenate(gradients), np.concatenate([coat.gemm_operand(f, g) for g in gradients])
+        g = np.concatenate([g.ravel() for g in gradients])
+        decoded = np.concatenate([coat.gemm_operand(f, g).ravel() for g in gradients])
         rows.append((name, f"{snr(g, decoded):.1f} dB", f"{flushed(g, decoded):.4%}"))
     table(("format of g", "SNR", "flushed to zero"), rows)
 

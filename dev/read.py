@@ -304,7 +304,7 @@ def block(lines):
         items = re.split(r"^(?:- |\d+\. )", text, flags=re.M)[1:]
         kind = "ul" if lines[0][0] == "-" else "ol"
         return f"<{kind}>" + "".join(f"<li>{inline(' '.join(item.split()))}" for item in items) + f"</{kind}>"
-    css = " class=try" if lines[0].startswith(("**Try.**", "*Expect:*", "**Now put")) else ""
+    css = " class=try" if lines[0].startswith(("**Predict.**", "**Try.**", "**Now put")) else ""
     return f"<p{css}>{inline(' '.join(lines))}</p>"
 
 def prose(text):
@@ -317,6 +317,7 @@ def prose(text):
         elif i % 3 == 2:
             out.append(f"<pre class=quoted>{html.escape(part, quote=False)}</pre>")
         else:
+            part = re.sub(r"\n</details>$", "\n\n</details>", part, flags=re.M)
             for lines in re.split(r"\n\s*\n", part.strip("\n")):
                 if lines.strip():
                     out.append(block(lines.split("\n")))
@@ -375,7 +376,9 @@ def main(out):
 <main id=top><div class=intro><h1>{heading}</h1>{prose(intro)}</div>{"".join(body)}</main>
 <div id=tip hidden></div><script>{js}</script></html>
 """)
-    print(f"{out}: {len(all_lessons)} lessons, {len(cuts)} definitions, {out.stat().st_size // 1000} KB")
+    numbered = sum(title[0].isdigit() for title, *_ in all_lessons)
+    print(f"{out}: {numbered} lessons, {len(cuts)} definitions, {out.stat().st_size // 1000} KB. "
+          "Open it in a browser.")
 
 if __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build/read.html")

@@ -1,5 +1,6 @@
 """A small model after 120 steps of training, for figures.py and lessons.py: its moments in FP32, the activations
-that its layers save, and gradients of a batch, all computed with coat.py from a checkpoint of ./train.
+that its layers save, and the gradients g of all its linear layers, computed with coat.py from a checkpoint of
+./train.
 """
 import pathlib
 import subprocess
@@ -41,19 +42,31 @@ class Run:
             self.layers.append(layer)
         self.weights |= {"embedding": self.weights["model.embed_tokens.weight"],
                          "final_norm": self.weights["model.norm.weight"]}
-        text = np.frombuffer((ROOT / "coat.h").read_bytes(), np.uint8)[:tokens + 1]
-        # gate and up, the inputs of norms 2, and the gradients of the outputs of layers, before they are quantized
-        self.gate_up, self.norm_inputs, self.gradients = [], [], []
+        # Two windows of coat.h. A line of "===" would not do for the gradients: a query that sees nothing but
+        # equal tokens has the gradient zero, and rounding makes tiny numbers of it.
+        text = np.frombuffer((ROOT / "coat.h").read_bytes(), np.uint8)
         coat.FP8 = False
-        x, saved = self.weights["embedding"][text[:-1]], []
+        self.norm_inputs, self.gate_up, _ = self.batch(text[:tokens + 1], T, size)
+        _, _, self.gradients = self.batch(text[3000:3001 + tokens], T, size)
+        coat.FP8 = True
+
+    def batch(self, text, T, size):
+        """A batch without quantization: the inputs of norms 2, gate and up, and the gradients of the outputs of
+        all linear layers, in lists."""
+        x, saved, gradients = self.weights["embedding"][text[:-1]], [], []
         for layer in self.layers:
             x, of_layer = coat.layer_forward(layer, x, T, size)
-            _, _, _, norm2_input, gate_up = of_layer
-            self.norm_inputs.append(coat.dequantize_groups(*norm2_input))
-            self.gate_up.append(coat.dequantize_groups(*gate_up))
             saved.append(of_layer)
         _, dx, _ = coat.head_loss(self.weights, x, text[1:])
+        linear_backward = coat.linear_backward
+
+        def listening(x, w, g):
+            gradients.append(g)
+            return linear_backward(x, w, g)
+
+        coat.linear_backward = listening
         for layer, of_layer in zip(self.layers[::-1], saved[::-1]):
-            self.gradients.append(dx)
             dx, _ = coat.layer_backward(layer, of_layer, dx, T, size)
-        coat.FP8 = True
+        coat.linear_backward = linear_backward
+        return ([coat.dequantize_groups(*norm2_input) for _, _, _, norm2_input, _ in saved],
+                [coat.dequantize_groups(*gate_up) for *_, gate_up in saved], gradients)

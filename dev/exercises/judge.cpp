@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cfloat>
 #include <iomanip>
 #include <iostream>
 #include <map>
@@ -278,13 +279,19 @@ Floats scales(const Floats& x, int rows) {
 template <class F> int on_tensors(int number, int count, F compare) {
     Comparison c(number);
     Floats negative = c.normal(64), nan = each(c.normal(80), fabsf), last = each(c.normal(120), fabsf);
-    Floats ties = {3.7f};
     for (int i = 5; i < 64; i += 16) negative[i] = float(-9 - i);
     nan[20] = NAN;
     nan[35] = 100;
     nan[79] = -NAN;
-    for (uint8_t code = 8; code < 0x77; code++)
-        ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * (3.7f / 448));
+    // Values midway between two codes, whose scale is a BF16 number: x / s is a tie, and x (1 / s) is near
+    // one.
+    Floats ties;
+    const float s = 0x1.FEp-7f;
+    for (uint8_t code = 8; code < 0x78; code++) {
+        if (ties.size() % 16 == 0) ties.push_back(448 * s);
+        ties.push_back((given::decode(code) + given::decode(code + 1)) / 2 * s);
+    }
+    ties.resize(ties.size() / 16 * 16);
     const std::vector<std::tuple<const char*, int, Floats>> tensors = {
         {"", 25, each(c.normal(2000, 1), fabsf)},
         {"", 31, each(c.normal(496, 9), fabsf)},
@@ -303,6 +310,8 @@ template <class F> int on_tensors(int number, int count, F compare) {
 
 constexpr const char* SIGNED = "The largest magnitude may be that of a negative value: take |x|.";
 constexpr const char* WRONG_FMAX = "448 is the largest value of E4M3; 57344 is that of E5M2.";
+constexpr const char* INVERSE = "A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.";
+constexpr const char* LEAST_SCALE = "The scale of tiny values is at least 2^-126, so that 1 / s is finite.";
 constexpr const char* ZERO_SCALE = "A scale of 0 cannot be divided by: where all values are zero, it is 1.";
 
 }  // namespace
@@ -412,15 +421,13 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
           {{SIGNED, {reference::scale_of({Format::E4M3}, above_zero)}},
            {WRONG_FMAX, {reference::scale_of({Format::E5M2}, amax)}},
            {ZERO_SCALE, {amax == 0 ? 0 : s}},
-           {"The scale of tiny values is at least 2^-126, so that 1 / s is finite.",
-            {amax == 0 ? 1 : amax / 448}},
+           {LEAST_SCALE, {amax == 0 ? 1 : amax / 448}},
            {"Return s, not 1 / s.", {1 / s}},
            {"This is amax itself: s maps it onto 448.", {amax}},
            {"Not all n values are looked at, or more: read x[0] to x[n - 1].", {GUARD / 448}}},
           1e-7);
         c("code", q.codes, codes,
-          {{"A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.",
-            each(x, [=](float v) { return code(v / s); })},
+          {{INVERSE, each(x, [=](float v) { return code(v / s); })},
            {"This is the code of x, without the scale.", each(x, code)},
            {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })}},
           0, x);
@@ -428,7 +435,7 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
 }
 
 int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize) {
-    return on_tensors(3, 6, [&](Comparison& c, int rows, const Floats& x) {
+    return on_tensors(3, 7, [&](Comparison& c, int rows, const Floats& x) {
         const int n = int(x.size()), cols = n / rows;
         const Floats amax = amaxes(x, rows), expected = scales(x, rows), behind = guarded(x);
         Codes codes = unwritten(n);
@@ -436,12 +443,14 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         quantize(rows, cols, behind.data(), codes.data(), got.data());
         auto scale = [](float amax) { return reference::scale_of(E4M3_GROUP, amax); };
         auto unrounded = [](float amax) { return reference::scale_of({Format::E4M3}, amax); };
-        Floats flat = each(amaxes(x, 1), scale), whole, wide, inexact, unscaled = each(x, given::encode);
+        Floats flat = each(amaxes(x, 1), scale), whole, wide, inexact, divided,
+               unscaled = each(x, given::encode);
         flat.resize(amax.size(), UNDEFINED);
         for (int i = 0; i < n; i++) {
             const int group = i / cols * ((cols + 15) / 16) + i % cols / 16;
             if (i % cols % 16 == 0) wide.push_back(scale(reference::amax(&behind[i], 16)));
             inexact.push_back(given::encode(x[i] * (1 / unrounded(amax[group]))));
+            divided.push_back(given::encode(x[i] / expected[group]));
         }
         whole.assign(amax.size(), scale(reference::amax(x.data(), n)));
         c.of = text(" of ", rows, " x ", cols, " values");
@@ -455,12 +464,14 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
            {SIGNED, each(maxima(x, rows, largest_signed), scale)},
            {WRONG_FMAX, each(amax, [=](float a) { return scale(a * 448 / 57344); })},
            {ZERO_SCALE, each(amax, [=](float a) { return a == 0 ? 0 : scale(a); })},
+           {LEAST_SCALE, each(amax, [=](float a) { return a == 0 ? 1 : given::to_bf16(a / 448); })},
            {"A group does not cross to the next row: each row begins a new one.", flat},
            {"The last group of a row may be shorter: it ends with the row.", wide},
            {"Each group has a scale of its own, not the tensor's.", whole}},
           0, amax);
         c("code", reference::quantize(x.data(), rows, cols, E4M3_GROUP).codes, codes,
-          {{"The scales are right: divide by the scale after it is rounded to BF16.", inexact},
+          {{INVERSE, divided},
+           {"The scales are right: divide by the scale after it is rounded to BF16.", inexact},
            {"This is the code of x, without the scale.", unscaled}},
           0, x);
     });
@@ -620,7 +631,8 @@ void compare_factor(Comparison& c, float max, float min, float got) {
        {"k is at most 64, for equal magnitudes, too.", {rounded_k(range, ratio, 1.0 / 16, INFINITY)}, near},
        {"Round to multiples of 1/256, not of 1/16.", {sixteenths}, near},
        {"Round to multiples of 1/256, not of 1/16, which are coarse.", {nearest_sixteenth}, near},
-       where(std::abs(got - k) <= near, "k is near: round to the nearest multiple of 1/256.")},
+       where(std::abs(got - k) <= near, "k is near: round to the nearest multiple of 1/256."),
+       where(std::isinf(max / min), "max / min overflows here: subtract logarithms in place of dividing.")},
       border ? 1.001 / 256 / k : 0);
 }
 
@@ -632,7 +644,7 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
     auto zero_or = [=](double magnitude) {
         return x == 0 ? Floats{0} : Floats{std::copysign(float(magnitude), x)};
     };
-    const double from = std::abs(x) / double(max), to = std::abs(y) / 448.0;
+    const double from = std::abs(x) / double(max), to = std::abs(y) / 448.0, root = std::pow(to, 1.0 / k);
     c.of = text(", max = ", max, ", k = ", k);
     c("expand", Floats{y}, Floats{expand(x, max, k)},
       {sign,
@@ -640,15 +652,21 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
        {"Divide |x| by max before you raise it to the power k.",
         zero_or(448 * std::pow(std::abs(double(x)), double(k)))},
        {"expand raises to the power k, contract to 1 / k.", zero_or(448 * std::pow(from, 1.0 / k))},
+       where(x != 0 && from < FLT_MIN,
+             "|x| / max underflows here: subtract logarithms in place of dividing."),
        negative,
        zero},
       3e-3, {x});
     c("contract", Floats{back}, Floats{contract(y, max, k)},
       {{sign.text, {std::abs(back)}},
-       {"448 becomes max: multiply the power by it.", zero_or(std::pow(to, 1.0 / k))},
+       {"448 becomes max: multiply the power by it.", zero_or(root)},
        {"Divide |y| by 448 before you raise it to the power 1 / k.",
         zero_or(max * std::pow(to * 448, 1.0 / k))},
        {"contract raises to the power 1 / k, expand to k.", zero_or(max * std::pow(to, double(k)))},
+       {"This is the power 2 / k: the exponent of r is log2(|y| / 448) / (2 k).", zero_or(max * root * root)},
+       {"This is the power 1 / (2 k): the result has r twice, (max r) r.", zero_or(max * std::sqrt(root))},
+       where(x != 0 && root < FLT_MIN,
+             "The power underflows here: multiply max by its root r, and then once more, (max r) r."),
        negative,
        zero},
       1e-4 + 3e-45 / std::abs(back), {y});
@@ -1182,4 +1200,89 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
           {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
     }
     return c.finish();
+}
+
+// --- 15 ---
+
+namespace {
+
+// Tensors A to F of the exercise, of 64 tokens and 256 features.
+std::array<Floats, 6> tensors_to_store() {
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::uniform_real_distribution<float> uniform;
+    std::array<Floats, 6> tensors;
+    for (int i = 0; i < 64 * 256; i++) {
+        const int token = i / 256, feature = i % 256;
+        auto of_powers = [&](float powers) {
+            return std::copysign(std::exp2(-powers * uniform(random)), normal(random));
+        };
+        tensors[0].push_back(normal(random));
+        tensors[1].push_back(of_powers(20));
+        tensors[2].push_back(of_powers(10));
+        tensors[3].push_back(normal(random) * (feature == 39 ? 1e3f : 1));
+        tensors[4].push_back(normal(random) * std::exp2(-20.0f * float(token) / 64));
+        tensors[5].push_back(normal(random) * (feature == 39 ? 1e5f : 1));
+    }
+    return tensors;
+}
+
+// The RMS of the relative errors of x when it is stored so.
+double error_of(const Floats& x, const judge::Choice& choice) {
+    const Format format = format_of(*choice.format);
+    const Quant quant = choice.groups ? Quant{format, PER_GROUP, Format::BF16} : Quant{format};
+    const Floats stored = dequantize(reference::quantize(x.data(), 64, 256, quant));
+    double sum = 0;
+    for (size_t i = 0; i < x.size(); i++) sum += std::pow(stored[i] / double(x[i]) - 1, 2);
+    return std::sqrt(sum / double(x.size()));
+}
+
+std::string name_of(const judge::Choice& choice) {
+    const std::string format = choice.format->mantissa == 3 ? "E4M3" : "E5M2";
+    return format + (choice.groups ? " in groups" : " with one scale");
+}
+
+std::string why(const judge::Choice& mine, const judge::Choice& best) {
+    const bool same_format = mine.format->mantissa == best.format->mantissa;
+    if (same_format && mine.groups)
+        return "Groups win little here. Do values differ in size from group to group, or inside each group?";
+    if (same_format) return "Groups win here: what is large shares its scale with all that is small.";
+    if (best.format->mantissa == 2)
+        return "In E4M3 values below 1 / 28,672 of the amax of their scale block lose precision: how many "
+               "are there?";
+    return "E4M3 has a bit more precision, and with the right scales its range suffices here.";
+}
+
+}  // namespace
+
+int judge::choose(const Choice (&choices)[6]) {
+    const std::array<Floats, 6> tensors = tensors_to_store();
+    const Choice all[] = {{&E4M3, false}, {&E4M3, true}, {&E5M2, false}, {&E5M2, true}};
+    const bool chosen = std::any_of(choices, choices + 6, [](const Choice& c) { return c.format; });
+    if (!chosen) {
+        std::cout << "exercise 15: nothing is computed yet: write your choices.\n";
+        return 1;
+    }
+    for (int t = 0; t < 6; t++) {
+        const Choice& mine = choices[t];
+        Choice best = all[0];
+        std::ostringstream errors;
+        for (const Choice& way : all) {
+            const double error = error_of(tensors[t], way);
+            if (error < 0.9 * error_of(tensors[t], best)) best = way;
+            errors << "\n  " << name_of(way) << ": " << std::setprecision(3) << 100 * error << "%";
+        }
+        const std::string tensor = std::string("tensor ") + char('A' + t);
+        if (!mine.format) {
+            std::cout << "exercise 15: " << tensor << " has no format yet.\n";
+            return 1;
+        }
+        if (mine.format->mantissa == best.format->mantissa && mine.groups == best.groups) continue;
+        std::cout << "exercise 15: " << tensor << " is stored better in another way than " << name_of(mine)
+                  << ". RMS of the relative errors:" << errors.str() << "\n  hint      " << why(mine, best)
+                  << "\n";
+        return 1;
+    }
+    std::cout << "exercise 15: passed, each tensor is stored in the best way.\n";
+    return 0;
 }

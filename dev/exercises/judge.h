@@ -61,6 +61,10 @@ using Linear = void(const Matrix&, const Matrix&, const Matrix&, Matrix&, Matrix
 using Norm = void(int, int, const uint8_t*, const float*, const float*, const float*, float*, float*);
 using SwiGLU = void(int, int, const uint8_t*, const float*, const float*, float*);
 using Transpose = void(int, int, float, const float*, uint8_t*, uint8_t*);
+struct Choice {  // how a tensor is stored
+    const Fp8* format;
+    bool groups;  // a scale for each 1x16 group; else one for the tensor
+};
 
 int decode(const Function<float(const Fp8&, uint8_t)>&);
 int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
@@ -75,5 +79,6 @@ int linear_in_blocks(const Function<Linear>&);
 int norm_backward(const Function<Norm>&);
 int swiglu_backward(const Function<SwiGLU>&);
 int quantize_transpose(const Function<Transpose>&);
+int choose(const Choice (&choices)[6]);
 
 }  // namespace judge

@@ -20,6 +20,7 @@ namespace blocks {
 }
 #include "../../dev/exercises/10-norm-backward.cpp"
 #include "../../dev/exercises/11-swiglu-backward.cpp"
+#include "../../dev/exercises/15-choose.cpp"
 }  // namespace empty
 #undef main
 
@@ -74,6 +75,8 @@ const std::vector<Mistake> MISTAKES = {
     {3, "scale not rounded", "Scales are stored in BF16"},
     {3, "scale cut off", "BF16 is rounded to the nearest, not cut off"},
     {3, "code with the unrounded scale", "divide by the scale after it is rounded"},
+    {3, "divides by s", "do not divide by s"},
+    {3, "no smallest scale", "at least 2^-126"},
     {3, "groups cross rows", "A group does not cross to the next row"},
     {3, "the last group reads 16 values", "The last group of a row may be shorter"},
     {3, "signed amax", "take |x|"},
@@ -107,6 +110,7 @@ const std::vector<Mistake> MISTAKES = {
      "several mistakes. This one makes the value above: The smallest"},
     {6, "1 as minimum", "The range ends at the smallest value"},
     {6, "k inverted", "This is upside down"},
+    {6, "divides max by min", "max / min overflows here"},
     {6, "ln of the ratio", "One logarithm is natural"},
     {6, "ln of the range", "One logarithm is natural"},
     {6, "k at least 1", "k may be below 1"},
@@ -120,10 +124,13 @@ const std::vector<Mistake> MISTAKES = {
     {6, "expand not relative to max", "Divide |x| by max"},
     {6, "expand to the power 1 / k", "expand raises to the power k"},
     {6, "expand of zero is NaN", "about zero"},
+    {6, "expand divides x by max", "|x| / max underflows here"},
     {6, "contract loses the sign", "The result has the sign of the input"},
     {6, "contract to 1", "448 becomes max"},
     {6, "contract to the power k", "contract raises to the power 1 / k"},
-    {6, "contract underflows", "about extreme magnitudes"},
+    {6, "contract to the power 2 / k", "This is the power 2 / k"},
+    {6, "contract to the power 1 / 2k", "This is the power 1 / (2 k)"},
+    {6, "contract underflows", "The power underflows here"},
     {6, "contract is empty", "This is not computed yet: contract."},
 
     {7, "bias2 outside the root", "bias2 belongs inside the square root"},
@@ -185,6 +192,14 @@ const std::vector<Mistake> MISTAKES = {
     {11, "no up", "dgate is multiplied by up"},
     {11, "no silu", "dup has silu(gate)"},
     {11, "adds to dgate_up", "This is undefined before the call"},
+
+    {15, "no format for F", "tensor F has no format yet"},
+    {15, "groups for A", "Groups win little here"},
+    {15, "E4M3 for B", "lose precision: how many are there"},
+    {15, "E5M2 for C", "E4M3 has a bit more precision"},
+    {15, "one scale for D", "Groups win here"},
+    {15, "E5M2 for E", "E4M3 has a bit more precision"},
+    {15, "groups for F", "lose precision: how many are there"},
 };
 
 auto decode(const Words& mistake) {
@@ -249,7 +264,8 @@ auto quantize_groups(const Words& mistake) {
                 const int n = mistake == "the last group reads 16 values" ? 16 : std::min(16, cols - c);
                 float amax = amax_of(x + first, n, mistake == "signed amax");
                 if (mistake == "one scale for all") amax = amax_of(x, rows * cols, false);
-                float s = std::max(amax / (mistake == "FMAX of E5M2" ? 57344 : 448), 0x1p-126f);
+                float s = amax / (mistake == "FMAX of E5M2" ? 57344 : 448);
+                if (mistake != "no smallest scale") s = std::max(s, 0x1p-126f);
                 if (amax == 0) s = 1;
                 float rounded = given::to_bf16(s);
                 if (mistake == "scale not rounded") rounded = s;
@@ -258,7 +274,9 @@ auto quantize_groups(const Words& mistake) {
                 if (amax == 0 && mistake == "zero scale") rounded = 0;
                 *scales++ = rounded;
                 const float divisor = mistake == "code with the unrounded scale" ? s : rounded;
-                for (int i = first; i < first + n; i++) codes[i] = given::encode(x[i] * (1 / divisor));
+                for (int i = first; i < first + n; i++)
+                    codes[i] =
+                        given::encode(mistake == "divides by s" ? x[i] / rounded : x[i] * (1 / divisor));
             }
     };
 }
@@ -325,6 +343,7 @@ auto factor(const Words& mistake) {
         float range = std::log2(448 / smallest), ratio = std::log2(max) - std::log2(min);
         if (mistake == "ln of the ratio") ratio = std::log(max) - std::log(min);
         if (mistake == "ln of the range") range = std::log(448 / smallest);
+        if (mistake == "divides max by min") ratio = std::log2(max / min);
         float k = range / ratio;
         if (mistake == "k inverted") k = ratio / range;
         k = mistake == "floor to 1/256" ? std::floor(k * 256) / 256 : std::rint(k * 256) / 256;
@@ -341,6 +360,7 @@ auto expand(const Words& mistake) {
         if (x == 0) return mistake == "expand of zero is NaN" ? NAN : 0.0f;
         float from = std::log2(std::abs(x)) - std::log2(max);
         if (mistake == "expand not relative to max") from = std::log2(std::abs(x));
+        if (mistake == "expand divides x by max") from = std::log2(std::abs(x) / max);
         const float power = std::exp2(from * (mistake == "expand to the power 1 / k" ? 1 / k : k));
         const float y = mistake == "expand to 1" ? power : 448 * power;
         return mistake == "expand loses the sign" ? y : std::copysign(y, x);
@@ -352,6 +372,8 @@ auto contract(const Words& mistake) {
         if (y == 0 || mistake == "contract is empty") return 0.0f;
         float exponent = 1 / k;
         if (mistake == "contract to the power k") exponent = k;
+        if (mistake == "contract to the power 2 / k") exponent = 2 / k;
+        if (mistake == "contract to the power 1 / 2k") exponent = 1 / (2 * k);
         const float root = std::exp2(std::log2(std::abs(y) / 448) * exponent / 2);
         float x = max * root * root;
         if (mistake == "contract underflows") x = max * std::exp2(std::log2(std::abs(y) / 448) * exponent);
@@ -534,6 +556,19 @@ auto swiglu_backward(const Words& mistake) {
     };
 }
 
+int choose(const Words& mistake) {
+    judge::Choice choices[6] = {{&E4M3, false}, {&E5M2, false}, {&E4M3, false},
+                                {&E4M3, true},  {&E4M3, true},  {&E5M2, false}};
+    if (mistake == "groups for A") choices[0].groups = true;
+    if (mistake == "E4M3 for B") choices[1].format = &E4M3;
+    if (mistake == "E5M2 for C") choices[2].format = &E5M2;
+    if (mistake == "one scale for D") choices[3].groups = false;
+    if (mistake == "E5M2 for E") choices[4] = {&E5M2, false};
+    if (mistake == "groups for F") choices[5] = {&E4M3, true};
+    if (mistake == "no format for F") choices[5].format = nullptr;
+    return judge::choose(choices);
+}
+
 int judged(int exercise, const Words& mistake) {
     switch (exercise) {
         case 1: return judge::decode(decode(mistake));
@@ -546,7 +581,8 @@ int judged(int exercise, const Words& mistake) {
         case 8: return judge::linear(linear(mistake));
         case 9: return judge::linear_in_blocks(linear_in_blocks(mistake));
         case 10: return judge::norm_backward(norm_backward(mistake));
-        default: return judge::swiglu_backward(swiglu_backward(mistake));
+        case 11: return judge::swiglu_backward(swiglu_backward(mistake));
+        default: return choose(mistake);
     }
 }
 
@@ -565,10 +601,11 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
     is_empty([] { return judge::linear_in_blocks(empty::blocks::linear); });
     is_empty([] { return judge::norm_backward(empty::norm_backward); });
     is_empty([] { return judge::swiglu_backward(empty::swiglu_backward); });
+    says("nothing is computed yet", [] { return judge::choose(empty::CHOICES); });
 }
 
 TEST_CASE("exercises: a solution passes") {
-    for (int exercise = 1; exercise <= 11; exercise++)
+    for (int exercise : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15})
         says("exercise " + std::to_string(exercise) + ": passed, ", [=] { return judged(exercise, ""); });
 }
 

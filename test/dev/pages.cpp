@@ -1,5 +1,6 @@
 // pages.cpp - what dev/*.md says is so: quotations and names of tests in WALK.md, tables in dev/README.md.
 #include <regex>
+#include <set>
 
 #include "../../program/plan.h"
 #include "../help/files.h"
@@ -34,16 +35,57 @@ TEST_CASE("WALK.md: every quoted line is in its file in the same order") {
     CHECK(quotations > 4);
 }
 
-TEST_CASE("pages: every link to a file and every picture is there") {
-    const std::regex target("(?:\\]\\(|srcset=\"|src=\")([^)\"#:]+)[#)\"]");
+// The anchors that GitHub gives to the headings of a page: in lower case, with "-" for spaces, and without
+// punctuation.
+static std::set<std::string> anchors(const std::string& page) {
+    std::set<std::string> found;
+    for (const std::string& line : lines_of(page)) {
+        if (!std::regex_search(line, std::regex("^#+ "))) continue;
+        std::string anchor;
+        for (const char c : line.substr(line.find(' ') + 1)) {
+            if (std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_')
+                anchor += char(std::tolower(c));
+            if (c == ' ') anchor += '-';
+        }
+        found.insert(anchor);
+    }
+    return found;
+}
+
+TEST_CASE("pages: every link to a file and to a heading and every picture is there") {
+    const std::regex target("(?:\\]\\(|srcset=\"|src=\")([^)\"#:]*)(?:#([^)\"]*))?[)\"]");
     for (const char* page : {"README.md", "dev/WALK.md", "dev/README.md", "dev/RESULTS.md",
                              "dev/exercises/README.md", "test/README.md"}) {
         const std::string text = read_file(page);
         for (std::sregex_iterator found(text.begin(), text.end(), target), end; found != end; ++found) {
-            const fs::path file = fs::path(page).parent_path() / (*found)[1].str();
+            const std::string path = (*found)[1], heading = (*found)[2];
+            const fs::path file = path.empty() ? fs::path(page) : fs::path(page).parent_path() / path;
             CHECK_MESSAGE(fs::exists(file), page << " names " << file);
+            if (!heading.empty() && fs::exists(file))
+                CHECK_MESSAGE(anchors(read_file(file)).count(heading),
+                              page << " names " << file << "#" << heading);
         }
     }
+}
+
+TEST_CASE("WALK.md: each lesson has one prediction and folds its answer") {
+    const std::string walk = read_file("dev/WALK.md");
+    const std::regex title("\n## ([0-9]+\\. [^\n]*)"), prediction("\n\\*\\*Predict\\.\\*\\*");
+    const std::string fold = "\n\n<details><summary>Answer</summary>\n\n";
+    int lessons = 0;
+    for (std::sregex_iterator found(walk.begin(), walk.end(), title), end; found != end; ++found) {
+        lessons++;
+        INFO((*found)[1].str());
+        const size_t first = size_t(found->position()) + 1;
+        const std::string lesson = walk.substr(first, walk.find("\n## ", first) - first);
+        std::smatch place;
+        REQUIRE(std::regex_search(lesson, place, prediction));
+        const std::string behind = place.suffix();
+        CHECK(!std::regex_search(behind, prediction));
+        CHECK(behind.find("\n\n") == behind.find(fold));
+    }
+    CHECK(lessons == 14);
+    CHECK(!contains(walk, "*Expect:*"));  // what to expect is folded, too
 }
 
 // The browser's page after its scripts have run; a script that is added reports what is wrong with it.
