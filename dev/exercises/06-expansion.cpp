@@ -1,9 +1,9 @@
 // 6 - Dynamic range expansion (lesson 9; about 30 minutes)
 //
-// Predict k first, on paper: a group of moments whose largest magnitude is 1000 times its smallest; one with
-// 10 times; one with 2^17.8 = 229,376 times. Which of the three gains most precision?
+// Predict k first, on paper: a moment group whose largest magnitude is 100 times its smallest; one with 10
+// times; one with 2^17.8 = 229,376 times. Which of the three gains most precision?
 //
-// Then write three functions. expansion_factor: k, such that a group that spans max / min, its largest over
+// Then write three functions. expansion_factor: k, such that a moment group that spans max / min, its largest over
 // its smallest magnitude that is not zero, spans all of E4M3 (448 down to the smallest subnormal value) once
 // each magnitude is raised to the power k. expand: sign and magnitude of x as they are stored, max as 448.
 // contract: its inverse.

@@ -224,6 +224,7 @@ NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
     folder.put("w", w), folder.put("g", g), folder.put("m", m), folder.put("v", v);
     folder.python(R"(
 w, g, m, v = (load(name, -1, 128) for name in "wgmv")
+save("new_norm", adamw(w, g, m, v, step=5, lr=0.01, matrix=False)[0])
 m, v = store_moment(m, False), store_moment(v, True)
 new_w, new_m, new_v = adamw(w, g, m, v, step=5, lr=0.01)
 for name, stored in (("m", m), ("v", v), ("new_m", new_m), ("new_v", new_v)):
@@ -237,6 +238,10 @@ save("new_w", new_w)
         CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
         CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
     };
+    Floats norm = w, norm_m = m, norm_v = v;  // the weights of norms have FP32 moments and do not decay
+    adamw(adamw_factors({5, 0.01f}, /*decays=*/false, 0), n, g.data(), norm.data(), norm_m.data(),
+          norm_v.data());
+    CHECK(relative_error(folder.get("new_norm"), norm) < 1e-6);
     reference::Moment stored_m, stored_v;
     stored_m.init(Format::E4M3, true, n);
     stored_v.init(Format::E4M3, true, n);
