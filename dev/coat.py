@@ -147,8 +147,8 @@ def softmax(x):
     p = np.exp(x - x.max(axis=-1, keepdims=True))
     return p / p.sum(axis=-1, keepdims=True)
 
-def attention(qkv, T, HS, dout=None):
-    """Causal attention of qkv (tokens, 3 C); with the gradient of its output, the gradient of qkv."""
+def attention(qkv, T, HS, out=None, dout=None):
+    """Causal attention of qkv (tokens, 3 C); with its output and that one's gradient, the gradient of qkv."""
     def heads(x, n): return x.reshape(-1, T, n, HS).swapaxes(1, 2)  # (tokens, n HS) -> (sequences, n, T, HS)
     NH = qkv.shape[1] // (3 * HS)
     q, k, v = np.split(heads(qkv, 3 * NH), 3, axis=1)               # each (sequences, NH, T, HS)
@@ -157,10 +157,9 @@ def attention(qkv, T, HS, dout=None):
     if dout is None:
         return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
     # dp = dout v^T. A score changes its own p and, through the sum of softmax, all others of its row, so
-    # ds = p (dp - sum(p dp)). (A GPU takes sum(p dp) = dout out: one number, without a second pass.)
-    dout = heads(dout, NH)
-    dp = dout @ v.swapaxes(2, 3)
-    ds = p * (dp - np.sum(p * dp, axis=3, keepdims=True)) / F32(np.sqrt(HS))
+    # ds = p (dp - sum(p dp)). And sum(p dp) = sum over the keys of p (dout v) = dout out.
+    out, dout = heads(out, NH), heads(dout, NH)
+    ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
@@ -200,7 +199,7 @@ def layer_backward(w, saved, dx, T, HS):
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)
     dheads, d["attention_out"] = linear_backward(heads, w["attention_out"], dx)
-    dqkv = bf16(rope(bf16(attention(qkv, T, HS, dheads)), T, HS, -1))  # a gradient is rotated back
+    dqkv = bf16(rope(bf16(attention(qkv, T, HS, heads, dheads)), T, HS, -1))  # a gradient is rotated back
     dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
     dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)
     return bf16(dx + dbranch), d

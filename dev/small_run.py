@@ -42,17 +42,16 @@ class Run:
             self.layers.append(layer)
         self.weights |= {"embedding": self.weights["model.embed_tokens.weight"],
                          "final_norm": self.weights["model.norm.weight"]}
-        # Two windows of coat.h. A line of "===" would not do for the gradients: a query that sees nothing but
-        # equal tokens has the gradient zero, and rounding makes tiny numbers of it.
         text = np.frombuffer((ROOT / "coat.h").read_bytes(), np.uint8)
         coat.FP8 = False
         self.norm_inputs, self.gate_up, _ = self.batch(text[:tokens + 1], T, size)
-        _, _, self.gradients = self.batch(text[3000:3001 + tokens], T, size)
+        _, _, self.gradients = self.batch(text[3000:3001 + tokens], T, size)  # begins in the midst of a line
         coat.FP8 = True
 
     def batch(self, text, T, size):
         """A batch without quantization: the inputs of norms 2, gate and up, and the gradients of the outputs of
-        all linear layers, in lists."""
+        all linear layers, in lists. The gradients are without the first token of a window. It attends to itself
+        alone, so the gradient of its query is zero, and rounding makes noise of it."""
         x, saved, gradients = self.weights["embedding"][text[:-1]], [], []
         for layer in self.layers:
             x, of_layer = coat.layer_forward(layer, x, T, size)
@@ -61,7 +60,7 @@ class Run:
         linear_backward = coat.linear_backward
 
         def listening(x, w, g):
-            gradients.append(g)
+            gradients.append(g.reshape(-1, T, g.shape[1])[:, 1:])
             return linear_backward(x, w, g)
 
         coat.linear_backward = listening

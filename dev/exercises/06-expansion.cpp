@@ -3,10 +3,10 @@
 // Predict k first, on paper: a moment group whose largest magnitude is 100 times its smallest; one with 10
 // times; one with 2^17.8 = 229,376 times. Which of the three gains most precision?
 //
-// Then write three functions. expansion_factor: k, such that a moment group that spans max / min, its largest over
-// its smallest magnitude that is not zero, spans all of E4M3 (448 down to the smallest subnormal value) once
-// each magnitude is raised to the power k. expand: sign and magnitude of x as they are stored, max as 448.
-// contract: its inverse.
+// Then write three functions. expansion_factor: k, such that a moment group that spans max / min, its largest
+// over its smallest magnitude that is not zero, spans all of E4M3 (448 down to the smallest subnormal value)
+// once each magnitude is raised to the power k. expand: sign and magnitude of x as they are stored, max as
+// 448. contract: its inverse.
 //
 // Watch for:
 //   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.

@@ -1,9 +1,9 @@
 // 15 - Choose a format and scales (lessons 1 to 5; about 15 minutes)
 //
 // Each of six tensors (64 tokens x 256 features) is to be stored in FP8. Choose, on paper: E4M3 or E5M2? One
-// scale for the tensor, or one for each 1x16 group? The judge stores it in all four ways, and measures the RMS
-// of all values' relative errors. The least error wins; but groups, which take 12.5% more memory, must make the
-// error at least a tenth smaller than one scale does.
+// scale for the tensor, or one for each 1x16 group? The judge stores it in all four ways, and measures the
+// RMS of all values' relative errors. The least error wins; but groups, which take 12.5% more memory, must
+// make the error at least a tenth smaller than one scale does.
 //
 //   A  values of a normal distribution with standard deviation 1
 //   B  magnitudes anywhere from 2^-20 to 1: each power of two is as frequent as any other
