@@ -39,7 +39,8 @@
 //
 //   in forward
 //   qkv.x             output of norm 1           add_to_residual() before the layer
-//   attention_out.x   output of attention        a pass: compute_x_amax()
+//   attention_out.x   output of attention        attention_forward(); if the output is saved in groups, a
+//                                                pass over these: compute_x_amax()
 //   gate_up.x         output of norm 2           add_to_residual() in attention_block_forward()
 //   down.x            output of the activation   quantize_activation_input(), where it saves gate and up in
 //                                                groups; else a pass: compute_x_amax()
@@ -50,8 +51,9 @@
 //                     of the layer               next layer, or the final norm
 //   gate_up.g         dgate_up                   a pass in write_g8()
 //   attention_out.g   dresidual() before norm 2  norm_backward() of norm 2
-//   qkv.g             dqkv                       rope(), if nothing changes dqkv after it; else (GPT-2 and
-//                                                Qwen3) a pass in make_g8()
+//   qkv.g             dqkv                       attention_backward(); but in Qwen3, where
+//                                                head_norm_backward() changes dqkv after it, a pass in
+//                                                make_g8()
 //
 //   Who reads it: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w
 //   for dgrad. It also quantizes x a second time, for wgrad. This x is what was saved, or is computed again
@@ -369,7 +371,7 @@ private:
         }
     }
 
-    // The first half of a layer. coat::attention_forward() (gpu/attention.h), which is called in the middle,
+    // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle,
     // is attention alone.
     void attention_block_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
@@ -383,11 +385,13 @@ private:
         if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        coat::attention_forward(attention_sizes(), attention_input(layer, qkv).data, out.data,
-                                saved_log_sum_exp(layer), stream_);
+        const bool out_in_groups = saved_out.quant.fp8();
+        attention_forward(attention_sizes(), attention_input(layer, qkv).data, out.data,
+                                saved_log_sum_exp(layer),
+                                out_in_groups ? nullptr : layer.attention_out.x_amax(), stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
-        layer.attention_out.compute_x_amax(stored(saved_out));
+        if (out_in_groups) layer.attention_out.compute_x_amax(stored(saved_out));
         const View branch = take_view(N_, config_.C);
         layer.attention_out.fprop(stored(saved_out), branch);
         // residual sum; it saves the input of norm 2
@@ -574,12 +578,11 @@ private:
         const View dout = take_view(N_, config_.q_cols());
         complete_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
         complete_bucket(layer.qkv.bucket(), [&] {
-            // attention, rotary positions, norms of heads
+            // attention with rotary positions, norms of heads
             qkv_gradient(layer, dout, dqkv);
             until_dqkv.end();
             // q, k, v projection, norm 1
-            const auto amax_is =
-                rope_at_projection() ? LinearLayer::AmaxIs::Known : LinearLayer::AmaxIs::Unknown;
+            const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
             const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
             linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax);
         });
@@ -590,16 +593,22 @@ private:
         layer.attention_out.wgrad(g8, stored(saved(layer, Saved::AttentionOutput)));
         layer.attention_out.dgrad(g8, dout);
     }
-    // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax if rope() is the
-    // last to change it.
+    // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
+    // heads follow, which change it.
     void qkv_gradient(Layer& layer, const View& dout, const View& dqkv) {
         const View qkv = load_attention(saved(layer, Saved::Qkv));
         const View out = load_attention(saved(layer, Saved::AttentionOutput));
         void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention_sizes())));
-        coat::attention_backward(attention_sizes(), attention_input(layer, qkv).data, out.data,
-                                 saved_log_sum_exp(layer), dout.data, dqkv.data, workspace, stream_);
-        AmaxAndScale* const dqkv_amax = rope_at_projection() ? layer.qkv.g_amax() : nullptr;
-        if (rotary_) rope(rope_args(), dqkv, /*inverse=*/true, dqkv_amax, stream_);
+        attention_backward(attention_sizes(),
+                                 {.qkv = attention_input(layer, qkv).data,
+                                  .out = out.data,
+                                  .lse = saved_log_sum_exp(layer),
+                                  .dout = dout.data,
+                                  .dqkv = dqkv.data,
+                                  .workspace = workspace,
+                                  .rope_table = rotary_ ? memory_.rope_table : nullptr,
+                                  .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax()},
+                                 stream_);
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));

@@ -330,24 +330,31 @@ __global__ void __launch_bounds__(T::THREADS)
 }
 
 template <class T>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+             cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
     launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
+    const View result{out, nullptr, s.B * s.T, s.NH * s.HS, Quant{s.format}};
+    if (out_amax) amax(stored(result), out_amax, stream);
 }
 
 template <class T>
-void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
-              void* dqkv, void* workspace, cudaStream_t stream) {
-    const QueryStatistics statistics(s, T::ROWS, workspace);
+void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
+    const QueryStatistics statistics(s, T::ROWS, tensors.workspace);
     launch("attention", prepare_kernel<typename T::Real, T::COLS, T::ROWS>, statistics.grid(s),
-           PREPARE_THREADS, 0, stream, s, statistics, out, dout, lse, nullptr, 0);
+           PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout, tensors.lse, nullptr, 0);
     auto pass = [&](auto kernel, int64_t heads) {
         const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
-        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s, qkv, dout,
-               dqkv, statistics);
+        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s,
+               tensors.qkv, tensors.dout, tensors.dqkv, statistics);
     };
     pass(backward_kernel<T, true>, s.NKV);
     pass(backward_kernel<T, false>, s.NH);
+    // On Hopper the kernel does the rest; here it is a pass over dqkv.
+    const View dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Quant{s.format}};
+    const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
+    if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax, stream);
+    else if (tensors.dqkv_amax) amax(stored(dqkv), tensors.dqkv_amax, stream);
 }
 
 template <class T> size_t workspace(const AttentionShape& s) {
@@ -378,13 +385,13 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
-    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, stream); });
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse,
+                       AmaxAndScale* out_amax, cudaStream_t stream) {
+    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, out_amax, stream); });
 }
 
-void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
-    enqueue(stream, [&] { fastest(s).backward(s, qkv, out, lse, dout, dqkv, workspace, stream); });
+void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
+    enqueue(stream, [&] { fastest(s).backward(s, tensors, stream); });
 }
 
 size_t attention_workspace(const AttentionShape& s) { return fastest(s).workspace(s); }

@@ -9,7 +9,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../model.h"
+#include "operators.h"
 
 namespace coat {
 
@@ -27,22 +27,34 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
 
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
 // FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.
-// Pointers are 16-byte aligned. A shape that no implementation supports is an Error.
+// out_amax: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
+// shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       cudaStream_t stream);
+                       gpu::AmaxAndScale* out_amax, cudaStream_t stream);
 
-// dout: like out. dqkv: like qkv; every element is written. workspace: attention_workspace(shape)
-// bytes of temporary memory.
-void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse,
-                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream);
+// Where backward finds its inputs and leaves its results.
+struct AttentionBackward {
+    const void* qkv;  // these three as in forward
+    const void* out;
+    const float* lse;
+    const void* dout;  // (B, T, NH HS), the gradient of out
+    // Like qkv; every element is written. With a rope_table it is the gradient of q, k and v as they were
+    // before RoPE: dq and dk are rounded to `format`, rotated by the inverse of RoPE, and rounded again, so
+    // that the bits are those of rope() as a pass of its own.
+    void* dqkv;
+    void* workspace;               // attention_workspace(shape) bytes of temporary memory
+    const float2* rope_table;      // see Rope (gpu/operators.h); null: q and k were not rotated
+    gpu::AmaxAndScale* dqkv_amax;  // where the amax of dqkv goes; null: nobody needs it, as in FP32
+};
+void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
 
 // An implementation, for one format and range of head sizes: the functions above call one. Tests and the
 // ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, cudaStream_t);
-    void (*backward)(const AttentionShape&, const void* qkv, const void* out, const float* lse,
-                     const void* dout, void* dqkv, void* workspace, cudaStream_t);
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse,
+                    gpu::AmaxAndScale* out_amax, cudaStream_t);
+    void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
     size_t (*workspace)(const AttentionShape&);
 };
 AttentionKernels any_gpu_attention(const AttentionShape& shape);  // attention.cu

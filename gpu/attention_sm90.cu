@@ -318,6 +318,12 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
+// *amax = max(*amax, top of all lanes of the warp, in BF16). Rounding is monotone, so a thread needs to round
+// only the largest magnitude of its values, `top`, and not each of them.
+__device__ void update_bf16_amax(AmaxAndScale* amax, float top) {
+    update_amax_by_warp(&amax->amax, magnitude_bits(round_to_bf16(top)));
+}
+
 // To be called by all lanes of a warp: the warp no longer needs the buffer that the barrier guards.
 __device__ void release(Barrier empty) {
     __syncwarp();
@@ -419,6 +425,7 @@ template <class F> struct ForwardConsumer {
     const F& smem;
     const Dims& d;
     float* const lse;
+    AmaxAndScale* const out_amax;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
@@ -431,6 +438,7 @@ template <class F> struct ForwardConsumer {
     float o[HS / 2];                                     // the output, not divided by the sum yet
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of this thread's two rows: see softmax()
     float shrink[2], factor[2];  // what multiplies the output before the next tile's part is added
+    float top = 0;               // the largest magnitude of finished outputs, before they are rounded
     Ring<F::STAGES> q_ring, k_ring, v_ring;
     Item item{}, old{};  // of the scores, of the output
     int n = 0;           // tile of keys of the scores
@@ -485,7 +493,10 @@ template <class F> struct ForwardConsumer {
         }
     }
     __device__ void write_output() {
-        const int first_row = old.first + warpgroup * 64;
+        const int first_row = old.first + warpgroup * 64, row = first_row + fragment_row();
+        if (out_amax)
+            for (int i = 0; i < HS / 2; i++)
+                if (row + i / 2 % 2 * 8 < old.end) top = larger_magnitude(top, o[i]);
         uint32_t result[HS / 16][4];
         to_operand(result, o);
         if (leader) bulk_wait_read();  // the output of the item before has left shared memory
@@ -535,6 +546,7 @@ template <class F> struct ForwardConsumer {
         finish_output();
         scale_output();
         write_output();
+        if (out_amax) update_bf16_amax(out_amax, top);
         if (leader) bulk_wait_read();
     }
 };
@@ -543,7 +555,7 @@ template <class F> struct ForwardConsumer {
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d,
-                   Work work, int counter, float* lse) {
+                   Work work, int counter, float* lse, AmaxAndScale* out_amax) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -554,19 +566,20 @@ __global__ void __launch_bounds__(F::THREADS, 1)
             forward_producer<F>(qkv, smem, d, work, &counters[counter]);
     } else {
         increase_registers<F::REGISTERS>();
-        ForwardConsumer<F>{out, smem, d, lse}.run();
+        ForwardConsumer<F>{out, smem, d, lse, out_amax}.run();
     }
 }
 
 template <class F>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+             cudaStream_t stream) {
     constexpr int64_t CACHED = 16 << 20;  // bytes of keys and values that stay in the L2 cache
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
     const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads),
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
     launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
            stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), s, work,
-           int(launches++ % COUNTERS), lse);
+           int(launches++ % COUNTERS), lse, out_amax);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -603,6 +616,30 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
 //   sum_heads
 // Blocks at the end of the grid round finished sums dq to BF16: finish_dq. They run on multiprocessors that
 // would be idle while the last blocks of keys are at work.
+
+// What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
+struct Epilogue {
+    const float2* rope_table;  // (T, HS / 2) {cos, sin}, or null
+    AmaxAndScale* amax;        // or null
+
+    // {cos, sin} of neighbouring columns of the first half of a head, from an even one on. Rows beyond T,
+    // which are not written, read the last one.
+    template <int HS, int N>
+    __device__ void load_angles(const Dims& d, int t, int col, float2 (&angles)[N]) const {
+        const float2* const first = rope_table + min(t, d.T - 1) * (HS / 2) + col;
+        for (int i = 0; i < N; i += 2) {
+            const float4 two = __ldg(reinterpret_cast<const float4*>(first + i));
+            angles[i] = {two.x, two.y};
+            angles[i + 1] = {two.z, two.w};
+        }
+    }
+};
+// Two elements of dq or dk that RoPE has rotated as a pair: see AttentionBackward::dqkv.
+__device__ void rotate_back(float& x, float& y, float2 angle) {
+    x = round_to_bf16(x);
+    y = round_to_bf16(y);
+    rotate(x, y, angle.x, -angle.y);
+}
 
 // A turn in a sum begins when the parts before it have been added.
 __device__ void wait_for_turn(const int* counter, int turn) {
@@ -872,6 +909,7 @@ template <class F> struct BackwardConsumer {
     const F& smem;
     const Dims& d;
     const Scratch& scratch;
+    const Epilogue& epilogue;
     Walk walk;
     const int warpgroup = this_warpgroup(), first_key = walk.n * F::KEYS + warpgroup * 64;
     const uint32_t own_k = smem.k() + warpgroup * BOX_BYTES, own_v = smem.v() + warpgroup * BOX_BYTES;
@@ -901,6 +939,23 @@ template <class F> struct BackwardConsumer {
         uint32_t result[HS / 16][4];
         to_operand(result, x);
         store_tile<F::KEYS>(tile, result);
+    }
+
+    // Both elements of a pair of dk, HS / 2 columns apart, are in the same thread.
+    __device__ void rotate_dk_back() {
+        for (int i = 0; i < HS / 4; i += 2) {
+            const int row = first_key + fragment_row() + i / 2 % 2 * 8, col = i / 4 * 8 + fragment_col();
+            float2 angles[2];
+            epilogue.load_angles<HS>(d, row, col, angles);
+            for (int j = 0; j < 2; j++) rotate_back(dk[i + j], dk[i + j + HS / 4], angles[j]);
+        }
+    }
+    __device__ float largest_magnitude() const {  // of dk and dv
+        float top = 0;
+        for (int i = 0; i < HS / 2; i++)
+            if (first_key + fragment_row() + i / 2 % 2 * 8 < d.T)
+                top = larger_magnitude(larger_magnitude(top, dk[i]), dv[i]);
+        return top;
     }
 
     __device__ void step(int number) {  // at entry s is complete
@@ -950,47 +1005,71 @@ template <class F> struct BackwardConsumer {
         sync_named(1, BOTH);
         stage_result(own_v, dv);
         for (float& x : dk) x *= d.scale;
+        if (epilogue.rope_table) rotate_dk_back();
         stage_result(own_k, dk);
         fence_async_shared();
         sync_named(2 + warpgroup, WARPGROUP);
-        if (threadIdx.x % WARPGROUP != 0 || first_key >= d.T) return;
-        store_rows<HS, F::KEYS>(dqkv, own_k, (d.NH + start.kv) * HS, first_key, start.b);
-        store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv) * HS, first_key, start.b);
-        bulk_commit();
-        bulk_wait_read();
+        const bool stores = threadIdx.x % WARPGROUP == 0 && first_key < d.T;
+        if (stores) {
+            store_rows<HS, F::KEYS>(dqkv, own_k, (d.NH + start.kv) * HS, first_key, start.b);
+            store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv) * HS, first_key, start.b);
+            bulk_commit();
+        }
+        if (epilogue.amax) update_bf16_amax(epilogue.amax, largest_magnitude());
+        if (stores) bulk_wait_read();
     }
 };
 
 // Multiplies sums of dq by the scale and writes them in BF16: those of FINISH_TILES tiles, once all blocks
-// have added their parts. `number` counts such blocks; all: tiles of all heads.
+// have added their parts. `number` counts such blocks; all: tiles of all heads. A thread has four columns of
+// the first half of a head, and their partners in RoPE, in the same columns of the second half.
 constexpr int FINISH_TILES = 8;
 template <class F>
-__device__ void finish_dq(const Dims& d, const Scratch& scratch, bf16* dqkv, int number, int all) {
-    constexpr int LANES = F::HS / 4, STEP = F::THREADS / LANES, ROWS = (F::QUERIES + STEP - 1) / STEP;
+__device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue& epilogue, bf16* dqkv,
+                          int number, int all) {
+    constexpr int HALF = F::HS / 2, LANES = HALF / 4, STEP = F::THREADS / LANES;
+    constexpr int ROWS = (F::QUERIES + STEP - 1) / STEP;
     const int tiles = scratch.statistics.tiles, lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
     const int first = number * FINISH_TILES, end = min(first + FINISH_TILES, all);
     const int mine = first + int(threadIdx.x);
     if (mine < end) wait_for_turn(scratch.dq_parts + mine, mine % tiles * F::QUERIES / F::KEYS + 1);
     __syncthreads();
+    float top = 0;
 #pragma unroll 1
     for (int tile = first; tile < end; tile++) {
         const int head = tile / tiles, m = tile % tiles, b = head / d.NH, h = head % d.NH;
         const float* from = scratch.dq + int64_t(tile) * F::QUERIES * F::HS;
-        float4 x[ROWS];
+        float4 sums[ROWS][2];
+        float2 angles[ROWS][4];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const int row = first_row + i * STEP, col = ((lane / 2) ^ (row & 3)) * 8 + lane % 2 * 4;
-            if (row < F::QUERIES) x[i] = __ldcg(reinterpret_cast<const float4*>(from + row * F::HS + col));
+            if (row >= F::QUERIES) continue;
+            const float* const four = from + row * F::HS + col;
+            sums[i][0] = __ldcg(reinterpret_cast<const float4*>(four));
+            sums[i][1] = __ldcg(reinterpret_cast<const float4*>(four + HALF));
+            if (epilogue.rope_table)
+                epilogue.load_angles<F::HS>(d, m * F::QUERIES + row, lane * 4, angles[i]);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const int row = first_row + i * STEP, t = m * F::QUERIES + row;
-            const uint32_t low = pack_bf16(x[i].x * d.scale, x[i].y * d.scale);
-            const uint32_t high = pack_bf16(x[i].z * d.scale, x[i].w * d.scale);
-            bf16* to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
-            if (row < F::QUERIES && t < d.T) *reinterpret_cast<uint2*>(to) = {low, high};
+            if (row >= F::QUERIES || t >= d.T) continue;
+            const float4 first_half = sums[i][0], second_half = sums[i][1];
+            float x[] = {first_half.x, first_half.y, first_half.z, first_half.w};
+            float y[] = {second_half.x, second_half.y, second_half.z, second_half.w};
+            for (int j = 0; j < 4; j++) {
+                x[j] *= d.scale;
+                y[j] *= d.scale;
+                if (epilogue.rope_table) rotate_back(x[j], y[j], angles[i][j]);
+            }
+            if (epilogue.amax) top = larger_magnitude(larger_magnitude(top, x), y);
+            bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
+            put(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
+            put(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
+    if (epilogue.amax) update_bf16_amax(epilogue.amax, top);
 }
 
 // grid: one block for each tile of keys of every (query or key/value) head, `owners` of them, then the blocks
@@ -999,8 +1078,8 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, bf16* dqkv, int
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout,
-                    const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch, int owners,
-                    int dq_tiles, bf16* dqkv_data) {
+                    const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch, Epilogue epilogue,
+                    int owners, int dq_tiles, bf16* dqkv_data) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     __shared__ int number;
@@ -1009,7 +1088,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
         smem.init_barriers();
     }
     __syncthreads();
-    if (number >= owners) return finish_dq<F>(d, scratch, dqkv_data, number - owners, dq_tiles);
+    if (number >= owners) return finish_dq<F>(d, scratch, epilogue, dqkv_data, number - owners, dq_tiles);
     const Walk walk(d, number, scratch.statistics.tiles, F{});
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
         decrease_registers<24>();
@@ -1019,23 +1098,23 @@ __global__ void __launch_bounds__(F::THREADS, 1)
             dq_writer<F>(smem, d, walk, scratch, writer);
     } else {
         increase_registers<240>();
-        BackwardConsumer<F>{dqkv, smem, d, scratch, walk}.run();
+        BackwardConsumer<F>{dqkv, smem, d, scratch, epilogue, walk}.run();
     }
 }
 
 template <class F>
-void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
-              void* dqkv, void* workspace, cudaStream_t stream) {
-    const Scratch scratch(s, workspace, F{});
+void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
+    const Scratch scratch(s, tensors.workspace, F{});
+    const Epilogue epilogue{tensors.rope_table, tensors.dqkv_amax};
     const QueryStatistics& statistics = scratch.statistics;
     launch("attention", prepare_kernel<bf16, F::HS, F::QUERIES>, statistics.grid(s), PREPARE_THREADS, 0,
-           stream, s, statistics, out, dout, lse, scratch.dq_parts, scratch.counters);
+           stream, s, statistics, tensors.out, tensors.dout, tensors.lse, scratch.dq_parts, scratch.counters);
     const int64_t heads = s.B * (F::ONE_HEAD ? s.NH : s.NKV), owners = heads * ceil_div(s.T, F::KEYS);
     const int64_t dq_tiles = statistics.all_tiles(s);
     launch("attention", backward_kernel<F>, unsigned(owners + ceil_div(dq_tiles, FINISH_TILES)), F::THREADS,
-           F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
-           tensor_map(s, dqkv, s.qkv_cols()), s, scratch, int(owners), int(dq_tiles),
-           static_cast<bf16*>(dqkv));
+           F::SHARED, stream, tensor_map(s, tensors.qkv, s.qkv_cols()),
+           tensor_map(s, tensors.dout, s.NH * F::HS), tensor_map(s, tensors.dqkv, s.qkv_cols()), s, scratch,
+           epilogue, int(owners), int(dq_tiles), static_cast<bf16*>(tensors.dqkv));
 }
 
 template <class F> size_t workspace(const AttentionShape& s) { return Scratch(s, nullptr, F{}).bytes; }

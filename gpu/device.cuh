@@ -156,6 +156,13 @@ FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
 FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
 #undef FAST_FUNCTION
 
+// RoPE of a pair of elements of a head (layers.cu): turned by the angle of this sine and cosine.
+inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
+    const float own = x;
+    x = __fmaf_rn(own, cosine, __fmul_rn(y, -sine));
+    y = __fmaf_rn(y, cosine, __fmul_rn(own, sine));
+}
+
 constexpr float LOG2_E = 1.4426950408889634f;
 inline __device__ float one_over_1_plus_exp2(float z) {  // 1 / (1 + 2^z)
     return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));

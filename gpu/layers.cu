@@ -71,12 +71,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             float x[4], y[4];
             at.values(raw[h][0], x);
             at.values(raw[h][1], y);
-            if (first + h < rotated_heads) {  // (x, y) -> (x cos - y sin, y cos + x sin)
-                for (int j = 0; j < 4; j++) {
-                    const float own = x[j];
-                    x[j] = __fmaf_rn(own, cosines[j], __fmul_rn(y[j], -sines[j]));
-                    y[j] = __fmaf_rn(y[j], cosines[j], __fmul_rn(own, sines[j]));
-                }
+            if (first + h < rotated_heads) {
+                for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
                 at.round_in_place_and_store(h * rope.HS, x, true);
                 at.round_in_place_and_store(h * rope.HS + half, y, true);
             }

@@ -314,8 +314,8 @@ struct Case {
             case 1: rung2<<<by_queries, QUERIES>>>(s, in, to); break;
             case 2: rungs3_and_4<1><<<by_queries, QUERIES>>>(s, in, to); break;
             case 3: rungs3_and_4<4><<<by_queries, 4 * QUERIES>>>(s, in, to); break;
-            case ANY_GPU: any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr); break;
-            case HOPPER: hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr); break;
+            case ANY_GPU: any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr); break;
+            case HOPPER: hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr); break;
             case MINE: launch_my_kernel(s, in, to); break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");

@@ -129,31 +129,66 @@ void check_relative_error(const Tensor& got, const Floats& wanted, int64_t cols,
     CHECK(std::sqrt(error) <= 0x1p-7 * std::sqrt(part) + 0x1p-16 * std::sqrt(whole));
 }
 
-// What forward gives, and what backward gives from exact out and lse: each is checked on its own.
-struct Run {
-    const Tensor out, lse, dqkv;
-
-    Run(const AttentionShape& s, const AttentionKernels& kernels, const Floats& qkv, const Floats& exact_out,
-        const Floats& exact_lse, const Floats& dout)
-        : out({1, s.B * s.T * s.NH * s.HS}, Quant{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
-          dqkv({1, s.B * s.T * s.qkv_cols()}, Quant{s.format}) {
-        const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::F32), g(dout, s.format);
-        const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
-        kernels.forward(s, in.codes.get(), out.codes.get(), floats(lse), nullptr);
-        kernels.backward(s, in.codes.get(), o.codes.get(), floats(l), g.codes.get(), dqkv.codes.get(),
-                         workspace.get(), nullptr);
-    }
-    static float* floats(const Tensor& x) { return reinterpret_cast<float*>(x.codes.get()); }
-    bool operator==(const Run& o) const {
-        return out.codes.read() == o.out.codes.read() && lse.codes.read() == o.lse.codes.read() &&
-               dqkv.codes.read() == o.dqkv.codes.read();
-    }
-};
-
 ModelConfig config(const AttentionShape& s) {
     ModelConfig c{"test", LLAMA, 1, s.NH * s.HS, s.NH, s.NKV, 16, 16, s.T, true};
     c.head_size = s.HS;
     return c;
+}
+
+struct RopeTable : Buffer<float2> {
+    explicit RopeTable(const AttentionShape& s) : Buffer(s.T * s.HS / 2) {
+        gpu::rope_table(config(s), s.T, get(), nullptr);
+    }
+};
+
+// Where the amax of a tensor goes. Kernels take none of FP32.
+gpu::AmaxAndScale* amax_of(const Tensor& x) { return x.quant.format == Format::F32 ? nullptr : x.slot.get(); }
+
+// What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is
+// checked on its own.
+struct Run {
+    const Tensor out, lse, dqkv, rotated_dqkv;
+
+    Run(const AttentionShape& s, const AttentionKernels& kernels, const Floats& qkv, const Floats& exact_out,
+        const Floats& exact_lse, const Floats& dout)
+        : out({1, s.B * s.T * s.NH * s.HS}, Quant{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
+          dqkv({s.B * s.T, s.qkv_cols()}, Quant{s.format}),
+          rotated_dqkv({s.B * s.T, s.qkv_cols()}, Quant{s.format}) {
+        const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::F32), g(dout, s.format);
+        const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
+        const RopeTable table(s);
+        kernels.forward(s, in.codes.get(), out.codes.get(), floats(lse), amax_of(out), nullptr);
+        for (const Tensor* result : {&dqkv, &rotated_dqkv})
+            kernels.backward(s,
+                             {.qkv = in.codes.get(),
+                              .out = o.codes.get(),
+                              .lse = floats(l),
+                              .dout = g.codes.get(),
+                              .dqkv = result->codes.get(),
+                              .workspace = workspace.get(),
+                              .rope_table = result == &rotated_dqkv ? table.get() : nullptr,
+                              .dqkv_amax = amax_of(*result)},
+                             nullptr);
+    }
+    static float* floats(const Tensor& x) { return reinterpret_cast<float*>(x.codes.get()); }
+    bool operator==(const Run& o) const {
+        return out.codes.read() == o.out.codes.read() && lse.codes.read() == o.lse.codes.read() &&
+               dqkv.codes.read() == o.dqkv.codes.read() &&
+               rotated_dqkv.codes.read() == o.rotated_dqkv.codes.read();
+    }
+};
+
+// RoPE's inverse and the amaxes have the bits of passes over what was written.
+void check_epilogues(const AttentionShape& s, const Run& run) {
+    const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.quant);
+    const RopeTable table(s);
+    gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
+              wanted.view(), /*inverse=*/true, /*amax=*/nullptr, nullptr);
+    CHECK(run.rotated_dqkv.codes.read() == wanted.codes.read());
+    for (const Tensor* x : {&run.out, &run.dqkv, &run.rotated_dqkv}) {
+        const Floats values = x->values();
+        CHECK(x->amax() == (amax_of(*x) ? reference::amax(values.data(), int64_t(values.size())) : 0));
+    }
 }
 
 void check(const AttentionShape& s, Implementation implementation, Inputs kind = Inputs::Normal) {
@@ -175,6 +210,7 @@ void check(const AttentionShape& s, Implementation implementation, Inputs kind =
     check_close(first.out, exact_out, limit.out);
     check_close(first.lse, lse, limit.lse);
     check_close(first.dqkv, dqkv, limit.dqkv);
+    check_epilogues(s, first);
     // Of other inputs the exponents are so large that FP32 rounds them more coarsely than BF16 rounds p.
     if (kind == Inputs::Normal) {
         const int64_t q = s.NH * s.HS, kv = s.NKV * s.HS;
@@ -249,12 +285,21 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
         const Buffer<float> lse(s.NH * s.T);
         const AttentionKernels kernels = hopper_attention(s);
         const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
-        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), nullptr);
+        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*out_amax=*/nullptr, nullptr);
+        const RopeTable table(s);
         Bytes first;
         for (int turn = 0; turn < 20; turn++) {
             const Buffer<uint8_t> dqkv(2 * inputs);
-            kernels.backward(s, in.codes.get(), out.codes.get(), lse.get(), dout.codes.get(), dqkv.get(),
-                             workspace.get(), nullptr);
+            kernels.backward(s,
+                             {.qkv = in.codes.get(),
+                              .out = out.codes.get(),
+                              .lse = lse.get(),
+                              .dout = dout.codes.get(),
+                              .dqkv = dqkv.get(),
+                              .workspace = workspace.get(),
+                              .rope_table = table.get(),
+                              .dqkv_amax = nullptr},
+                             nullptr);
             if (turn == 0) first = dqkv.read();
             else REQUIRE(dqkv.read() == first);
         }
@@ -265,7 +310,7 @@ GPU_TEST_CASE("attention_forward and attention_backward: unsupported head sizes 
     for (int64_t HS : {4, 136}) {
         const AttentionShape s{1, 16, 2, 2, HS, Format::BF16};
         const std::nullptr_t no{};
-        CHECK_THROWS_AS(attention_forward(s, no, no, no, no), Error);
-        CHECK_THROWS_AS(attention_backward(s, no, no, no, no, no, no, no), Error);
+        CHECK_THROWS_AS(attention_forward(s, no, no, no, no, no), Error);
+        CHECK_THROWS_AS(attention_backward(s, {}, no), Error);
     }
 }
