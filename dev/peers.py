@@ -183,16 +183,14 @@ def attention_of_bench(model, batch, tokens):
     return [1e6 * operator["seconds"] for operator in operators]
 
 
-def attention_of_torch(backend, batch, tokens, heads, kv_heads, size):
-    """Microseconds of PyTorch's kernels, forward and backward, in memory laid out as ours."""
+def attention_of_peer(attention, batch, tokens, heads, kv_heads, size):
+    """Microseconds of attention(q, k, v), forward and backward, with memory laid out as ours. q, k and v are
+    (batch, tokens, heads, size)."""
     import torch
-    from torch.nn import functional as F
-    from torch.nn.attention import sdpa_kernel
 
     numbers = (batch, tokens, heads + 2 * kv_heads, size)
     qkv = torch.randn(numbers, device="cuda", dtype=torch.bfloat16)
-    parts = qkv.split([heads, kv_heads, kv_heads], 2)
-    q, k, v = (part.transpose(1, 2).detach().requires_grad_() for part in parts)
+    q, k, v = (part.detach().requires_grad_() for part in qkv.split([heads, kv_heads, kv_heads], 2))
     cold = torch.empty(64 << 20, device="cuda")  # 256 MB, more than the L2 cache holds
 
     def microseconds(run):
@@ -207,28 +205,51 @@ def attention_of_torch(backend, batch, tokens, heads, kv_heads, size):
             times.append(1e3 * begin.elapsed_time(end))
         return statistics.median(times[WARM_UP:])
 
-    def forward():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads != heads)
+    out = attention(q, k, v)
+    gradient = torch.randn_like(out)
+    backward = microseconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+    with torch.no_grad():
+        return [microseconds(lambda: attention(q, k, v)), backward]
 
-    with sdpa_kernel([backend]):
-        out = forward()
-        gradient = torch.randn_like(out)
-        backward = microseconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
-        with torch.no_grad():
-            return [microseconds(forward), backward]
+
+def attention_peers():
+    """Name -> attention(q, k, v): PyTorch's two, and FlashAttention-4, where it is installed (flash-attn-4)."""
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def of_torch(backend):
+        def attention(q, k, v):
+            with sdpa_kernel([backend]):
+                grouped = q.shape[2] != k.shape[2]
+                of_heads = (x.transpose(1, 2) for x in (q, k, v))
+                return F.scaled_dot_product_attention(*of_heads, is_causal=True, enable_gqa=grouped)
+        return attention
+
+    peers = {"cudnn": of_torch(SDPBackend.CUDNN_ATTENTION), "flash": of_torch(SDPBackend.FLASH_ATTENTION)}
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as missing:
+        print(f"FlashAttention-4 is left out: {missing}", file=sys.stderr)
+        return peers
+
+    def of_fa4(**options):
+        def attention(q, k, v):
+            out = flash_attn_func(q, k, v, causal=True, **options)
+            return out[0] if isinstance(out, tuple) else out
+        return attention
+    return {**peers, "fa4": of_fa4(), "fa4 deterministic": of_fa4(deterministic=True)}
 
 
 def compare_attention():
     import torch
-    from torch.nn.attention import SDPBackend
 
-    rows = []
+    rows, peers = [], attention_peers()
     for model, *shape in ATTENTION:
         row = {"model": model, "shape": shape, "ours": attention_of_bench(model, *shape[:2])}
-        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        for name, attention in peers.items():
             try:
-                row[name] = attention_of_torch(backend, *shape)
-            except RuntimeError as refused:  # this library has no such kernel
+                row[name] = attention_of_peer(attention, *shape)
+            except Exception as refused:  # this library has no such kernel
                 row[name] = None
                 print(f"{name}, {model}: {refused}", file=sys.stderr)
         rows.append(row)

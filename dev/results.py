@@ -363,19 +363,24 @@ def sizes_table(rows):
         for row in rows["sizes"]["sizes"]]
 
 
-def attention_table(rows):
-    def cells(row, part):  # 0: forward, 1: backward
-        return [f"{row[program][part]:,.0f}" if row[program] else "-" for program in ("ours", "cudnn", "flash")]
+ATTENTIONS = {"ours": "ours", "cudnn": "cuDNN", "flash": "FA2", "fa4": "FA4",
+              "fa4 deterministic": "FA4, deterministic"}
 
+
+def attention_table(rows):
+    measured = rows["attention"]["rows"]
+    # Forward is the same with and without determinism
+    columns = [(part, program) for part in (0, 1) for program in ATTENTIONS
+               if program in measured[0] and (part, program) != (0, "fa4 deterministic")]
     table = []
-    for row in rows["attention"]["rows"]:
+    for row in measured:
         batch, tokens, heads, kv_heads, size = row["shape"]
         of_keys = f" ({kv_heads} of keys)" if kv_heads != heads else ""
         shape = f"{batch} x {tokens:,}, {heads} heads{of_keys} of {size}"
-        table.append([shape, *cells(row, 0), *cells(row, 1)])
-    names = ("ours", "cuDNN", "FlashAttention-2")
-    head = ["microseconds", *(f"{part}: {name}" for part in ("forward", "backward") for name in names)]
-    return head, table
+        cells = (row[program][part] if row[program] else None for part, program in columns)
+        table.append([shape, *(f"{cell:,.0f}" if cell else "-" for cell in cells)])
+    return ["microseconds", *(f"{('forward', 'backward')[part]}: {ATTENTIONS[program]}"
+                              for part, program in columns)], table
 
 
 TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "attention": attention_table,
