@@ -81,8 +81,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
                 expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.per_tensor);
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
-                const QuantStats& got =
-                    report.kinds[static_cast<int>(i ? ReportKind::Moment2 : ReportKind::Moment1)];
+                const QuantStats& got = report.kinds[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);

@@ -8,15 +8,13 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 const std::vector<Shape> SHAPES =
     shapes({{1, 16}, {7, 48}, {16, 128}, {100, 112}, {144, 144}, {128, 256}, {257, 400}, {272, 400}});
 
 // A quantizer adds its statistics of errors to those of earlier tensors. In these tests they begin with
 // BEFORE.
 constexpr QuantStats BEFORE{.signal = 0.5, .noise = 0.25, .elements = 3, .saturated = 2, .flushed = 1};
-void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted) {
+static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted) {
     const QuantStats got = stats.read()[0];
     CHECK(got.elements == BEFORE.elements + wanted.elements);
     CHECK(got.saturated == BEFORE.saturated + wanted.saturated);
@@ -28,14 +26,14 @@ void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted) {
 }
 
 // Quantizes a stored tensor. With one scale per tensor its amax is taken first.
-void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
+static void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
     if (out.per_tensor()) gpu::amax(gpu::stored(x), out.slot.get(), 0);
     gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
 }
 
 // `groups` are x in 1x16 groups. The values that they hold must come back from convert(), be written back by
 // quantize_groups(), and be what an operand is quantized from.
-void check_groups(const Floats& x, const Tensor& groups) {
+static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
     const Tensor fp32(s, FP32), bf16(s, BF16);
@@ -55,7 +53,7 @@ void check_groups(const Floats& x, const Tensor& groups) {
 }
 
 // Checks codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
-void check_all_formats(const Floats& x, Shape s) {
+static void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, BF16);
     std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
     formats.push_back(E4M3_GROUP);
@@ -79,7 +77,8 @@ void check_all_formats(const Floats& x, Shape s) {
 
 // Checks both passes of an activation. `values` are its input, which is stored as the recipe says, and d is
 // the gradient of its output.
-void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
+static void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values,
+                             const Floats& d) {
     const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
     const Tensor dact(d, s, Quant{formats.compute});
     const Floats x = gate_up.values();
@@ -98,8 +97,6 @@ void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& 
     check_lazy(gpu::lazy_activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
                backward(doubles(x), doubles(d)), backward(x, d));
 }
-
-}  // namespace
 
 GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
     FRESH_RANDOM(rng);

@@ -74,8 +74,8 @@ TEST_CASE("layout: the reading order in the README has the files' lines within a
         std::string stated;
         for (size_t i = bar + 3; row[i] != ' '; i++)
             if (row[i] != ',') stated += row[i];
-        const double difference = std::abs(std::stod(stated) - static_cast<double>(lines));
-        CHECK_MESSAGE(difference <= 0.05 * static_cast<double>(lines) + 5, row << " has " << lines);
+        const double difference = std::abs(std::stod(stated) - double(lines));
+        CHECK_MESSAGE(difference <= 0.05 * double(lines) + 5, row << " has " << lines);
         rows++;
     }
     CHECK(rows >= 8);

@@ -7,11 +7,9 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
+static bool bf16_value(float x) { return reference::round_to(Format::BF16, x) == x; }
 
-bool bf16_value(float x) { return reference::round_to(Format::BF16, x) == x; }
-
-Floats masters(const Snapshot& state, const std::string& name) {
+static Floats masters(const Snapshot& state, const std::string& name) {
     const auto weights = values_of<uint16_t>(state, name);
     std::vector<int16_t> rest(weights.size());
     if (state.count(name + ".remainder")) rest = values_of<int16_t>(state, name + ".remainder");
@@ -20,7 +18,7 @@ Floats masters(const Snapshot& state, const std::string& name) {
     return x;
 }
 
-reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
+static reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
     moment.init(p.moment_format(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
@@ -30,6 +28,8 @@ reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& stat
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
     return moment;
 }
+
+namespace {
 
 // What the reference's AdamW makes of a parameter in a snapshot, with the gradient that the model has.
 struct Update {

@@ -9,8 +9,6 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // Two implementations that round independently differ by sqrt(2) of the recipe's error. The factor 1.5 allows
 // for the scatter of an error that is measured on a vector of only 64 values.
 constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
@@ -18,7 +16,7 @@ constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 // 25 steps of both; returns by how much the GPU's loss fell. Small differences grow, most where moments have
 // codes: in fp32 as much as those of `others`, the reference with slightly different learning rates; in the
 // other recipes to the run-to-run variation, of a batch and in the mean.
-double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& others) {
+static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& others) {
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 =
@@ -33,7 +31,7 @@ double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& other
 }
 
 // Logits of a prompt of any length: 24 roundings to BF16, and in FP8 recipes 11 to E4M3 in each layer.
-void check_logits(Random& rng, Training& gpu, Training& cpu) {
+static void check_logits(Random& rng, Training& gpu, Training& cpu) {
     const Setup& s = gpu.setup();
     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
     const bool codes = s.recipe.x.fp8() || s.recipe.nonlinear.fp8() || s.recipe.attention.fp8();
@@ -44,7 +42,7 @@ void check_logits(Random& rng, Training& gpu, Training& cpu) {
 
 // Both reports measure the same tensors. A few values that round differently change the sum of squared errors
 // little: 1 dB is a quarter of it. (Those of moments: model.cpp.)
-void check_reports(const QuantReport& a, const QuantReport& b) {
+static void check_reports(const QuantReport& a, const QuantReport& b) {
     for (int kind = 0; kind < int(ReportKind::Moment1); kind++) {
         const QuantStats &of_gpu = a.kinds[kind], &of_cpu = b.kinds[kind];
         INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
@@ -55,7 +53,7 @@ void check_reports(const QuantReport& a, const QuantReport& b) {
 }
 
 // One step without an update, with random biases and norm weights: loss, gradients, logits and report.
-void check_step(Random& rng, const Setup& s) {
+static void check_step(Random& rng, const Setup& s) {
     INFO(text(s));
     Setup in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
@@ -101,8 +99,6 @@ void check_step(Random& rng, const Setup& s) {
     check_logits(rng, gpu, cpu);
     if (s.accumulate == 1) check_reports(gpu.report(), cpu.report());
 }
-
-}  // namespace
 
 GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any setup") {
     FRESH_RANDOM(rng);

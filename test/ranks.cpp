@@ -15,10 +15,8 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // Exactly these variables of launchers are set: TOKEN alone outside of the next test.
-void set(const std::string& variables) {
+static void set(const std::string& variables) {
     for (const char* name :
          {"COAT_PORT", "COAT_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
         unsetenv(name);
@@ -32,6 +30,8 @@ const int token = (set(TOKEN), 0);
 using Body = std::function<void(ProcessGroup&)>;
 const Body GATHERS = [](ProcessGroup& ranks) { ranks.all_gather(1); };
 constexpr int RANKS = 3;
+namespace {
+
 enum How { BY_RANK_0, ONE_BY_ONE };  // as with --ranks, or as torchrun does
 
 // What ranks do, each in its process: their exit codes (128 and the signal), and what they print on stderr.
@@ -90,10 +90,14 @@ struct Played {
     }
 };
 
-void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+}  // namespace
+
+static void sleep_ms(int milliseconds) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+}
 
 // The addresses at which some process listens at this port, as /proc has them: 0100007F is 127.0.0.1.
-std::string listening(int port) {
+static std::string listening(int port) {
     char wanted[32];  // the port, any other side, and the state LISTEN
     std::snprintf(wanted, sizeof wanted, ":%04X 00000000:0000 0A", unsigned(port));
     std::string found;
@@ -101,8 +105,6 @@ std::string listening(int port) {
         if (const size_t at = line.find(wanted); at != line.npos) found += line.substr(at - 8, 8);
     return found;
 }
-
-}  // namespace
 
 TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how many to start") {
     const std::string torchrun = TOKEN + "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=n0 MASTER_PORT=29500 ";

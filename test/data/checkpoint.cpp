@@ -15,13 +15,9 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 // The calls of fsync and rename, which are replaced below: "sync PATH", "rename PATH". That in `fails` fails.
-std::vector<std::string> calls;
-std::string fails;
-
-}  // namespace
+static std::vector<std::string> calls;
+static std::string fails;
 
 extern "C" int fsync(int file) {
     std::error_code ignored;
@@ -38,14 +34,14 @@ extern "C" int rename(const char* from, const char* to) noexcept {
     return -1;
 }
 
-namespace {
-
 using Names = std::set<std::string>;
-Names names_in(const std::string& folder) {
+static Names names_in(const std::string& folder) {
     Names found;
     for (const auto& entry : fs::directory_iterator(folder)) found.insert(entry.path().filename().string());
     return found;
 }
+
+namespace {
 
 // A saved checkpoint to damage, and a model that must stay as it is.
 struct Damage {

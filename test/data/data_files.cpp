@@ -10,9 +10,7 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
-std::string utf8(uint32_t c) {  // also of what is no character
+static std::string utf8(uint32_t c) {  // also of what is no character
     auto byte = [&](uint32_t first, int shift, uint32_t mask) { return char(first | (c >> shift & mask)); };
     if (c < 0x80) return {byte(0, 0, 0x7F)};
     if (c < 0x800) return {byte(0xC0, 6, 0x1F), byte(0x80, 0, 0x3F)};
@@ -20,26 +18,26 @@ std::string utf8(uint32_t c) {  // also of what is no character
     return {byte(0xF0, 18, 0x07), byte(0x80, 12, 0x3F), byte(0x80, 6, 0x3F), byte(0x80, 0, 0x3F)};
 }
 
-std::string utf16(const std::string& ascii, bool big_endian, bool mark) {
+static std::string utf16(const std::string& ascii, bool big_endian, bool mark) {
     std::string text = big_endian ? "\xFE\xFF" : "\xFF\xFE";
     if (!mark) text.clear();
     for (char c : ascii) text += big_endian ? std::string{'\0', c} : std::string{c, '\0'};
     return text;
 }
 
-std::vector<std::string> paths_in(const Folder& folder, const std::vector<std::string>& paths) {
+static std::vector<std::string> paths_in(const Folder& folder, const std::vector<std::string>& paths) {
     std::vector<std::string> inside;
     for (const std::string& path : paths) inside.push_back(path.substr(folder.path.string().size() + 1));
     return inside;
 }
+
 // The reason why a path of the folder is left out; "" if it is not.
-std::string reason_of(const Folder& folder, const std::vector<LeftOut>& left_out, const std::string& path) {
+static std::string reason_of(const Folder& folder, const std::vector<LeftOut>& left_out,
+                             const std::string& path) {
     for (const LeftOut& file : left_out)
         if (file.path == folder / path) return file.reason;
     return "";
 }
-
-}  // namespace
 
 TEST_CASE("utf8_length: all characters and nothing else are UTF-8") {
     int64_t wrong = 0;

@@ -88,7 +88,9 @@ struct HuggingFace {
     }
 };
 
-HuggingFace hugging_face_llama(const std::string& type = "llama") {
+}  // namespace
+
+static HuggingFace hugging_face_llama(const std::string& type = "llama") {
     const std::string l = "layers.0.", m = "model.layers.0.", a = m + "self_attn.";
     HuggingFace f{{{"embedding", "model.embed_tokens.weight", 50, 32},
                    {l + "qkv", a + "q_proj.weight", 32, 32},
@@ -114,7 +116,7 @@ HuggingFace hugging_face_llama(const std::string& type = "llama") {
     return f;
 }
 
-HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
+static HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
     HuggingFace f{
         {{"embedding", prefix + "wte.weight", 50, 32}, {"positions", prefix + "wpe.weight", 16, 32}},
         Json::parse(R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
@@ -134,7 +136,7 @@ HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
 }
 
 // The names of transformers' LlamaModel: "layers.0...", without "model." before them.
-HuggingFace without_prefix(bool tied) {
+static HuggingFace without_prefix(bool tied) {
     HuggingFace f = hugging_face_llama();
     for (HuggingFace::Piece& p : f.pieces)
         if (p.theirs.starts_with("model.")) p.theirs = p.theirs.substr(strlen("model."));
@@ -143,33 +145,33 @@ HuggingFace without_prefix(bool tied) {
     return f;
 }
 
-MemoryModel model_of(const std::string& folder, bool master = true) {
+static MemoryModel model_of(const std::string& folder, bool master = true) {
     Setup setup = small_setup(LLAMA);
     setup.config = read_model_config(folder);
     setup.master = master;
     return MemoryModel(setup, 9);
 }
 
-Json config_in(const std::string& folder) { return Json::parse(read_file(folder + "/config.json")); }
+static Json config_in(const std::string& folder) { return Json::parse(read_file(folder + "/config.json")); }
 
 // The config.json that is saved of a model without a folder: every field is this program's.
-Json saved_config(const Setup& setup) {
+static Json saved_config(const Setup& setup) {
     Folder folder;
     MemoryModel model(setup, 1);
     return config_in(save(folder / "out", model, 1));
 }
 
-ModelConfig read_config(const Json& config) {
+static ModelConfig read_config(const Json& config) {
     Folder folder;
     folder.write("config.json", config.dump());
     return read_model_config(folder);
 }
-ModelConfig read_fields(HuggingFace f, const Json& fields) {
+static ModelConfig read_fields(HuggingFace f, const Json& fields) {
     f.config.update(fields);
     return read_config(f.config);
 }
 
-void check_fields(const Json& found, const std::string& text) {
+static void check_fields(const Json& found, const std::string& text) {
     const Json expected = Json::parse(text);
     for (const auto& [field, value] : expected.items()) {
         INFO(field);
@@ -177,14 +179,12 @@ void check_fields(const Json& found, const std::string& text) {
     }
 }
 
-void load(const std::string& folder, MemoryModel& model) {
+static void load(const std::string& folder, MemoryModel& model) {
     load_weights(folder, model.setup().config, &model);
 }
 
 const Json LLAMA3 = Json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
     "high_freq_factor": 4.5, "original_max_position_embeddings": 8192})");
-
-}  // namespace
 
 TEST_CASE("save_model_folder: config.json has the documented fields of transformers") {
     auto named = [](const char* name) {

@@ -6,8 +6,6 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 #define PYTHON_TEST_CASE(name) TEST_CASE("tokenize.py: " name* doctest::skip(NO_PYTHON))
 const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev/null 2>&1") != 0;
 
@@ -60,10 +58,12 @@ const std::string CHAT =
     "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages)"
     " + ('<|assistant|>' if add_generation_prompt else '')";
 
-Ended tokenize_py(const Folder& folder, const std::string& flags, const std::string& limit = "") {
+static Ended tokenize_py(const Folder& folder, const std::string& flags, const std::string& limit = "") {
     const std::string script = " PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() + "' ";
     return shell(folder, limit + "TRANSFORMERS_VERBOSITY=error" + script + flags);
 }
+
+namespace {
 
 // A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
 struct ChatFolder : Folder {
@@ -109,8 +109,10 @@ struct ChatFolder : Folder {
     }
 };
 
+}  // namespace
+
 // A conversation in which user and assistant take turns. `more`: fields of the first answer.
-std::string chat(const std::vector<std::string>& said, const std::string& more = "") {
+static std::string chat(const std::vector<std::string>& said, const std::string& more = "") {
     std::string all;
     for (size_t i = 0; i < said.size(); i++)
         all += concat(i ? "," : "", R"({"role": ")", i % 2 ? "assistant" : "user", R"(", "content": ")",
@@ -118,8 +120,6 @@ std::string chat(const std::vector<std::string>& said, const std::string& more =
     return "{\"messages\": [" + all + "]}\n";
 }
 const std::string HELD = chat({"held", "out"});
-
-}  // namespace
 
 PYTHON_TEST_CASE("what the assistant says counts with the end of its turn") {
     const ChatFolder folder;

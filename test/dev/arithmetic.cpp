@@ -13,10 +13,10 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-namespace {
-
 #define NUMPY_TEST_CASE(name) TEST_CASE("coat.py: " name* doctest::skip(NO_NUMPY))
 const bool NO_NODE = std::system("node --version >/dev/null 2>&1") != 0;
+
+namespace {
 
 // A folder of raw arrays in FP32. In its programs, load("x") is the file x, and save("y", array) writes y.
 struct Arrays : Folder {
@@ -50,15 +50,17 @@ const save = (name, x) => fs.writeFileSync(name, Buffer.from(Float32Array.from(x
     }
 };
 
+}  // namespace
+
 // Random values of many magnitudes; some are zero.
-Floats values(Random& rng, int64_t n, double spread) {
+static Floats values(Random& rng, int64_t n, double spread) {
     Floats x(n);
     for (float& v : x) v = rng.below(50) == 0 ? 0.0f : float(rng.normal() * std::exp(spread * rng.normal()));
     return x;
 }
 
 // Values of many magnitudes, special ones, and ties.
-Floats to_encode(Random& rng) {
+static Floats to_encode(Random& rng) {
     Floats x = values(rng, 20000, 8);
     for (int i = 0; i < 100; i++) x[i] = float_of((bits_of(x[i]) & 0xFFFF0000) | 0x8000);  // ties of BF16
     for (float special : {448.0f, 464.0f, 464.1f, 1e30f, INFINITY, -INFINITY, NAN, -0.0f, 0x1p-10f, 0x3p-11f})
@@ -69,14 +71,15 @@ Floats to_encode(Random& rng) {
     return x;
 }
 
-template <class T> Floats floats(const std::vector<T>& x) { return Floats(x.begin(), x.end()); }
-template <class F> Floats each(const Floats& x, F f) {
+template <class T> static Floats floats(const std::vector<T>& x) { return Floats(x.begin(), x.end()); }
+template <class F> static Floats each(const Floats& x, F f) {
     Floats y(x.size());
     std::transform(x.begin(), x.end(), y.begin(), f);
     return y;
 }
+
 // How many values have not the wanted bits, where any NaN is NaN. None is off by more than this.
-int others(const Floats& got, const Floats& wanted, float absolute = 0, float relative = 0) {
+static int others(const Floats& got, const Floats& wanted, float absolute = 0, float relative = 0) {
     REQUIRE(got.size() == wanted.size());
     int n = 0;
     for (size_t i = 0; i < got.size(); i++) {
@@ -86,8 +89,9 @@ int others(const Floats& got, const Floats& wanted, float absolute = 0, float re
     }
     return n;
 }
+
 // A program's files of x: "bf16", "e4m3" and "e5m2" (codes), "e4m3.values" and "e5m2.values" (of all codes).
-void check_formats(const Arrays& folder, const Floats& x) {
+static void check_formats(const Arrays& folder, const Floats& x) {
     CHECK(others(folder.get("bf16"), each(x, [](float v) { return round_to(Format::BF16, v); })) == 0);
     Floats codes(256);
     std::iota(codes.begin(), codes.end(), 0.0f);
@@ -99,8 +103,6 @@ void check_formats(const Arrays& folder, const Floats& x) {
         CHECK(others(folder.get(name + ".values"), values) == 0);
     }
 }
-
-}  // namespace
 
 TEST_CASE("explore.html: codes and scales and expansion are those of the reference" *
           doctest::skip(NO_NODE)) {

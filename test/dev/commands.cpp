@@ -22,15 +22,17 @@ struct Passage {
     int section;        // the number of the heading above it
 };
 
+}  // namespace
+
 // A command is what begins with a program of this repository and is not its name alone.
-bool is_command(const std::string& text) {
+static bool is_command(const std::string& text) {
     return std::regex_search(
         text, std::regex(R"(^(\./setup|\./train .|make |python3 |build/\w|dev/\w+\.sh|hf |\w+=\S+ ))"));
 }
 
 // Fenced code without a language has a command on each line; "```text" is output. In paragraphs, commands are
 // spans of code.
-std::vector<Passage> passages(const std::string& page) {
+static std::vector<Passage> passages(const std::string& page) {
     std::vector<Passage> found;
     std::string paragraph, fence;
     bool fenced = false;
@@ -72,10 +74,15 @@ std::vector<Passage> passages(const std::string& page) {
     return found;
 }
 
+namespace {
+
 // Commands that are not run, and why. Each row must still be on a page.
 struct Skipped {
     const char *pattern, *why;
 };
+
+}  // namespace
+
 const Skipped SKIPPED[] = {
     {R"(\./setup.*)", "installs packages from the network"},
     {R"(make bench)", "needs a GPU"},
@@ -93,11 +100,14 @@ const Skipped SKIPPED[] = {
     {R"(\./train --model FOLDER.*)", "needs a model from the network"},
     {R"(python3 dev/chat\.py tuned)", "needs a model from the network"},
 };
-const Skipped* skipped(const std::string& command) {
+
+static const Skipped* skipped(const std::string& command) {
     for (const Skipped& row : SKIPPED)
         if (std::regex_match(command, std::regex(row.pattern))) return &row;
     return nullptr;
 }
+
+namespace {
 
 // How this program was built: then `make` in a command builds nothing else.
 struct Build {
@@ -138,8 +148,10 @@ struct Result {
     std::string printed;
 };
 
+}  // namespace
+
 // Runs all commands, two at a time, in the folder of the repository.
-std::map<std::string, Result> results_of(const std::vector<std::string>& commands) {
+static std::map<std::string, Result> results_of(const std::vector<std::string>& commands) {
     const Folder folder;
     const Build build;
     const char* const path = std::getenv("COAT_TRAIN");
@@ -176,25 +188,24 @@ std::map<std::string, Result> results_of(const std::vector<std::string>& command
 }
 
 // A line as it looks on any machine: without its numbers, and without spaces that align them.
-std::string form_of(const std::string& line) {
+static std::string form_of(const std::string& line) {
     const std::string without =
         std::regex_replace(line, std::regex("[-+]?[0-9][0-9.,]*(e[-+]?[0-9]+)?"), "#");
     return std::regex_replace(without, std::regex(" +"), " ");
 }
-bool has_line(const std::string& text, const std::string& line, bool form) {
+
+static bool has_line(const std::string& text, const std::string& line, bool form) {
     for (const std::string& other : lines_of(text))
         if (form ? form_of(other) == form_of(line) : other == line) return true;
     return false;
 }
 
 // The number in "make exercise N=7".
-std::optional<int> exercise(const std::string& command) {
+static std::optional<int> exercise(const std::string& command) {
     std::smatch number;
     if (!std::regex_match(command, number, std::regex("make exercise N=([0-9]+)"))) return std::nullopt;
     return std::stoi(number[1]);
 }
-
-}  // namespace
 
 TEST_CASE("commands: all that the course and dev/README.md give run and print what the pages quote" *
           doctest::skip(NO_NUMPY || quick())) {

@@ -9,8 +9,6 @@
 using namespace coat;
 using namespace coat::test;
 
-namespace {
-
 #define PYTHON_TEST_CASE(name) TEST_CASE("plot.py: " name* doctest::skip(NO_PYTHON))
 
 // The picture of logs in the folder, and what is printed to stderr.
@@ -20,8 +18,8 @@ Ended draw(const Folder& folder, const std::string& logs) {
 }
 
 // A log of so many steps, as ./train writes it: the losses fall from 5, from step to step by `fall`.
-std::string log_of(const std::string& recipe, const std::string& started, int64_t first, int64_t last,
-                   double fall) {
+static std::string log_of(const std::string& recipe, const std::string& started, int64_t first, int64_t last,
+                          double fall) {
     std::string log = nlohmann::json({{"kind", "settings"},
                                       {"step", first - 1},
                                       {"run_started", started},
@@ -37,14 +35,14 @@ std::string log_of(const std::string& recipe, const std::string& started, int64_
     return log;
 }
 
-size_t count(const std::string& text, const std::string& part) {
+static size_t count(const std::string& text, const std::string& part) {
     size_t found = 0;
     for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + 1)) found++;
     return found;
 }
 
 // The points of each line of a picture: {{"72.0", "62.0"}, ...}.
-std::vector<std::vector<std::pair<double, double>>> lines_in(const std::string& picture) {
+static std::vector<std::vector<std::pair<double, double>>> lines_in(const std::string& picture) {
     std::vector<std::vector<std::pair<double, double>>> all;
     const std::regex line("polyline points=\"([^\"]*)\"");
     for (std::sregex_iterator found(picture.begin(), picture.end(), line), end; found != end; ++found) {
@@ -55,8 +53,6 @@ std::vector<std::vector<std::pair<double, double>>> lines_in(const std::string& 
     }
     return all;
 }
-
-}  // namespace
 
 PYTHON_TEST_CASE("a smoothed curve does not lag behind its points at any step of a run of any length") {
     for (const int64_t steps : {3, 8, 30, 100}) {

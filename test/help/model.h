@@ -106,18 +106,18 @@ class Text {
 public:
     Text(uint64_t seed, int64_t V) : rng_(seed), V_(V) {
         Random table(17);
-        for (int64_t i = 0; i < 4 * V; i++) successors_.push_back(static_cast<int32_t>(table.below(V)));
+        for (int64_t i = 0; i < 4 * V; i++) successors_.push_back(int32_t(table.below(V)));
     }
     // Gives tokens and targets of n sequences of length T.
     void next(int64_t n, int64_t T, Tokens* tokens, Tokens* targets) {
         tokens->clear();
         targets->clear();
         for (int64_t s = 0; s < n; s++) {
-            int32_t token = static_cast<int32_t>(rng_.below(V_));
+            int32_t token = int32_t(rng_.below(V_));
             for (int64_t t = 0; t < T; t++) {
                 tokens->push_back(token);
                 const int64_t draw = rng_.below(8), which = draw < 4 ? 0 : draw < 6 ? 1 : draw - 4;
-                targets->push_back(token = successors_[static_cast<size_t>(4 * token + which)]);
+                targets->push_back(token = successors_[size_t(4 * token + which)]);
             }
         }
     }
@@ -137,7 +137,7 @@ inline void mask_unevenly(Tokens* targets, int64_t n) {
 }
 
 template <class Value> std::vector<Value> read_as(Model& model, const std::string& name, int64_t n) {
-    std::vector<Value> x(static_cast<size_t>(n));
+    std::vector<Value> x(n);
     model.read(name, x.data());
     return x;
 }

@@ -9,19 +9,17 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-namespace {
-
-int code_of(Format f, float x) { return f == Format::BF16 ? to_bf16(x) : encode(f, x); }
-float value_of(Format f, int code) {
+static int code_of(Format f, float x) { return f == Format::BF16 ? to_bf16(x) : encode(f, x); }
+static float value_of(Format f, int code) {
     return f == Format::BF16 ? from_bf16(uint16_t(code)) : decode(f, uint16_t(code));
 }
-bool encodes(const Definition& d, float x) {
+static bool encodes(const Definition& d, float x) {
     const int code = code_of(d.format, x);
     return std::isnan(x) ? std::isnan(value_of(d.format, code)) : code == d.nearest(x);
 }
 
 // Calls check(bits) for many FP32 bit patterns, spread over all 2^32.
-template <class Check> void over_all_floats(Random& rng, Check check) {
+template <class Check> static void over_all_floats(Random& rng, Check check) {
     const int64_t number = count(20'000'000, 500'000);
     const uint64_t first = rng.bits();
     const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;  // odd: the lower bits take every value
@@ -34,7 +32,7 @@ template <class Check> void over_all_floats(Random& rng, Check check) {
     CHECK_MESSAGE(failed == 0, "the bits ", failed - 1);
 }
 
-std::vector<Quant> fp8_quants() {
+static std::vector<Quant> fp8_quants() {
     std::vector<Quant> table;
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::F32, Format::BF16})
@@ -46,7 +44,7 @@ std::vector<Quant> fp8_quants() {
 
 // The largest magnitude of the block that each element belongs to. The columns of a granularity run along the
 // reduction: if that is over rows, they run down.
-Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver over) {
+static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver over) {
     if (over == ReduceOver::Rows) std::swap(g.rows, g.cols);
     Floats largest(x.size());  // of the block in row r and column c: at r * cols + c
     auto of = [&](size_t i) -> float& {
@@ -59,14 +57,12 @@ Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver
     return result;
 }
 
-float scale_by_definition(const Quant& q, float amax) {
+static float scale_by_definition(const Quant& q, float amax) {
     if (amax == 0) return 1;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
     return q.scale_format == Format::F32 ? s : float(bf16.value(bf16.nearest(s)));
 }
-
-}  // namespace
 
 TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
     for (const Definition& d : DEFINITIONS) {

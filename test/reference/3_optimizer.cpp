@@ -7,9 +7,7 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-namespace {
-
-double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
+static double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
 
 // Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
 // 2^-17, so the exponent is wrong by at most 2^-15. So much is the value wrong, and y by k times as much.
@@ -18,7 +16,7 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 // Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
 // code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k): the error is divided by
 // about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
-double expansion_bound(Format f, double ratio, double k) {
+static double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).max * std::pow(ratio, k);
     const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
@@ -27,7 +25,7 @@ double expansion_bound(Format f, double ratio, double k) {
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
-void check_moment(Format f, bool expand, bool per_tensor, bool second, const Floats& x) {
+static void check_moment(Format f, bool expand, bool per_tensor, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP;
     const bool scaled = scales_moments(f), expands = expand && is_fp8(f), positive = second && !per_tensor;
     Moment moment;
@@ -75,8 +73,6 @@ void check_moment(Format f, bool expand, bool per_tensor, bool second, const Flo
     if (scaled) check_stats(stats, x, values);
     else CHECK(stats.elements == 0);
 }
-
-}  // namespace
 
 TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group) is rounded and clamped") {
     FRESH_RANDOM(rng);

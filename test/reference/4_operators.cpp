@@ -7,12 +7,10 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-namespace {
-
 const double NOT_WRITTEN = std::numeric_limits<double>::quiet_NaN();
 
 // Heads whose frequencies are scaled, if there are several.
-ModelConfig heads(int64_t NH, int64_t NKV, int64_t HS) {
+static ModelConfig heads(int64_t NH, int64_t NKV, int64_t HS) {
     ModelConfig c{"test", LLAMA, 1, NH * HS, NH, NKV, 16, 16, 64, true};
     if (NH > 1) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
     return c;
@@ -43,8 +41,6 @@ void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const D
             for (int64_t i = 0; i < HS; i++) out[size_t((n * c.NH + h) * HS + i)] = weighted[size_t(i)] / sum;
         }
 }
-
-}  // namespace
 
 TEST_CASE("matmul: adds the product of the triple loop for every layout") {
     FRESH_RANDOM(rng);

@@ -7,9 +7,7 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-namespace {
-
-std::vector<ModelConfig> configs() {
+static std::vector<ModelConfig> configs() {
     std::vector<ModelConfig> table = {
         {"Llama, untied, grouped queries", LLAMA, 2, 32, 4, 2, 48, 11, 16, false},
         {"Llama, tied, one key head, head size", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16},
@@ -22,7 +20,7 @@ std::vector<ModelConfig> configs() {
 
 // Weights of norms around 1, others around 0, large enough for every part of the model to matter (size 0: as
 // new models have them, but with biases). Padding of the vocabulary is zero. All are values of the format.
-std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Format f, double size) {
+static std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Format f, double size) {
     std::vector<Doubles> weights;
     for (const Param& p : parameters(c)) {
         Doubles w = rng.normals<double>(p.size(), size ? size : p.init_std > 0 ? double(p.init_std) : 0.02);
@@ -33,13 +31,18 @@ std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Format f,
     return weights;
 }
 
+namespace {
+
 // Loss and gradients of one step of a recipe's model with the given weights.
 struct GradientRun {
     std::vector<Floats> gradients;
     double loss;
 };
-GradientRun step_with(const Setup& setup, const std::vector<Doubles>& weights, const Tokens& tokens,
-                      const Tokens& targets) {
+
+}  // namespace
+
+static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& weights, const Tokens& tokens,
+                             const Tokens& targets) {
     const std::unique_ptr<Model> model = make_reference(setup);
     const std::vector<Param> params = parameters(setup.config);
     for (size_t p = 0; p < params.size(); p++)
@@ -49,8 +52,6 @@ GradientRun step_with(const Setup& setup, const std::vector<Doubles>& weights, c
     const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
     return {gradients_of(*model), result.loss};
 }
-
-}  // namespace
 
 TEST_CASE("loss_in_double: gradients of every parameter match finite differences") {
     FRESH_RANDOM(rng);
