@@ -346,9 +346,7 @@ private:
     View attention_input(const Layer& layer, const View& qkv) {
         if (!head_norms_) return qkv;
         const View x = take_view(N_, qkv.cols);
-        copy(x.data, qkv.data, qkv.quant.bytes(N_, qkv.cols), stream_);
-        head_norm_forward(head_norm(layer), x, stream_);
-        rope(rope_args(), x, /*inverse=*/false, /*amax=*/nullptr, stream_);
+        head_norm_and_rope(head_norm(layer), rope_args(), qkv, x, stream_);
         return x;
     }
 

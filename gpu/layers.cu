@@ -1,6 +1,8 @@
 // gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
 // loss, sums over rows (gradients of biases), and the embedding's backward pass. The embedding's forward pass
 // is a residual add (gpu/norm.cu).
+#include <cuda_pipeline.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -101,78 +103,165 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
 
 // ===========================================================================================================
 // Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
+//
+// HEAD_THREADS neighbouring threads have a head. Each has some quads, 4 consecutive columns that it loads at
+// once: of every 32 columns, thread t has the columns 4 t ... 4 t + 3.
 
-// A warp has a head of a row. A lane has the columns lane, lane + 32, ... of the head.
-constexpr int HEAD_WARPS = 8, LONGEST_HEAD = 128;
+constexpr int HEAD_THREADS = 8, QUAD = 4;
+constexpr int LONGEST_HEAD = 128, HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);  // of a thread, at most
+constexpr int HEADS_PER_BLOCK = 8;
+using Quads = float[HEAD_QUADS][QUAD];
+
+static __device__ int head_of_block() { return threadIdx.x / HEAD_THREADS; }
+// The first column of one of the thread's quads.
+static __device__ int quad_column(int quad) {
+    return (quad * HEAD_THREADS + threadIdx.x % HEAD_THREADS) * QUAD;
+}
+
+// The sum over a head, of which sums[j] is the part in the thread's columns j, j + 32, ... The order of
+// additions is fixed, and all threads of the head get the same bits.
+static __device__ float sum_of_head(float (&sums)[QUAD]) {
+    for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
+        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+static __device__ float inverse_rms(float sum_of_squares, const HeadNorm& n) {
+    return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
+}
+// The weight of the norm of a head, which begins at a column of qkv.
 template <class Element>
-static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_forward_kernel(HeadNorm n, Element* qkv, int64_t rows, int64_t cols) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32;
-    const int64_t col = blockIdx.y * n.HS;
-    if (row >= rows) return;  // the whole warp
-    const Element* const weight = static_cast<const Element*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
-    Element* const x = qkv + row * cols + col;
-    float squares = 0;
-    for (int i = threadIdx.x % 32; i < n.HS; i += 32) {
-        const float value = x[i];
-        squares += value * value;
+static __device__ Dense<Element, QUAD> weight_of_head(const HeadNorm& n, int64_t col) {
+    return {dense<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
+}
+
+// out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The result of the norm is rounded
+// before it is rotated. RoPE rotates pairs of columns half a head apart, which different threads may have:
+// these exchange them in shared memory.
+template <class Element>
+static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
+    head_norm_and_rope_kernel(HeadNorm n, Rope rope, Dense<Element, QUAD> qkv, Dense<Element, QUAD> out,
+                              uint32_t rows, uint32_t heads) {
+    __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
+    const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
+    const int HS = static_cast<int>(n.HS), half = HS / 2;
+    const int64_t col = head % heads * n.HS;
+    const bool is_v = col >= n.q_cols + n.k_cols;
+    auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
+    const Dense<Element, QUAD> from = qkv.from(head * n.HS), to = out.from(head * n.HS);
+    typename Dense<Element, QUAD>::Raw raw[HEAD_QUADS] = {};
+    for (int i = 0; i < HEAD_QUADS; i++)
+        if (live(i)) raw[i] = from.load(quad_column(i));
+
+    Quads x;
+    float squares[QUAD] = {};
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        from.values(raw[i], x[i]);
+        for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
     }
-    const float r = 1 / sqrtf(sum_of_warp(squares) / static_cast<float>(n.HS) + n.eps);
-    for (int i = threadIdx.x % 32; i < n.HS; i += 32) {
-        const float value = x[i], w = weight[i];
-        x[i] = static_cast<Element>(value * r * w);
+    const float r = inverse_rms(sum_of_head(squares), n);
+    const Dense<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        if (!live(i) || is_v) continue;
+        float weight[QUAD];
+        weights.values(weights.load(quad_column(i)), weight);
+        for (int j = 0; j < QUAD; j++) {
+            x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
+            normed[head_of_block()][quad_column(i) + j] = x[i][j];
+        }
+    }
+    __syncwarp();
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        if (!live(i)) continue;
+        const bool first = quad_column(i) < half;  // of the pairs
+        const int angle = first ? quad_column(i) : quad_column(i) - half;
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        const float* const others = normed[head_of_block()] + (first ? angle + half : angle);
+        for (int j = 0; j < QUAD && !is_v; j++) {  // (x, y) -> (x cos - y sin, y cos + x sin)
+            const float sine = first ? -table[j].y : table[j].y;
+            x[i][j] = __fmaf_rn(x[i][j], table[j].x, __fmul_rn(others[j], sine));
+        }
+        to.round_in_place_and_store(quad_column(i), x[i], true);
     }
 }
 
-// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). A warp has a head of every
-// COLUMN_PARTIALS-th row, and sums up its part of dweight.
+// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The threads of a head have that
+// head of every COLUMN_PARTIALS-th row, and sum up their part of dweight. The next row is fetched while one
+// is computed. dqkv: dy, which becomes dx.
 template <class Element>
-static __global__ void __launch_bounds__(32 * HEAD_WARPS)
-    head_norm_backward_kernel(HeadNorm n, const Element* qkv, Element* dqkv, int64_t rows, int64_t cols,
-                              float* partials) {
-    __shared__ float sums[HEAD_WARPS][LONGEST_HEAD];
-    const int64_t part = static_cast<int64_t>(blockIdx.x) * HEAD_WARPS + threadIdx.x / 32;
+static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
+    head_norm_backward_kernel(HeadNorm n, Dense<Element, QUAD> qkv, Dense<Element, QUAD> dqkv, int64_t rows,
+                              int64_t cols, float* partials) {
+    const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
+    const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
-    const Element* const weight = static_cast<const Element*>(n.weight) + (col < n.q_cols ? 0 : n.HS);
-    const float size = static_cast<float>(n.HS);
-    const int lane = threadIdx.x % 32;
-    float* const dweight = sums[threadIdx.x / 32];
-    for (int i = lane; i < n.HS; i += 32) dweight[i] = 0;
-    for (int64_t row = part; row < rows; row += COLUMN_PARTIALS) {
-        const Element* const x = qkv + row * cols + col;
-        Element* const g = dqkv + row * cols + col;  // dy, which becomes dx
-        float squares = 0, products = 0;
-        for (int i = lane; i < n.HS; i += 32) {
-            const float value = x[i], dy = g[i], w = weight[i];
-            squares += value * value;
-            products += dy * w * value;
+    const int HS = static_cast<int>(n.HS);
+    auto live = [&](int i) { return quad_column(i) < HS; };
+    typename Dense<Element, QUAD>::Raw raw_x[HEAD_QUADS] = {}, raw_dy[HEAD_QUADS] = {};
+    auto fetch = [&](int64_t row) {
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            if (row >= rows || !live(i)) continue;
+            raw_x[i] = qkv.from(row * cols + col).load(quad_column(i));
+            raw_dy[i] = dqkv.from(row * cols + col).load(quad_column(i));
         }
-        const float r = 1 / sqrtf(sum_of_warp(squares) / size + n.eps);
-        const float mean_d_normal = sum_of_warp(products) * r / size;
-        for (int i = lane; i < n.HS; i += 32) {
-            const float value = x[i], dy = g[i], w = weight[i], normal = value * r;
-            dweight[i] += dy * normal;
-            g[i] = static_cast<Element>((dy * w - normal * mean_d_normal) * r);
+    };
+    const Dense<Element, QUAD> weights = weight_of_head<Element>(n, col);
+    Quads weight = {}, dweight = {};
+    for (int i = 0; i < HEAD_QUADS; i++)
+        if (live(i)) weights.values(weights.load(quad_column(i)), weight[i]);
+
+    fetch(part);
+    // All threads of a warp take part in its sums, also those behind the last row
+    for (int64_t first = first_part; first < rows; first += COLUMN_PARTIALS) {
+        const int64_t row = first + head_of_block();
+        Quads x, dy;
+        float squares[QUAD] = {}, products[QUAD] = {};
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            qkv.values(raw_x[i], x[i]);
+            dqkv.values(raw_dy[i], dy[i]);
+            for (int j = 0; j < QUAD; j++) {
+                squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
+                products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
+            }
+        }
+        fetch(row + COLUMN_PARTIALS);
+        const float r = inverse_rms(sum_of_head(squares), n);
+        const float mean_d_normal = sum_of_head(products) * r / static_cast<float>(n.HS);
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            if (row >= rows || !live(i)) continue;
+            float dx[QUAD];
+            for (int j = 0; j < QUAD; j++) {
+                const float normal = __fmul_rn(x[i][j], r);
+                dweight[i][j] = __fmaf_rn(dy[i][j], normal, dweight[i][j]);
+                const float projection = __fmul_rn(normal, mean_d_normal);
+                dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
+            }
+            dqkv.from(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
         }
     }
-    for (int i = lane; i < n.HS; i += 32)
-        partials[(blockIdx.y * COLUMN_PARTIALS + part) * n.HS + i] = dweight[i];
+    float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;
+    for (int i = 0; i < HEAD_QUADS; i++)
+        for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
 }
 
-void head_norm_forward(const HeadNorm& n, const View& qkv, cudaStream_t s) {
-    const dim3 grid(blocks(qkv.rows, HEAD_WARPS), blocks(n.q_cols + n.k_cols, n.HS));
+void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
+                        cudaStream_t s) {
+    const int64_t heads = qkv.cols / n.HS;
     with_dense(qkv, [&](auto x) {
-        launch("head_norm_forward", head_norm_forward_kernel<typename decltype(x)::Compute>, grid,
-               32 * HEAD_WARPS, 0, s, n, x.data, qkv.rows, qkv.cols);
+        using Element = typename decltype(x)::Compute;
+        launch("head_norm_and_rope", head_norm_and_rope_kernel<Element>,
+               blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, s, n, rope,
+               Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(out.data)},
+               static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
 void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
                         float* workspace, cudaStream_t s) {
-    const dim3 grid(COLUMN_PARTIALS / HEAD_WARPS, blocks(n.q_cols + n.k_cols, n.HS));
+    const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("head_norm_backward", head_norm_backward_kernel<Element>, grid, 32 * HEAD_WARPS, 0, s, n,
-               x.data, static_cast<Element*>(dqkv.data), qkv.rows, qkv.cols, workspace);
+        launch("head_norm_backward", head_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
+               0, s, n, Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)},
+               qkv.rows, qkv.cols, workspace);
     });
     const View each{dweight.data, nullptr, 2, n.HS, dweight.quant};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, rows(each, 0, 1), s);
@@ -203,9 +292,9 @@ struct Softmax {
 
 constexpr int LOSS_THREADS = 512;
 // Merges the parts of all threads: first within each warp, then the warps in order. Every thread gets the
-// same bits.
-static __device__ Softmax block_softmax(Softmax mine) {
-    __shared__ Softmax parts[LOSS_THREADS / 32];
+// same bits. parts: shared memory. Two successive calls need different ones: a thread may still be reading
+// the first when another writes the second.
+static __device__ Softmax block_softmax(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
     for (int lanes = 16; lanes > 0; lanes /= 2)
         mine.merge({__shfl_down_sync(~0u, mine.top, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
@@ -215,66 +304,87 @@ static __device__ Softmax block_softmax(Softmax mine) {
     return all;
 }
 
-// A block has one token. It reads the row of logits twice: for the loss, and for the gradients. CACHED: in
-// the first pass each thread leaves its logits in shared memory, where it finds them in the second. A row
-// that is too long for that is read from memory, or the L2 cache, again.
-template <class Element, bool CACHED>
-static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(Element) < 4 ? 3 : 2)
-    cross_entropy_kernel(Dense<Element> logits, int64_t stride, int64_t V, const int32_t* targets,
+// Block b has the rows b, b + gridDim.x, ... of the logits. It reads a row twice: for the loss, and for the
+// gradients. PLACES is the number of rows for which it has shared memory:
+//   2   It reads the row from there both times. Meanwhile the next row is copied to the other place. A thread
+//       copies what it will read itself, so it need not wait for the copies of others.
+//   1   It reads the row from memory for the loss, and leaves it there for the gradients. It has one row.
+//   0   It reads the row from memory, or the L2 cache, both times. It has one row.
+constexpr int loss_blocks_per_sm(int places, size_t element_bytes) {
+    if (places == 2) return 1;
+    return element_bytes < 4 ? 3 : 2;
+}
+template <class Element, int PLACES>
+static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES, sizeof(Element)))
+    cross_entropy_kernel(Dense<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
     using Raw = typename Dense<Element>::Raw;
-    extern __shared__ __align__(16) unsigned char shared[];  // (stride) Element
-    Raw* const cached = reinterpret_cast<Raw*>(shared);
-    const int64_t row = blockIdx.x, first = row * stride;
-    const int32_t target = targets[row];
-    if (target == NO_TARGET) {  // the whole block
-        if (threadIdx.x == 0) losses[row] = 0;
-        Values zeros = {};
-        for (int64_t col = threadIdx.x * CHUNK; gradients && col < stride; col += LOSS_THREADS * CHUNK)
-            logits.round_in_place_and_store(first + col, zeros, true);
-        return;
-    }
-    const float correct = logits.data[first + target];
     constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
-    const int live = static_cast<int>(V);
-    auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
-        if (col + CHUNK <= live) return;
-        for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
+    extern __shared__ __align__(16) unsigned char shared[];  // (PLACES, stride) Element
+    __shared__ Softmax parts[2][LOSS_THREADS / 32];
+    const int first_col = threadIdx.x * CHUNK;
+    const float weight = gradients ? static_cast<float>(*loss_weight) : 0.0f;
+    Element* const cached = reinterpret_cast<Element*>(shared);
+    auto start_copy = [&](int64_t row, Element* to) {
+        if (PLACES < 2 || row >= rows) return;
+        const Element* const from = logits.data + row * stride;
+        constexpr int PIECE = 16 / sizeof(Element);
+        for (int col = first_col; col < stride; col += STEP)
+            for (int i = col; i < col + CHUNK; i += PIECE) __pipeline_memcpy_async(to + i, from + i, 16);
+        __pipeline_commit();
     };
-    Softmax mine{-INFINITY, 0};
-    for (int begin = threadIdx.x * CHUNK; begin < live; begin += IN_FLIGHT * STEP) {
-        Raw raw[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++)
-            if (begin + i * STEP < live) raw[i] = logits.load(first + begin + i * STEP);
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            const int col = begin + i * STEP;
-            if (col >= live) break;
-            if (CACHED) cached[col / CHUNK] = raw[i];
-            Values x;
-            logits.values(raw[i], x);
-            mask(col, x, -INFINITY);
-            float top = x[0];
-            for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
-            if (top > mine.top) mine.merge({top, 0.0f});
-            const float offset = -mine.top * LOG2_E;
-            for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
+
+    start_copy(blockIdx.x, cached);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const int place = static_cast<uint32_t>(row) / gridDim.x % 2;
+        const Dense<Element> in_memory = logits.from(row * stride), in_place{cached + place * stride};
+        const Dense<Element> for_loss = PLACES == 2 ? in_place : in_memory;
+        const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
+        const int32_t target = targets[row];
+        const float correct = in_memory.data[max(target, 0)];
+        // A row without a target counts as one without columns: loss and gradients are 0
+        const int live = target == NO_TARGET ? 0 : V;
+        auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
+            if (col + CHUNK <= live) return;
+            for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
+        };
+        if (PLACES == 2) __pipeline_wait_prior(0);
+        start_copy(row + gridDim.x, cached + (1 - place) * stride);
+
+        Softmax mine{-INFINITY, 0};
+        for (int begin = first_col; begin < live; begin += IN_FLIGHT * STEP) {
+            Raw raw[IN_FLIGHT];
+            for (int i = 0; i < IN_FLIGHT; i++)
+                if (begin + i * STEP < live) raw[i] = for_loss.load(begin + i * STEP);
+            for (int i = 0; i < IN_FLIGHT; i++) {
+                const int col = begin + i * STEP;
+                if (col >= live) break;
+                if (PLACES == 1) *reinterpret_cast<Raw*>(in_place.data + col) = raw[i];
+                Values x;
+                logits.values(raw[i], x);
+                mask(col, x, -INFINITY);
+                float top = x[0];
+                for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
+                if (top > mine.top) mine.merge({top, 0.0f});
+                const float offset = -mine.top * LOG2_E;
+                for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
+            }
         }
-    }
-    const Softmax all = block_softmax(mine);
-    const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
-    if (threadIdx.x == 0) losses[row] = lse - correct;
-    if (!gradients) return;
-    const float weight = static_cast<float>(*loss_weight);
-    // (softmax - one_hot(target)) * weight
+        const Softmax all = block_softmax(mine, parts[place]);
+        const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
+        if (threadIdx.x == 0) losses[row] = live > 0 ? lse - correct : 0.0f;
+        if (!gradients) continue;
+            // (softmax - one_hot(target)) * weight
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
-        Values x = {};
-        if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
-        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
-        if (target >= col && target < col + CHUNK)
-            for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
-        mask(col, x, 0.0f);
-        logits.round_in_place_and_store(first + col, x, true);
+        for (int col = first_col; col < stride; col += STEP) {
+            Values x;
+            logits.values(for_gradients.load(col), x);
+            for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
+            if (static_cast<uint32_t>(target - col) < CHUNK)
+                for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
+            mask(col, x, 0.0f);
+            in_memory.round_in_place_and_store(col, x, true);
+        }
     }
 }
 
@@ -292,13 +402,18 @@ static void launch_cross_entropy(const View& logits, int64_t V, const int32_t* t
                                  const double* loss_weight, float* losses, cudaStream_t s) {
     with_dense(logits, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        const int row = static_cast<int>(logits.cols * sizeof(Element));
-        const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
-        const bool cached = row <= limit - 2048;  // beside the block's sums
-        const auto kernel =
-            cached ? cross_entropy_kernel<Element, true> : cross_entropy_kernel<Element, false>;
-        launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
-               x, logits.cols, V, targets, gradients, loss_weight, losses);
+        const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
+        const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
+        // Where three rows fit, three blocks with a place each are faster than one block with two
+        const int64_t fitting = shared / row_bytes;
+        const int64_t places = fitting == 2 ? 2 : std::min<int64_t>(fitting, 1);
+        auto kernel = cross_entropy_kernel<Element, 0>;
+        if (places == 1) kernel = cross_entropy_kernel<Element, 1>;
+        if (places == 2) kernel = cross_entropy_kernel<Element, 2>;
+        const int64_t grid = places == 2 ? std::min<int64_t>(logits.rows, multiprocessors()) : logits.rows;
+        launch("cross_entropy", kernel, static_cast<unsigned>(grid), LOSS_THREADS,
+               static_cast<int>(places * row_bytes), s, x, logits.rows, static_cast<int>(logits.cols),
+               static_cast<int>(V), targets, gradients, loss_weight, losses);
     });
 }
 void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,

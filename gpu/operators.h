@@ -221,14 +221,18 @@ void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cuda
 // In how many parts sums over rows are first added up: the rows of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// Qwen3 has an RMSNorm of each head of q and of k, in (N, qkv_cols), in place.
+// Qwen3 has an RMSNorm of each head of q and of k.
 struct HeadNorm {
     const void* weight;  // [of q | of k], (2 HS), compute dtype
     float eps;
     int64_t HS, q_cols, k_cols;
 };
-void head_norm_forward(const HeadNorm& n, const View& qkv, cudaStream_t s);
-// dqkv: from the gradient of the outputs to that of the inputs qkv, in place. dweight (2, HS). workspace:
+// qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
+// q and k normed and then rotated.
+void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
+                        cudaStream_t s);
+// The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
+// in place. dweight (2, HS). workspace:
 // (COLUMN_PARTIALS, q_cols + k_cols) floats.
 void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
                         float* workspace, cudaStream_t s);

@@ -208,25 +208,34 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
         }
 }
 
-GPU_TEST_CASE("head_norm_forward and head_norm_backward: heads of q and of k have norms; those of v do not") {
+GPU_TEST_CASE(
+    "head_norm_and_rope and head_norm_backward: heads of q and of k have norms; those of v do not") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
             const ModelConfig c{"heads", QWEN3, 1, 64, 4, 2, 64, 64, 256, true, 1e-5f, 1e4f, HS};
-            const int64_t N = 314, cols = c.qkv_cols(), normed = c.q_cols() + c.kv_cols();
+            const int64_t T = 157, N = 2 * T, cols = c.qkv_cols(), normed = c.q_cols() + c.kv_cols();
             const Quant dense{compute};
             const Floats x = normals(rng, compute, N * cols), dy = normals(rng, compute, N * cols),
                          w = normals(rng, compute, 2 * HS), before = normals(rng, compute, 2 * HS);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
-            const Tensor in(x, {N, cols}, dense), out(x, {N, cols}, dense), weight(w, compute);
+            const Tensor in(x, {N, cols}, dense), out({N, cols}, dense), rotated({N, cols}, dense);
+            const Tensor weight(w, compute);
             const gpu::HeadNorm n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
             auto forward = [&](auto y, const auto& weights) {
                 reference::head_norm_forward(c, N, weights.data(), y.data());
                 return y;
             };
-            gpu::head_norm_forward(n, out.view(), 0);
+            // With all angles 0 the result is that of the norms. Else it is what rope() makes of that.
+            const Buffer<float2> no_angles(std::vector<float2>(T * HS / 2, float2{1, 0})), angles(T * HS / 2);
+            gpu::rope_table(c, T, angles.get(), 0);
+            const gpu::Rope rope{angles.get(), T, HS, normed}, no_rope{no_angles.get(), T, HS, normed};
+            gpu::head_norm_and_rope(n, no_rope, in.view(), out.view(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
+            gpu::head_norm_and_rope(n, rope, in.view(), rotated.view(), 0);
+            gpu::rope(rope, out.view(), /*inverse=*/false, /*amax=*/nullptr, 0);
+            CHECK(same_bytes(rotated.codes.read(), out.codes.read()));
             auto backward = [&](const auto& xs, const auto& weights, auto dx, auto dw) {
                 reference::head_norm_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
                 return std::pair(dx, dw);
