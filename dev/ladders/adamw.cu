@@ -1,7 +1,8 @@
 // adamw.cu - a ladder: one AdamW step whose moments are E4M3 codes with dynamic range expansion (paper
 // section 4), from the equations as they read to the kernel that trains (adamw.cu). Each rung makes one
 // change to the rung before it. Its text says what changes and why, what limits it, and a prediction. Cover
-// the measured times with a hand, predict, and then look.
+// the measured times with a hand, predict, and then look. If you have never seen CUDA, read README.md in this
+// folder first: one page.
 //
 //   make build/ladder_adamw && build/ladder_adamw       all rungs: each is compared with the CPU reference
 //   build/ladder_adamw 5                                rung 5 alone, for instance under a profiler
@@ -9,15 +10,15 @@
 // H200, 2^28 parameters. The program prints this table:
 //
 //   rung                                                           us  % of copy  speed-up  codes
-//    1  a block for a group, a thread for an element, powf      7763.8        12%         -  6 by one
-//    2  a warp for a group, four elements a lane                5127.3        18%     1.51x  5 by one
-//    3  powers on the special function unit                     2291.6        39%     2.24x  5 by one
-//    4  reciprocals in place of divisions, no branches          1117.6        81%     2.05x  4 by one
-//    5  half a warp for a group, eight elements a lane          1039.6        87%     1.08x  4 by one
-//    6  logarithms of codes from a table                         988.0        91%     1.05x  4 by one
-//    7  loads of the next group while this one is computed      1124.9        80%     0.88x  4 by one
-//    8  eight groups a warp: scales fill whole sectors           992.4        91%     1.13x  4 by one
-//    9  adamw.cu, which trains                                  1099.6        82%     0.90x  7 by one
+//    1  a block for a group, a thread for an element, powf      7759.3        12%         -  6 by one
+//    2  a warp for a group, four elements a lane                5110.2        17%     1.52x  5 by one
+//    3  powers on the special function unit                     2288.5        39%     2.23x  5 by one
+//    4  reciprocals in place of divisions, no branches          1104.7        81%     2.07x  4 by one
+//    5  half a warp for a group, eight elements a lane          1024.6        87%     1.08x  4 by one
+//    6  logarithms of codes from a table                         977.7        91%     1.05x  4 by one
+//    7  loads of the next group while this one is computed      1106.4        81%     0.88x  4 by one
+//    8  eight groups a warp: scales fill whole sectors           987.9        90%     1.12x  4 by one
+//    9  adamw.cu, which trains                                  1095.8        81%     0.90x  7 by one
 //
 // In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code, and
 // in how many groups k differs by 1/256 (in none here), because a power differs in its last bits. More than
@@ -99,18 +100,6 @@ __device__ int16_t remainder_of(float master) {
 }
 
 // ===========================================================================================================
-// CUDA in ten lines
-//
-// A kernel is a function marked __global__. The CPU, or host, launches it: rung1<<<blocks, threads>>>(s, c)
-// runs it once for each of blocks x threads threads. A function marked __device__ is called by kernels.
-// Inside, blockIdx.x is the number of the thread's block and threadIdx.x that of the thread in its block. So
-// with 128 threads a block, element 128 blockIdx.x + threadIdx.x is the thread's own. The threads of a block
-// run on one multiprocessor, share `__shared__` arrays and wait for each other in __syncthreads(). 32
-// neighbouring threads are a warp, and execute the same instruction at once. A thread's place in its warp,
-// threadIdx.x % 32, is its lane. __shfl_xor_sync(ALL_LANES, x, d) gives a lane the x of lane (its own ^ d).
-// Local variables are in registers, the thread's own; pointers point to the GPU's memory.
-
-// ===========================================================================================================
 // Rung 1: a block for a group, a thread for an element, powf
 //
 // The equations, one after the other. A block of 128 threads has a group, and each thread an element of it.
@@ -130,44 +119,30 @@ __device__ int16_t remainder_of(float master) {
 // takes more than a hundred, four times; the four reductions take 340, most of them waiting at barriers.
 //
 // Prediction: 940 x 8.8 us = 8,300 us.
-struct Powf {
-    static __device__ float power(float x, float y) { return powf(x, y); }
-};
-template <class Power> struct AsWritten {
-    // Contract: sign max (|y| / FMAX)^(1/k).
-    static __device__ float contract_one(const Scale& s, uint8_t code) {
-        const float y = decode(code);
-        if (y == 0) return 0.0f;
-        return copysignf(s.max * Power::power(fabsf(y) / FMAX, 1 / s.k), y);
-    }
-    // Expand: sign FMAX (|x| / max)^k.
-    static __device__ uint8_t expand_one(const Scale& s, float x) {
-        if (x == 0) return 0;
-        return encode(copysignf(FMAX * Power::power(fabsf(x) / s.max, s.k), x));
-    }
-    // Equation 4, rounded to a multiple of 1/256 from 1/16 to 64.
-    static __device__ Scale scale(float max, float min_nonzero) {
-        if (max == 0) return {max, 1.0f};
-        const float log_ratio = log2f(max) - log2f(min_nonzero);
-        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};
-        return {max, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
-    }
-    static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
-        m = c.beta1 * m + c.one_minus_beta1 * g;
-        v = c.beta2 * v + c.one_minus_beta2 * (g * g);
-        w -= c.lr * (m / c.bias1 / (sqrtf(v) / c.bias2_root + c.eps) + c.decay * w);
-    }
-    // The same for the N elements of a lane: from rung 2 on.
-    template <int N>
-    __device__ void contract(const Scale& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
-        for (int j = 0; j < N; j++) x[j] = contract_one(s, codes[j]);
-    }
-    template <int N> __device__ Piece<uint8_t, N> expand(const Scale& s, const float (&x)[N]) const {
-        Piece<uint8_t, N> codes;
-        for (int j = 0; j < N; j++) codes[j] = expand_one(s, x[j]);
-        return codes;
-    }
-};
+
+// Contract: sign max (|y| / FMAX)^(1/k).
+__device__ float contract(const Scale& s, uint8_t code) {
+    const float y = decode(code);
+    if (y == 0) return 0.0f;
+    return copysignf(s.max * powf(fabsf(y) / FMAX, 1 / s.k), y);
+}
+// Expand: sign FMAX (|x| / max)^k.
+__device__ uint8_t expand(const Scale& s, float x) {
+    if (x == 0) return 0;
+    return encode(copysignf(FMAX * powf(fabsf(x) / s.max, s.k), x));
+}
+// Equation 4, rounded to a multiple of 1/256 from 1/16 to 64.
+__device__ Scale scale_of(float max, float min_nonzero) {
+    if (max == 0) return {max, 1.0f};
+    const float log_ratio = log2f(max) - log2f(min_nonzero);
+    if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};
+    return {max, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
+}
+__device__ void update_as_written(const Constants& c, float g, float& m, float& v, float& w) {
+    m = c.beta1 * m + c.one_minus_beta1 * g;
+    v = c.beta2 * v + c.one_minus_beta2 * (g * g);
+    w -= c.lr * (m / c.bias1 / (sqrtf(v) / c.bias2_root + c.eps) + c.decay * w);
+}
 
 // The largest, or the smallest, of a number from each of the block's 128 threads.
 __device__ float extreme_of_block(float x, bool largest) {
@@ -189,18 +164,18 @@ __device__ float extreme_of_block(float x, bool largest) {
 __device__ void store_moment(const Moment& moment, int64_t i, int64_t group, float x) {
     const float max = extreme_of_block(fabsf(x), true);
     const float min_nonzero = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
-    const Scale s = AsWritten<Powf>::scale(max, min_nonzero);
-    moment.codes[i] = AsWritten<Powf>::expand_one(s, x);
+    const Scale s = scale_of(max, min_nonzero);
+    moment.codes[i] = expand(s, x);
     if (threadIdx.x == 0) moment.set_scale(group, s);
 }
 __global__ void rung1(State s, Constants c) {
     const int64_t group = blockIdx.x;
     const int64_t i = group * GROUP + threadIdx.x;
-    float m = AsWritten<Powf>::contract_one(s.m.scale(group), s.m.codes[i]);
-    float v = AsWritten<Powf>::contract_one(s.v.scale(group), s.v.codes[i]);
+    float m = contract(s.m.scale(group), s.m.codes[i]);
+    float v = contract(s.v.scale(group), s.v.codes[i]);
     float w = master_of(s.weight[i], s.remainder[i]);
     __syncthreads();  // all threads have read the scales, which thread 0 will overwrite
-    AsWritten<Powf>::update(c, __bfloat162float(s.gradient[i]), m, v, w);
+    update_as_written(c, __bfloat162float(s.gradient[i]), m, v, w);
     s.weight[i] = weight_of(w);
     s.remainder[i] = remainder_of(w);
     store_moment(s.m, i, group, m);
@@ -221,11 +196,105 @@ __global__ void rung1(State s, Constants c) {
 // The same 17 accesses are now for 128 elements. Magnitudes are compared as bits, which as integers have the
 // same order. For a zero, bits - 1 is the largest integer, so that the minimum leaves it out.
 //
-// The kernel below is also that of rungs 3 to 6: they change `Arithmetic`, or N.
-//
 // Limit: still instructions, about 600 for an element, nearly all of them of powf and of divisions.
 //
 // Prediction: 5,300 us.
+
+// The scale of a group of which each lane of the warp has four elements: all of them get it.
+__device__ Scale scale_of_warp(const float (&x)[4]) {
+    uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
+    for (float value : x) {
+        const uint32_t bits = __float_as_uint(fabsf(value));
+        top = max(top, bits);
+        low_minus_1 = min(low_minus_1, bits - 1);
+    }
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
+        low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
+    }
+    return scale_of(__uint_as_float(top), __uint_as_float(low_minus_1 + 1));
+}
+
+__global__ void rung2(State s, Constants c) {
+    const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i >= s.n) return;  // with all the lanes of its group
+    const int64_t group = i / GROUP;
+    const Scale old_m = s.m.scale(group);
+    const Scale old_v = s.v.scale(group);
+    // Four elements of 2 bytes are loaded as one uint2 (two words of 32 bits), four codes as one word.
+    uint2 weights = *reinterpret_cast<const uint2*>(s.weight + i);
+    uint2 remainders = *reinterpret_cast<const uint2*>(s.remainder + i);
+    const uint2 gradients = *reinterpret_cast<const uint2*>(s.gradient + i);
+    uint32_t words_m = *reinterpret_cast<const uint32_t*>(s.m.codes + i);
+    uint32_t words_v = *reinterpret_cast<const uint32_t*>(s.v.codes + i);
+    uint16_t* weight = reinterpret_cast<uint16_t*>(&weights);  // weight[0] to weight[3], in registers
+    int16_t* remainder = reinterpret_cast<int16_t*>(&remainders);
+    const bf16* gradient = reinterpret_cast<const bf16*>(&gradients);
+    uint8_t* codes_m = reinterpret_cast<uint8_t*>(&words_m);
+    uint8_t* codes_v = reinterpret_cast<uint8_t*>(&words_v);
+    float m[4], v[4];
+    for (int j = 0; j < 4; j++) m[j] = contract(old_m, codes_m[j]);
+    for (int j = 0; j < 4; j++) v[j] = contract(old_v, codes_v[j]);
+    for (int j = 0; j < 4; j++) {
+        float w = master_of(weight[j], remainder[j]);
+        update_as_written(c, __bfloat162float(gradient[j]), m[j], v[j], w);
+        weight[j] = weight_of(w);
+        remainder[j] = remainder_of(w);
+    }
+    const Scale new_m = scale_of_warp(m);
+    const Scale new_v = scale_of_warp(v);
+    for (int j = 0; j < 4; j++) codes_m[j] = expand(new_m, m[j]);
+    for (int j = 0; j < 4; j++) codes_v[j] = expand(new_v, v[j]);
+    *reinterpret_cast<uint2*>(s.weight + i) = weights;
+    *reinterpret_cast<uint2*>(s.remainder + i) = remainders;
+    *reinterpret_cast<uint32_t*>(s.m.codes + i) = words_m;
+    *reinterpret_cast<uint32_t*>(s.v.codes + i) = words_v;
+    if (i % GROUP != 0) return;  // the group's first lane stores the scales
+    s.m.set_scale(group, new_m);
+    s.v.set_scale(group, new_v);
+}
+
+// ===========================================================================================================
+// Rung 3: powers on the special function unit
+//
+// What changes: x^y = 2^(y log2 x), with one instruction for the logarithm (lg2.approx) and one for the
+// exponential (ex2.approx), in place of powf. Their relative error is about 2^-22. A code has four
+// significant bits, so it notices only if a value lies on the edge between two codes: see the last column of
+// the table.
+//
+// Limit: instructions, about 260 for an element. 15 special functions take 1,060 us.
+//
+// Prediction: 2,300 us.
+//
+// The kernel is the same. From here on it is a template, because rungs 3 to 6 share it: N, the elements of a
+// lane, and `Arithmetic`, a struct with the functions that rungs change, are blanks that are filled in when
+// it is compiled. Piece<uint8_t, N> (ladder.h) is rung 2's word of codes, for any N.
+struct SpecialFunctions {
+    static __device__ float power(float x, float y) { return fast_exp2(y * fast_log2(x)); }
+    static __device__ Scale scale(float max, float min_nonzero) { return scale_of(max, min_nonzero); }
+    static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
+        update_as_written(c, g, m, v, w);
+    }
+    static __device__ float contract_one(const Scale& s, uint8_t code) {
+        const float y = decode(code);
+        if (y == 0) return 0.0f;
+        return copysignf(s.max * power(fabsf(y) / FMAX, 1 / s.k), y);
+    }
+    static __device__ uint8_t expand_one(const Scale& s, float x) {
+        if (x == 0) return 0;
+        return encode(copysignf(FMAX * power(fabsf(x) / s.max, s.k), x));
+    }
+    template <int N>
+    __device__ void contract(const Scale& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+        for (int j = 0; j < N; j++) x[j] = contract_one(s, codes[j]);
+    }
+    template <int N> __device__ Piece<uint8_t, N> expand(const Scale& s, const float (&x)[N]) const {
+        Piece<uint8_t, N> codes;
+        for (int j = 0; j < N; j++) codes[j] = expand_one(s, x[j]);
+        return codes;
+    }
+};
+
 template <int N> struct Elements {  // of one lane, as they are stored
     Piece<uint16_t, N> weight;
     Piece<int16_t, N> remainder;
@@ -284,8 +353,8 @@ __device__ Scales update_elements(const Arithmetic& arithmetic, const Constants&
     return now;
 }
 
-// Rungs 2 to 6: the threads of the grid have N elements each, in order.
-template <class Arithmetic, int N> __global__ void rungs2_to_6(State s, Constants c) {
+// Rungs 3 to 6: the threads of the grid have N elements each, in order.
+template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constants c) {
     const Arithmetic arithmetic;
     const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (i >= s.n) return;  // with all the lanes of its group
@@ -300,21 +369,6 @@ template <class Arithmetic, int N> __global__ void rungs2_to_6(State s, Constant
 }
 
 // ===========================================================================================================
-// Rung 3: powers on the special function unit
-//
-// What changes: x^y = 2^(y log2 x), with one instruction for the logarithm (lg2.approx) and one for the
-// exponential (ex2.approx), in place of powf. Their relative error is about 2^-22. A code has four
-// significant bits, so it notices only if a value lies on the edge between two codes: see the last column of
-// the table.
-//
-// Limit: instructions, about 260 for an element. 15 special functions take 1,060 us.
-//
-// Prediction: 2,300 us.
-struct SpecialFunctions {
-    static __device__ float power(float x, float y) { return fast_exp2(y * fast_log2(x)); }
-};
-
-// ===========================================================================================================
 // Rung 4: reciprocals in place of divisions, no branches
 //
 // What changes: the arithmetic around the powers. A division in FP32 is a reciprocal, some multiplications
@@ -322,7 +376,8 @@ struct SpecialFunctions {
 //   - 1 / max and 1 / k are computed once for the lane's elements of a group, and then they are multiplied;
 //   - AdamW needs one reciprocal: m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps);
 //     root_factor = c1 / sqrt(c2) and scaled_eps = c1 eps come from the host;
-//   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0.
+//   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0;
+//   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three instructions.
 //
 // Limit: all three at once. 100 instructions take 880 us, 12.5 special functions 890 us, and memory 900 us.
 // They overlap, but never fully: where all lanes of a multiprocessor wait for memory nothing is computed.
@@ -364,7 +419,7 @@ struct Reciprocals {
 // ===========================================================================================================
 // Rung 5: half a warp for a group, eight elements a lane
 //
-// What changes: N is 8. There is no other code: rungs2_to_6<Reciprocals, 8>.
+// What changes: N is 8. There is no other code: rungs3_to_6<Reciprocals, 8>.
 //
 //   lane              0        1       ...   15           16       17     ...   31
 //   element of        0 - 7    8 - 15        120 - 127    0 - 7    8 - 15       120 - 127
@@ -376,7 +431,8 @@ struct Reciprocals {
 // factors with their logarithms, 1 / max, 1 / k. A reduction has four shuffles in place of five.
 //
 // Limit: 78 instructions take 690 us, 11.25 special functions 800 us, and memory 900 us. But a thread has 56
-// registers in place of 40, so that a multiprocessor has room for 4 blocks of 256 threads, not for 6.
+// registers in place of 40. A multiprocessor has 65,536: room for 4 blocks of 256 threads (57,344), not for 6
+// (of 40 each, 61,440).
 //
 // Prediction: 15% faster than rung 4.
 
@@ -396,9 +452,9 @@ struct Reciprocals {
 // of 32 random codes, three or four meet somewhere, so a look-up takes 3 to 4 clocks. But this unit was idle,
 // and the one for special functions was not.
 //
-// Limit: 9.25 special functions take 660 us, 82 instructions 720 us (the table's own are among them), two
-// look-ups about 240 us, and memory 900 us. A block has only 16 groups, and first of all it waits for its
-// table.
+// Limit: 9.25 special functions take 660 us, 82 instructions 720 us (the table's own are among them), and
+// memory 900 us. A look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two of 3 to 4 clocks
+// each take about 240 us. A block has only 16 groups, and first of all it waits for its table.
 //
 // Prediction: about as fast as rung 5. What is computed no longer limits it; what does?
 struct Table : Reciprocals {
@@ -434,11 +490,12 @@ struct Table : Reciprocals {
 // A load takes about 0.8 us. 8 of the 14.25 bytes are loaded, at 2.4 TB/s, so 1.9 MB must be on their way at
 // any moment, or memory is idle in between. Rung 6 has that while its warps start, and little while they
 // compute. Here each of 67,584 threads (132 x 512) always has 64 bytes under way: 4.3 MB. The price is
-// registers, 96 a thread, so that only two blocks fit. The table is filled once for hundreds of groups.
+// registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the compiler that it may
+// use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
 //
 // Limit: memory. Prediction: 1,000 to 1,050 us.
 //
-// Measured: 1,125 us, 14% slower than rung 6. Not every change pays at once. Two blocks of 256 threads are a
+// Measured: 1,106 us, 13% slower than rung 6. Not every change pays at once. Two blocks of 256 threads are a
 // quarter of what a multiprocessor can hold, and half of the accesses are still for scales. The next rung
 // needs a warp that goes through many groups, so the change stays.
 constexpr int CHUNK = 8;         // elements of a lane
@@ -496,9 +553,13 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //
 // So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
 //
-// Limit: memory. Prediction: faster than rung 7 by a tenth. adamw.cu has this kernel, and what training needs
-// beside: several parameters in one launch, groups that are extremely wide or small, other formats, the amax
-// of the new weights. The row below this one in the table shows what that costs.
+// Limit: memory. Prediction: faster than rung 7 by a tenth.
+//
+// Measured: 988 us. That wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If
+// this were all, one would stop there. adamw.cu, which trains, goes through windows as rung 8 does, and takes
+// 1,096 us, for it does more: several parameters in one launch, groups that are extremely wide or small,
+// other formats, the amax of the new weights. Whether it would be faster in the manner of rung 6 has not been
+// measured.
 constexpr int STEPS = 4;
 constexpr int WINDOW = 2 * STEPS;  // groups
 
@@ -551,7 +612,6 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
         const float old_kept = next_kept;
         float new_kept = 0;
         next_kept = mine.in_memory[inside(next_window + mine.group)];
-#pragma unroll 1
         for (int step = 0; step < STEPS && window + 2 * step < groups; step++) {
             const int64_t group = window + 2 * step + half;
             Elements<CHUNK> e = next;
@@ -568,7 +628,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
 // Your rung
 //
 // Cover rungs 4 to 8, and write a kernel that does the step at 60% of the copy bandwidth or more; then one at
-// 80%. Begin with a copy of rung 2's kernel with `SpecialFunctions`, and launch it in launch_my_kernel(). You
+// 80%. Begin with a copy of rung 2's kernel with rung 3's power(), and launch it in launch_my_kernel(). You
 // may call every function above. s.n is a multiple of 128, but not of more than that.
 //
 //   make build/ladder_adamw && build/ladder_adamw 3 10
@@ -613,11 +673,11 @@ void launch(int rung, const State& s) {
     const unsigned at_once = static_cast<unsigned>(gpu::multiprocessors()) * ON_EACH;
     switch (rung) {
         case 0: rung1<<<blocks_with(s.n, GROUP), GROUP>>>(s, c); break;
-        case 1: rungs2_to_6<AsWritten<Powf>, 4><<<fours, THREADS>>>(s, c); break;
-        case 2: rungs2_to_6<AsWritten<SpecialFunctions>, 4><<<fours, THREADS>>>(s, c); break;
-        case 3: rungs2_to_6<Reciprocals, 4><<<fours, THREADS>>>(s, c); break;
-        case 4: rungs2_to_6<Reciprocals, 8><<<eights, THREADS>>>(s, c); break;
-        case 5: rungs2_to_6<Table, 8><<<eights, THREADS>>>(s, c); break;
+        case 1: rung2<<<fours, THREADS>>>(s, c); break;
+        case 2: rungs3_to_6<SpecialFunctions, 4><<<fours, THREADS>>>(s, c); break;
+        case 3: rungs3_to_6<Reciprocals, 4><<<fours, THREADS>>>(s, c); break;
+        case 4: rungs3_to_6<Reciprocals, 8><<<eights, THREADS>>>(s, c); break;
+        case 5: rungs3_to_6<Table, 8><<<eights, THREADS>>>(s, c); break;
         case 6: rung7<<<at_once, THREADS>>>(s, c); break;
         case 7: rung8<<<at_once, THREADS>>>(s, c); break;
         case MINE: launch_my_kernel(s, c); break;

@@ -1,7 +1,8 @@
 // attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
 // says what changes and why, what limits a rung, and a prediction. Cover the measured times with a hand,
 // predict, and then look. Up to rung 4 each makes one change. Tensor cores change the whole kernel: what they
-// need is the subject of attention.cu and attention_sm90.cu in gpu/.
+// need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of CUDA are explained in
+// README.md, in this folder.
 //
 //   make build/ladder_attention && build/ladder_attention                        all rungs
 //   build/ladder_attention 4                           rung 4 alone, for instance under a profiler

@@ -1,7 +1,7 @@
 // norm_to_fp8.cu - a ladder: RMSNorm, from saved FP8 groups (E4M3 1x16, BF16 scales) to the FP8 operand of a
 // linear layer (E4M3, one scale for the tensor). Each rung makes one change to the rung before it. Its text
 // says what changes and why, what limits it, and a prediction. Cover the measured times with a hand, predict,
-// and then look.
+// and then look. The words of CUDA are explained in README.md, in this folder.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8                    all rungs
 //   build/ladder_norm_to_fp8 5                         rung 5 alone, for instance under a profiler

@@ -1,7 +1,8 @@
 // quantize_transpose.cu - a ladder: a BF16 matrix is quantized to FP8 with one scale, and its codes are
 // written by rows and also transposed, from the simplest kernels to those that train (coat.cu). Each rung
 // makes one change to the rung before it. Its text says what changes and why, what limits it, and a
-// prediction. Cover the measured times with a hand, predict, and then look.
+// prediction. Cover the measured times with a hand, predict, and then look. This is the easiest ladder. If
+// you have never seen CUDA, read README.md in this folder first: one page.
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose      all rungs
 //   build/ladder_quantize_transpose 5                  rung 5 alone, for instance under a profiler
@@ -98,8 +99,6 @@ __global__ void transpose_rung1(Matrix m) {
 //   row 0   warp 0:  lane    0   1  ...  31           row 0  warp 0: lane   0   1  ...  31    column 0
 //   row 1   warp 1:  lane    0   1  ...  31           row 1  warp 1: lane   0   1  ...  31    column 1
 //
-// The kernel below is also that of rungs 3 and 4, with other template arguments.
-//
 // Limit: 92 instructions take 200 us, shared memory 80 us (why so much: rung 4), and memory 79 us, since
 // codes are written, read again and written transposed: 5 bytes an element.
 //
@@ -107,20 +106,16 @@ __global__ void transpose_rung1(Matrix m) {
 constexpr int SIDE = 32;  // rows and columns of a tile
 constexpr int TALL = 8;   // a block has 32 x 8 threads
 
-// Rungs 2 to 4. FUSED: it also quantizes. PADDING: bytes behind each row of the tile. The grid is (cols / 32,
-// rows / 32).
-template <bool FUSED, int PADDING> __global__ void rungs2_to_4(Matrix m) {
-    __shared__ uint8_t tile[SIDE][SIDE + PADDING];
-    const float inverse = FUSED ? inverse_scale(m) : 0.0f;
+// The grid is (cols / 32, rows / 32): blockIdx.x is the number of the tile in its row of tiles, blockIdx.y
+// that of the row. A thread of the block has the place (threadIdx.x, threadIdx.y), and every eighth row.
+__global__ void transpose_rung2(Matrix m) {
+    __shared__ uint8_t tile[SIDE][SIDE];
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
     const int64_t col0 = static_cast<int64_t>(blockIdx.x) * SIDE;
     for (int y = threadIdx.y; y < SIDE; y += TALL) {
         const int x = threadIdx.x;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
-        const int64_t i = (row0 + y) * m.cols + col0 + x;
-        const uint8_t code = FUSED ? encode(m.x[i], inverse) : m.codes[i];
-        if (FUSED) m.codes[i] = code;
-        tile[y][x] = code;
+        tile[y][x] = m.codes[(row0 + y) * m.cols + col0 + x];
     }
     __syncthreads();
     for (int x = threadIdx.y; x < SIDE; x += TALL) {
@@ -133,8 +128,9 @@ template <bool FUSED, int PADDING> __global__ void rungs2_to_4(Matrix m) {
 // ===========================================================================================================
 // Rung 3: one kernel
 //
-// What changes: rungs2_to_4<true, 0>. A thread stores a code in memory and in the tile when it has computed
-// it. Nothing is read back, and the addresses and the loop of the first kernel go.
+// What changes: a thread stores a code in memory and in the tile when it has computed it. Nothing is read
+// back, and the addresses and the loop of the first kernel go. The kernel below is a template: PADDING is a
+// blank that is filled in when it is compiled, with 0 here and with 1 in rung 4.
 //
 // Limit: 51 instructions take 110 us: 14 of them for the scale and the start, which a thread does for four
 // elements only. But latency: a thread has one load of 2 bytes on its way. The next one comes after the store
@@ -143,11 +139,33 @@ template <bool FUSED, int PADDING> __global__ void rungs2_to_4(Matrix m) {
 //
 // Prediction: 200 us. (It was made after measuring: the first one saw the instructions alone, and said 130.)
 
+// Rungs 3 and 4. PADDING: bytes behind each row of the tile. The grid is that of rung 2.
+template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
+    __shared__ uint8_t tile[SIDE][SIDE + PADDING];
+    const float inverse = inverse_scale(m);
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
+    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * SIDE;
+    for (int y = threadIdx.y; y < SIDE; y += TALL) {
+        const int x = threadIdx.x;
+        if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
+        const int64_t i = (row0 + y) * m.cols + col0 + x;
+        const uint8_t code = encode(m.x[i], inverse);
+        m.codes[i] = code;
+        tile[y][x] = code;
+    }
+    __syncthreads();
+    for (int x = threadIdx.y; x < SIDE; x += TALL) {
+        const int y = threadIdx.x;
+        if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
+        m.transposed[(col0 + x) * m.rows + row0 + y] = tile[y][x];
+    }
+}
+
 // ===========================================================================================================
 // Rung 4: a byte of padding
 //
-// What changes: rungs2_to_4<true, 1>. A row of the tile has 33 bytes in place of 32. Byte b of shared memory
-// is in bank b / 4 modulo 32. The lanes of a warp read a column, so their bytes are a row apart:
+// What changes: rungs3_and_4<1>. A row of the tile has 33 bytes in place of 32. Byte b of shared memory is in
+// bank b / 4 modulo 32. The lanes of a warp read a column, so their bytes are a row apart:
 //
 //   lane (row of the tile)    0    1    2    3    4    5    6    7    8   ...  31
 //   32 bytes a row: bank      0    8   16   24    0    8   16   24    0   ...  24    4 banks, 8 lanes each
@@ -257,7 +275,9 @@ struct Unswizzled {
     static __device__ int place(int piece, int) { return piece; }
 };
 
-// Rungs 6 and 7. The grid is (cols / 128, rows / 128).
+// Rungs 6 and 7. The grid is (cols / 128, rows / 128). __launch_bounds__(256, 4) promises blocks of 256
+// threads and asks for four of them on a multiprocessor at once. So the compiler may give a thread at most
+// 65,536 / 1,024 = 64 registers: a multiprocessor has 65,536.
 template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and_7(Matrix m) {
     __shared__ __align__(16) uint32_t tile[TILE][TILE / 4];  // (column, word)
     const float inverse = inverse_scale(m);
@@ -381,10 +401,10 @@ void run(int rung, const Matrix& m) {
             break;
         case 1:
             quantize_rung1<<<elements, THREADS>>>(m);
-            rungs2_to_4<false, 0><<<tiles(SIDE), side>>>(m);
+            transpose_rung2<<<tiles(SIDE), side>>>(m);
             break;
-        case 2: rungs2_to_4<true, 0><<<tiles(SIDE), side>>>(m); break;
-        case 3: rungs2_to_4<true, 1><<<tiles(SIDE), side>>>(m); break;
+        case 2: rungs3_and_4<0><<<tiles(SIDE), side>>>(m); break;
+        case 3: rungs3_and_4<1><<<tiles(SIDE), side>>>(m); break;
         case 4: rung5<<<tiles(64), THREADS>>>(m); break;
         case 5: rungs6_and_7<Unswizzled><<<tiles(TILE), THREADS>>>(m); break;
         case 6: rungs6_and_7<Swizzled><<<tiles(TILE), THREADS>>>(m); break;
