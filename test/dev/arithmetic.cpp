@@ -144,6 +144,73 @@ save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max
     others(folder.get("back"), wanted_back, 0, 1e-4f);
 }
 
+TEST_CASE("explore.html: delayed scales and what they lose are those of the reference" *
+          doctest::skip(NO_NODE)) {
+    FRESH_RANDOM(rng);
+    const Arrays folder;
+    const int steps = 40, n = 200;
+    Floats amaxes(steps), x(n);
+    for (float& amax : amaxes) amax = float(std::exp(3 * rng.normal()));
+    for (float& v : x) v = float(rng.normal() * std::exp(4 * rng.normal()));
+    folder.put("amaxes", amaxes);
+    folder.put("x", x);
+    folder.javascript(R"(
+const amaxes = [...load("amaxes")], x = [...load("x")];
+for (const f of [E4M3, E5M2])
+  for (const history of [1, 3, 16, 1024]) {
+    const scales = delayedScales(f, amaxes, history), losses = scales.map(s => lost(f, x, s)), name = f.name.toLowerCase() + history;
+    save(name, scales), save(name + "zero", losses.map(l => l.zero)), save(name + "saturated", losses.map(l => l.saturated));
+  }
+)");
+    for (Quant quant : {E4M3_TENSOR, E5M2_TENSOR})
+        for (int history : {1, 3, 16, 1024}) {
+            const std::string name = info(quant.format).name + std::to_string(history);
+            CAPTURE(name);
+            const Floats scales = folder.get(name), zero = folder.get(name + "zero"),
+                         saturated = folder.get(name + "saturated");
+            DelayedScale delayed;
+            delayed.history.assign(history, 0);
+            delayed.scale = scale_of(quant, amaxes[0]);  // just in time: there is no history yet
+            for (int step = 0; step < steps; step++) {
+                CHECK(scales.at(step) == delayed.scale);
+                QuantStats lost;
+                quantize(x.data(), 1, n, quant, &lost, &delayed.scale);
+                CHECK(zero.at(step) == lost.flushed);
+                CHECK(saturated.at(step) == lost.saturated);
+                delayed.amax = amaxes[step];
+                delayed.end_step(quant.format);
+            }
+        }
+}
+
+TEST_CASE("explore.html: errors of sums are those of products of the reference's values" *
+          doctest::skip(NO_NODE)) {
+    FRESH_RANDOM(rng);
+    const Arrays folder;
+    const int sums = 30, length = 64, n = sums * length;
+    const Floats x = values(rng, n, 0.5), w = values(rng, n, 0.5);
+    folder.put("x", x);
+    folder.put("w", w);
+    folder.javascript(R"(
+const [x, w] = ["x", "w"].map(name => [...load(name)]);
+const rounded = t => t.map(v => quantized(E4M3, v, scaleOf(E4M3, Math.max(...t.map(Math.abs)))).value);
+const x8 = rounded(x), w8 = rounded(w), exact = x.map((v, i) => v * w[i]), terms = x8.map((v, i) => v * w8[i]);
+save("errors", [1, 8, 64].map(n => errorOfSums(exact, terms, 64, n)));
+)");
+    const Floats errors = folder.get("errors"), x8 = dequantize(quantize(x.data(), 1, n, E4M3_TENSOR)),
+                 w8 = dequantize(quantize(w.data(), 1, n, E4M3_TENSOR));
+    int at = 0;
+    for (int terms : {1, 8, 64}) {
+        Floats exact(sums), rounded(sums);
+        for (int i = 0; i < n; i++) {
+            if (i % length >= terms) continue;
+            exact[i / length] += x[i] * w[i];
+            rounded[i / length] += x8[i] * w8[i];
+        }
+        CHECK(errors.at(at++) == doctest::Approx(relative_error(rounded, exact)).epsilon(1e-3));
+    }
+}
+
 TEST_CASE("explore.html: its memory calculator agrees with --plan" * doctest::skip(NO_NODE)) {
     const Arrays folder;
     folder.javascript(R"(
