@@ -161,44 +161,28 @@ static int open_socket(const Launch& launch, double seconds) {
     return socket;
 }
 
-// Whether a caller, somebody who has connected to rank 0, has said as much as hello() is, or has hung up.
-static bool has_said_all(int caller, std::string* said) {
-    said->assign(HELLO, '\0');
-    const ssize_t got = ::recv(caller, said->data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
-    if (got < 0) return errno != EAGAIN;
-    return got == 0 || got == ssize_t(HELLO);
-}
-
-// Rank 0 waits for the others, which connect in any order. Somebody else who connects is sent away. Returns
-// the sockets by rank; -1 where a rank has not connected before the deadline.
+// Rank 0 waits for the others, which connect in any order. Somebody else who connects is sent away; who says
+// nothing, after a second. Returns the sockets by rank; -1 where a rank has not connected before the
+// deadline.
 static std::vector<int> accept_others(int listening, int ranks, double deadline) {
+    const timeval second{.tv_sec = 1, .tv_usec = 0};
     std::vector<int> sockets(ranks, -1);
-    std::vector<int> callers;  // sockets of those who have not said all yet
     pollfd listener{.fd = listening, .events = POLLIN, .revents = 0};
     while (std::count(sockets.begin() + 1, sockets.end(), -1) > 0 && now() < deadline) {
-        if (::poll(&listener, 1, 10) > 0)
-            callers.push_back(::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
-        if (callers.size() > MOST_RANKS) {
-            ::close(callers.front());
-            callers.erase(callers.begin());
+        if (::poll(&listener, 1, 10) <= 0) continue;
+        const int caller = ::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC);
+        ::setsockopt(caller, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
+        std::string said(HELLO, '\0');
+        ::recv(caller, said.data(), HELLO, MSG_WAITALL);
+        int rank = 1;
+        while (rank < ranks && (sockets[rank] >= 0 || said != hello(ranks, rank))) rank++;
+        if (rank == ranks) {
+            ::close(caller);
+            continue;
         }
-        for (int& caller : callers) {
-            std::string said;
-            if (!has_said_all(caller, &said)) continue;
-            int rank = 1;
-            while (rank < ranks && (sockets[rank] >= 0 || said != hello(ranks, rank))) rank++;
-            if (rank < ranks) {
-                ::recv(caller, said.data(), HELLO, 0);
-                tell(caller, WAITING);
-                sockets[rank] = caller;
-            } else {
-                ::close(caller);
-            }
-            caller = -1;
-        }
-        std::erase(callers, -1);
+        tell(caller, WAITING);
+        sockets[rank] = caller;
     }
-    for (const int caller : callers) ::close(caller);
     ::close(listening);
     return sockets;
 }
