@@ -55,30 +55,26 @@ def bf16(x):
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
 
-def quantize_tensor(f, x):
-    """x -> codes and one FP32 scale."""
+def quantize_tensor(f, x):  # -> codes and one FP32 scale
     s = scales_of(f, np.max(np.abs(x)))
     return encode(f, x * (F32(1) / s)), s
+def gemm_operand(f, x):  # x as a GEMM reads it
+    codes, s = quantize_tensor(f, x)
+    return decode(f, codes) * s
 
 def quantize_groups(x, width=16):
     """x (rows, cols) -> E4M3 codes, and scales (rows, cols / width) that are rounded before they are used."""
     groups = x.reshape(len(x), -1, width)
     s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))
     return encode(E4M3, groups * (F32(1) / s)[..., None]).reshape(x.shape), s
-
 def dequantize_groups(codes, s):
     return (decode(E4M3, codes).reshape(*s.shape, -1) * s[..., None]).reshape(codes.shape)
 
-def gemm_operand(f, x):
-    """x as a GEMM with per-tensor scales reads it."""
-    codes, s = quantize_tensor(f, x)
-    return decode(f, codes) * s
-
-# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a group of 128 moments spans far less and
-# would use a part of the codes. Dynamic range expansion stretches the group before it is quantized:
+# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 values spans far less
+# and would use a part of the codes. Dynamic range expansion stretches it before it is quantized:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
-# A group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
+# A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
 def expansion_factor(largest, smallest, f=E4M3):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
         k = np.log2(float(f.max) / float(f.min)) / np.log2(largest.astype(float) / smallest)
@@ -87,7 +83,6 @@ def expansion_factor(largest, smallest, f=E4M3):
 def expand(x, largest, k, f=E4M3):
     ratio = np.abs(x) / np.maximum(largest, 2.0**-149)              # zero in a group of zeros
     return (np.sign(x) * f.max * ratio.astype(float) ** k).astype(F32)
-
 def contract(y, largest, k, f=E4M3):
     return (np.sign(y) * largest * (np.abs(y) / f.max).astype(float) ** (1 / k)).astype(F32)
 
@@ -100,9 +95,7 @@ def store_moment(x, keep_positive, f=E4M3):
     k = np.where(largest > 0, expansion_factor(largest, smallest, f), F32(1))
     codes = encode(f, expand(x, largest, k, f))
     return np.where(keep_positive & (x > 0) & (codes == 0), 1, codes), largest, k
-
-def load_moment(codes, largest, k, f=E4M3):
-    return contract(decode(f, codes), largest, k, f)
+def load_moment(codes, largest, k, f=E4M3): return contract(decode(f, codes), largest, k, f)
 
 def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
     """One step of FP32 weights (groups, 128). The weight uses the new moments before they are quantized. The
@@ -118,7 +111,6 @@ def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), ep
 # --- 4. Operators: values are FP32. x (tokens, C), weights (out, in).
 def rms_norm(x, weight, eps=F32(1e-5)):
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
-
 def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
     rstd = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps)
     normal, d = x * rstd, dy * weight
@@ -127,7 +119,6 @@ def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
 def swiglu(gate_up):
     gate, up = np.split(gate_up, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
-
 def swiglu_backward(gate_up, dact):
     gate, up = np.split(gate_up, 2, axis=1)
     s = 1 / (1 + np.exp(-gate))
@@ -154,8 +145,7 @@ def attention(qkv, T, HS, out=None, dout=None):
     q, k, v = np.split(heads(qkv, 3 * NH), 3, axis=1)               # each (sequences, NH, T, HS)
     scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))                # (sequences, NH, T, T)
     p = softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
-    if dout is None:
-        return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+    if dout is None: return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
     # dp = dout v^T. A score changes its own p and, through the sum of softmax, all others of its row, so
     # ds = p (dp - sum(p dp)). And sum(p dp) = sum over the keys of p (dout v) = dout out.
     out, dout = heads(out, NH), heads(dout, NH)
@@ -167,9 +157,7 @@ def attention(qkv, T, HS, out=None, dout=None):
 # and the activation function read what was saved in groups, in both passes. Everything else is BF16. Outputs
 # of norms and of the activation function are not saved: backward computes them again. It takes the derivative
 # of rounding to be 1 (straight-through estimation), and all others at the values that forward used.
-def linear(x, w):
-    return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
-
+def linear(x, w): return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
 def linear_backward(x, w, g):
     g8 = gemm_operand(E5M2, g)
     dx = bf16(g8 @ gemm_operand(E4M3, w))                           # dgrad: dx = g w
@@ -216,8 +204,7 @@ def head_loss(w, x, targets):
     dx, dfinal = rms_norm_backward(x, w["final_norm"], dlogits @ w["embedding"])
     return loss, dx, {"final_norm": dfinal, "embedding": dlogits.T @ y}
 
-def in_groups(x):
-    """A tensor as rows of 128 values for the optimizer; zeros fill the last row."""
+def in_groups(x):  # a tensor as rows of 128 values for the optimizer; zeros fill the last row
     return np.append(x.ravel(), np.zeros(-x.size % 128, F32)).reshape(-1, 128)
 
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
@@ -243,8 +230,7 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
             w[name] = new.ravel()[:g.size].reshape(g.shape)
         yield loss, gradients, saved, (m, v)
 
-def rms(x):
-    return np.sqrt(np.mean(np.square(x, dtype=float)))
+def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
 
 if __name__ == "__main__":
     text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "coat.h"), np.uint8) & 127
@@ -265,9 +251,9 @@ if __name__ == "__main__":
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
         print(f"  {name} {np.median(stored[2]):6.2f} ", *(f"{error:6.2%}" for error in errors))
     norm1_input, qkv, heads, norm2_input, gate_up = saved
-    saved_bytes = sum(codes.size + 2 * scales.size for codes, scales in (norm1_input, norm2_input, gate_up))
-    saved_bytes += 2 * (qkv.size + heads.size)
-    print(f"A layer saves {saved_bytes / heads.size} C bytes a token; in BF16 16 C")
+    in_fp8 = sum(codes.size + 2 * scales.size for codes, scales in (norm1_input, norm2_input, gate_up))
+    in_bf16 = 2 * (qkv.size + heads.size)
+    print(f"A layer saves {(in_fp8 + in_bf16) / heads.size} C bytes a token; in BF16 16 C")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     for step in range(20, 201, 20):
         means = np.mean(np.reshape(losses, (3, 200))[::-1, step - 20:step], axis=1)
