@@ -70,7 +70,7 @@ def quantize_groups(x, width=16):
 def dequantize_groups(codes, s):
     return (decode(E4M3, codes).reshape(*s.shape, -1) * s[..., None]).reshape(codes.shape)
 
-# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 values spans far less
+# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 spans far less
 # and would use a part of the codes. Dynamic range expansion stretches it before it is quantized:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
