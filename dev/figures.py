@@ -172,6 +172,53 @@ def factors(m, v):
     ax.legend(loc="upper right", borderaxespad=0)
 
 
+# --- The three GEMMs of a linear layer
+
+# (name, result, its operands: (name, format, how its codes are read on a GPU)). Names of sizes: T tokens, I, O features.
+GEMMS = [("fprop", "y", "BF16", ("x", "TI", "E4M3", "as stored"), ("w$^T$", "IO", "E4M3", "as stored")),
+         ("dgrad", "dx", "BF16", ("g", "TO", "E5M2", "as stored"), ("w", "OI", "E4M3", "transposed")),
+         ("wgrad", "dw", "BF16", ("g$^T$", "OT", "E5M2", "transposed"), ("x", "TI", "E4M3", "transposed"))]
+
+
+def gemms():
+    """The operands and the result of each GEMM as rectangles; the dimension that it sums over is marked."""
+    length = {"T": 1.75, "I": 1.45, "O": 1.1}
+    words = {"T": "tokens", "I": "in", "O": "out"}
+    colors = {"E4M3": theme["blue"], "E5M2": theme["red"], "BF16": theme["soft"]}
+    _, ax = plt.subplots(figsize=(6.4, 6.9))
+    ax.set(xlim=(0, 8.6), ylim=(-0.85, 8.2), aspect="equal")
+    ax.axis("off")
+
+    def matrix(left, middle, name, sizes, format, read=""):
+        high, wide = length[sizes[0]], length[sizes[1]]
+        bottom = middle - high / 2
+        ax.add_patch(plt.Rectangle((left, bottom), wide, high, facecolor=theme["pale"], edgecolor=colors[format], linewidth=1.4))
+        ax.text(left + wide / 2, middle + 0.1, name, ha="center", va="center", fontsize=12, weight="bold")
+        ax.text(left + wide / 2, middle - 0.25, format, ha="center", va="center", color=colors[format])
+        ax.text(left + wide / 2, bottom + high + 0.1, words[sizes[1]], ha="center", va="bottom", fontsize=9.2, color=theme["soft"])
+        ax.text(left - 0.1, middle, words[sizes[0]], ha="right", va="center", fontsize=9.2, rotation=90, color=theme["soft"])
+        ax.text(left + wide / 2, bottom - 0.1, read, ha="center", va="top", fontsize=9.2, color=theme["soft"])
+        return left + wide
+
+    for row, (name, result, kind, first, second) in enumerate(GEMMS):
+        middle = 7.0 - 2.85 * row
+        ax.text(0, middle + 0.16, name, weight="bold", fontsize=11.5, va="center")
+        ax.text(0, middle - 0.16, f"sums over\n{'input' if first[1][1] == 'I' else 'output'} features" if first[1][1] != "T" else
+                "sums over\ntokens", va="top", fontsize=9.5, color=theme["gold"])
+        left = 2.2
+        right = matrix(left, middle, *first)
+        ax.plot([left, right], [middle + length[first[1][0]] / 2] * 2, color=theme["gold"], linewidth=4, solid_capstyle="butt")
+        ax.text(right + 0.25, middle, "·", ha="center", va="center", fontsize=12)
+        left = right + 0.8
+        right = matrix(left, middle, *second)
+        high = length[second[1][0]] / 2
+        ax.plot([left] * 2, [middle - high, middle + high], color=theme["gold"], linewidth=4, solid_capstyle="butt")
+        ax.text(right + 0.3, middle, "=", ha="center", va="center", fontsize=12)
+        matrix(right + 0.9, middle, result, first[1][0] + second[1][1], kind)
+    ax.text(0, -0.05, "Each operand has one scale. As stored or transposed: in this order a Hopper GPU needs\n"
+            "its codes, so that those that it adds up lie one after the other in memory.", va="top", fontsize=9.2)
+
+
 # --- The flow of one layer
 
 def box(ax, x, y, w, h, words, edge, filled=False, dashed=False):
@@ -357,6 +404,7 @@ def main(train, run, folder):
     draw(folder, "staircase", staircase)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
     draw(folder, "k", factors, m, v)
+    draw(folder, "gemms", gemms)
     draw(folder, "flow", flow)
     draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
