@@ -1,5 +1,6 @@
 // dev/fuzz/checkpoint.cpp - fuzzes the JSON files of a checkpoint. The first byte chooses the file.
 #include "../../data/checkpoint.h"
+#include "../../data/files.h"
 #include "fuzz.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
