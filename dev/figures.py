@@ -174,10 +174,11 @@ def factors(m, v):
 
 # --- The three GEMMs of a linear layer
 
-# (name, result, its operands: (name, format, how its codes are read on a GPU)). Names of sizes: T tokens, I, O features.
-GEMMS = [("fprop", "y", "BF16", ("x", "TI", "E4M3", "as stored"), ("w$^T$", "IO", "E4M3", "as stored")),
-         ("dgrad", "dx", "BF16", ("g", "TO", "E5M2", "as stored"), ("w", "OI", "E4M3", "transposed")),
-         ("wgrad", "dw", "BF16", ("g$^T$", "OT", "E5M2", "transposed"), ("x", "TI", "E4M3", "transposed"))]
+# (name, what it sums over, result, its operands: (name, sizes, format, how a GPU reads its codes)). Sizes: T tokens,
+# I input features, O output features.
+GEMMS = [("fprop", "input features", "y", ("x", "TI", "E4M3", "as stored"), ("w$^T$", "IO", "E4M3", "as stored")),
+         ("dgrad", "output features", "dx", ("g", "TO", "E5M2", "as stored"), ("w", "OI", "E4M3", "transposed")),
+         ("wgrad", "tokens", "dw", ("g$^T$", "OT", "E5M2", "transposed"), ("x", "TI", "E4M3", "transposed"))]
 
 
 def gemms():
@@ -200,11 +201,10 @@ def gemms():
         ax.text(left + wide / 2, bottom - 0.1, read, ha="center", va="top", fontsize=9.2, color=theme["soft"])
         return left + wide
 
-    for row, (name, result, kind, first, second) in enumerate(GEMMS):
+    for row, (name, over, result, first, second) in enumerate(GEMMS):
         middle = 7.0 - 2.85 * row
         ax.text(0, middle + 0.16, name, weight="bold", fontsize=11.5, va="center")
-        ax.text(0, middle - 0.16, f"sums over\n{'input' if first[1][1] == 'I' else 'output'} features" if first[1][1] != "T" else
-                "sums over\ntokens", va="top", fontsize=9.5, color=theme["gold"])
+        ax.text(0, middle - 0.16, f"sums over\n{over}", va="top", fontsize=9.5, color=theme["gold"])
         left = 2.2
         right = matrix(left, middle, *first)
         ax.plot([left, right], [middle + length[first[1][0]] / 2] * 2, color=theme["gold"], linewidth=4, solid_capstyle="butt")
@@ -214,7 +214,7 @@ def gemms():
         high = length[second[1][0]] / 2
         ax.plot([left] * 2, [middle - high, middle + high], color=theme["gold"], linewidth=4, solid_capstyle="butt")
         ax.text(right + 0.3, middle, "=", ha="center", va="center", fontsize=12)
-        matrix(right + 0.9, middle, result, first[1][0] + second[1][1], kind)
+        matrix(right + 0.9, middle, result, first[1][0] + second[1][1], "BF16")
     ax.text(0, -0.05, "Each operand has one scale. As stored or transposed: in this order a Hopper GPU needs\n"
             "its codes, so that those that it adds up lie one after the other in memory.", va="top", fontsize=9.2)
 
