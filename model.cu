@@ -1,10 +1,10 @@
-// model.cu - one training step on the GPU, from the first token to the last update: Llama and GPT-2 in any
-// recipe, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in reference_model.cpp.
+// model.cu - one training step on the GPU, from the first token to the last update, of any model and recipe
+// of coat.h, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in reference_model.cpp.
 //
 // A step, in the order of this file:
 //
 //   step()
-//     begin_pass()                   clears what the step will find out, and sends 1 / the number of targets
+//     begin_step()                   clears what the step will find out, and sends 1 / the number of targets
 //     micro_batch()                  for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
@@ -14,7 +14,7 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       embedding_backward()         the gradient of the embedding
+//       embedding_gradient()         the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/run.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. The section before forward() says where each tensor lies.
@@ -55,9 +55,9 @@
 //                                                head_norm_backward() changes dqkv after it, a pass in
 //                                                make_g8()
 //
-//   Who reads it: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w
-//   for dgrad. It also quantizes x a second time, for wgrad. This x is what was saved, or is computed again
-//   from it; its scale still comes from the amax that forward has left.
+//   When operands are quantized: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad
+//   and wgrad, and w for dgrad. It also quantizes x a second time, for wgrad. This x is what was saved, or is
+//   computed again from it; its scale still comes from the amax that forward has left.
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
@@ -103,8 +103,6 @@ class GpuModel final : public Model {
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
     const std::unique_ptr<Exchange> exchange_;          // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    // Whether GEMMs overwrite gradients of weights, as in the first micro-batch of a step, or add to them.
-    bool overwrites_gradients_ = true;
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
 
@@ -121,11 +119,14 @@ class GpuModel final : public Model {
 
     // In backward, two gradients may take the place of the layer's saved gate and up.
     //
-    // First dgate_up, the gradient of gate and up, as an operand. The kernel that writes it reads gate and up
-    // at that moment: so an element of the operand must have as many bytes as a saved one, because a thread
-    // writes only where it has read (gpu/operators.h, quantize()). And the operand must be per tensor:
-    // scales of blocks would overwrite those of the saved groups. (In every recipe x, w and g are per tensor
-    // together, or none is: so the test of x is one of g.) In recipes without FP8 both conditions hold.
+    // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
+    // overwrite them under two conditions, which both hold in recipes without FP8:
+    // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
+    // has
+    //    read (gpu/operators.h, quantize()).
+    // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,
+    //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
+    //    tensor together, or none is: so the test of x is one of g.)
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
@@ -163,8 +164,7 @@ public:
                   .scales = scales_,
                   .exchange = *exchange_,
                   .gemms = gemms_,
-                  .caches_weights = cache_weights,
-                  .overwrites_gradients = overwrites_gradients_} {
+                  .caches_weights = cache_weights} {
         clear(memory_.scalars, sizeof(Scalars), stream_);
         weights_changed();
         layers_.reserve(static_cast<size_t>(config_.L));
@@ -181,11 +181,11 @@ public:
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;
-        begin_pass(static_cast<double>(counted));
+        begin_step(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.accumulate; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
-            if (setup_.keep_gradients) check_loss(&outcome()->checked_loss);
+            if (setup_.keep_gradients) store_checked_loss(&outcome()->checked_loss);
         }
         exchange_->wait_for_transfers();
         if (setup_.keep_gradients)
@@ -204,10 +204,9 @@ public:
     }
 
 private:
-    // To be called before a step, and before evaluate() and the like run a pass of their own. targets: how
-    // many targets count. quant_stats: where what quantizing loses is added up, by ReportKind; null: it is
-    // not measured.
-    void begin_pass(double targets, QuantStats* quant_stats = nullptr) {
+    // Begins a step, or what evaluate() and the like run in place of one. targets: how many targets count.
+    // quant_stats: where what quantizing loses is added up, by ReportKind; null: it is not measured.
+    void begin_step(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
         device_.send(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
@@ -241,12 +240,12 @@ private:
         micro_batch_ = number;
         // With several ranks each micro-batch overwrites gradients: they are sent, and their sums are
         // elsewhere
-        overwrites_gradients_ = number == 0 || exchange_->sends_gradients();
+        linear_.overwrites_gradients = number == 0 || exchange_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
-        CudaGraph& graph = overwrites_gradients_ ? first_micro_batch_ : later_micro_batch_;
+        CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
         else forward_and_backward();
-        embedding_backward(tokens);
+        embedding_gradient(tokens);
     }
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
@@ -327,7 +326,7 @@ private:
     // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
     // belongs to what backward reads.
     View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
-    // Saves x, unless it is `saved` itself; then x holds what was saved.
+    // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
     void save_and_reload(const View& x, const View& saved) {
         if (!saved.quant.fp8()) return;
         quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
@@ -384,9 +383,9 @@ private:
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.quant.fp8();
-        attention_forward(attention_sizes(), attention_input(layer, qkv).data, out.data,
-                                saved_log_sum_exp(layer),
-                                out_in_groups ? nullptr : layer.attention_out.x_amax(), stream_);
+        attention_forward(attention_shape_of_pass(), attention_input(layer, qkv).data, out.data,
+                          saved_log_sum_exp(layer), out_in_groups ? nullptr : layer.attention_out.x_amax(),
+                          stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
         if (out_in_groups) layer.attention_out.compute_x_amax(stored(saved_out));
@@ -476,13 +475,13 @@ private:
         // The GEMMs of the pieces write this gradient earlier than complete_bucket() would wait for its place
         exchange_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // The sum goes on from what micro-batches before this one have added
-        if (in_fp32 && !overwrites_gradients_) convert(dweight, sum, stream_);
+        if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) head_piece_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
         // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
         complete_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
-            norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax());
+            norm_gradient(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax());
         });
     }
     // For the tokens of a piece, from number `first` on: computes the losses and dy, and adds to dweight, the
@@ -494,7 +493,7 @@ private:
         cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
                       memory_.losses + first, stream_);
         const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
-        const bool overwrites = overwrites_gradients_ && first == 0;
+        const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, rows(dy, first, y.rows),
                    stream_);
@@ -519,7 +518,7 @@ private:
         loss_sum(memory_.losses, N_, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
     }
     // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
-    void check_loss(double* checked) {
+    void store_checked_loss(double* checked) {
         checked_loss(scales_.all(), scales_.count(), &outcome()->loss, checked, stream_);
     }
 
@@ -596,17 +595,18 @@ private:
     void qkv_gradient(Layer& layer, const View& dout, const View& dqkv) {
         const View qkv = load_attention(saved(layer, Saved::Qkv));
         const View out = load_attention(saved(layer, Saved::AttentionOutput));
-        void* const workspace = arena_.take(static_cast<int64_t>(attention_workspace(attention_sizes())));
-        attention_backward(attention_sizes(),
-                                 {.qkv = attention_input(layer, qkv).data,
-                                  .out = out.data,
-                                  .lse = saved_log_sum_exp(layer),
-                                  .dout = dout.data,
-                                  .dqkv = dqkv.data,
-                                  .workspace = workspace,
-                                  .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                                  .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax()},
-                                 stream_);
+        void* const workspace =
+            arena_.take(static_cast<int64_t>(attention_workspace(attention_shape_of_pass())));
+        attention_backward(attention_shape_of_pass(),
+                           {.qkv = attention_input(layer, qkv).data,
+                            .out = out.data,
+                            .lse = saved_log_sum_exp(layer),
+                            .dout = dout.data,
+                            .dqkv = dqkv.data,
+                            .workspace = workspace,
+                            .rope_table = rotary_ ? memory_.rope_table : nullptr,
+                            .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax()},
+                           stream_);
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
@@ -622,13 +622,13 @@ private:
         Arena::Scope until_dresidual(arena_);  // for dx
         const View dx = take_view(N_, config_.C);
         n.reader->dgrad(g8, dx);
-        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax);
+        norm_gradient(n, dx, /*g_in=*/dresidual(), dresidual_amax);
         until_dresidual.end();
         n.reader->wgrad(g8, lazy_norm(n.norm));
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
-    void norm_backward(const ResidualNorm& n, const View& dy, const View& g_in,
+    void norm_gradient(const ResidualNorm& n, const View& dy, const View& g_in,
                        AmaxAndScale* dresidual_amax) {
         const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
         gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
@@ -639,7 +639,7 @@ private:
 
     // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
     // order, for which the host sorts the tokens while the GPU computes. Then send() waits for the GPU.
-    void embedding_backward(const int32_t* tokens) {
+    void embedding_gradient(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
         device_.send(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
@@ -660,7 +660,7 @@ private:
     // the gradients serve only to measure what storing the moments would lose: nothing is updated.
     template <class Compute> void complete_bucket(int64_t bucket, Compute compute) {
         exchange_->wait_for_gradient_buffer(bucket);
-        if (overwrites_gradients_) clear_added_gradients(bucket);
+        if (linear_.overwrites_gradients) clear_added_gradients(bucket);
         compute();
         if (device_.quant_stats) {
             parameters_.measure_moments_of(bucket, *exchange_, report_);
@@ -668,7 +668,7 @@ private:
         }
         exchange_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
         if (setup_.keep_gradients) return;
-        check_loss(&outcome()->checked_loss);
+        store_checked_loss(&outcome()->checked_loss);
         parameters_.update(*adamw_, bucket, bucket + 1, *exchange_);
     }
     // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
@@ -689,16 +689,16 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        begin_pass(divisor_of_mean(targets, batch_tokens()));
+        begin_step(divisor_of_mean(targets, batch_tokens()));
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
-        check_loss(&outcome()->loss);
+        store_checked_loss(&outcome()->loss);
         return fetch_outcome().loss;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin_pass(1);
+        begin_step(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
         exchange_->gather_weights(exchange_->head_stage(), Pass::Forward);
@@ -713,7 +713,7 @@ public:
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         report_ = {};
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
-        begin_pass(divisor_of_mean(targets, batch_tokens()), quant_stats);
+        begin_step(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
         exchange_->wait_for_transfers();
         device_.fetch(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
@@ -812,7 +812,9 @@ private:
                 .HS = config_.HS(),
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
-    AttentionShape attention_sizes() const { return attention_shape(config_, B_, T_, recipe_.compute); }
+    AttentionShape attention_shape_of_pass() const {
+        return attention_shape(config_, B_, T_, recipe_.compute);
+    }
 
     // -------------------------------------------------------------------------------------------------------
     // Small values, of the host and on the device

@@ -26,13 +26,13 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw Error("A GPU kernel was called wrongly: ", what, ".");
 }
 
-// A property of the GPU in use. Without a GPU, as in a dry run, it is `hopper`: the caller passes what an
-// H100 and an H200 have.
-inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
+// A property of the GPU in use. Without a GPU, as in a dry run, it is `without_gpu`: the caller passes what
+// an H100 and an H200 have.
+inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {
         cudaGetLastError();
-        return hopper;
+        return without_gpu;
     }
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
@@ -59,8 +59,8 @@ inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream)
     });
 }
 
-// A handle of CUDA's, which is given back to `destroy` at the end. A null handle is not: CUDA would report an
-// error, which the next check() would find.
+// A handle of CUDA's, which is given back to `destroy` at the end. A null handle is not: CUDA would note an
+// error, which the next launch of a kernel would report as its own.
 template <class Handle, cudaError_t (*destroy)(Handle)> struct Owned {
     Handle handle = nullptr;
 
@@ -98,9 +98,9 @@ public:
     }
 };
 
-// Work that is launched again and again with the same arguments. The first run() records what work() launches
-// as a CUDA graph. That run and all later ones launch the graph, by which hundreds of kernels start as one: a
-// later run() does not call its work().
+// Work that is launched again and again with the same arguments. Only the first run() calls work(), and
+// records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
+// of kernels start as one. Not for dry runs.
 class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -33,12 +33,13 @@ struct LinearContext {
     Exchange& exchange;
     Gemms& gemms;
     const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
-    // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw.
-    const bool& overwrites_gradients;
+    // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw. The model
+    // sets this before each micro-batch.
+    bool overwrites_gradients = true;
     const LinearFormats formats = linear_formats(device.setup);
 
-    // Whether codes cannot be made in this step before the amax is known: if there is one scale per tensor
-    // (in x, w and g, or in none of them), and scaling is just in time or a history of amaxes is still empty.
+    // Whether the amax of an operand is needed before its codes can be made: if x, w and g have one scale per
+    // tensor, which comes just in time; or is delayed, and some history of amaxes is still empty.
     bool amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scales.delayed() || scales.any_empty_history);

@@ -7,15 +7,27 @@
 //     number of them, but a multiple of 16 for transposed codes. Columns are a multiple of 16. Pointers are
 //     16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - Gradients of parameters are added to, in their own format, BF16 or FP32 (model.h, gradient_format).
-//   - An AmaxAndScale* whose name ends with amax is where an operator leaves an amax: the larger of that and
-//     what was there. Null means that nobody needs it.
+//   - Operators add to the gradients of parameters, in the format of these: BF16 or FP32 (model.h,
+//     gradient_format).
+//   - A parameter whose name ends with amax is an output: its field `amax` is raised to the new largest |x|.
+//     Null means that nobody needs it.
+//   - A `const View&` does not say that the tensor is only read. The comment of the operator says what is
+//     written.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
 //     quantization report. Atomics are maxima and integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
-// The flat order and the rank's order of parameters, which sections 7 and 8 name, are defined at the top of
-// gpu/plan.h; a shard unit is SHARD_UNIT elements of a parameter (model.h).
+// Words for parts of tensors and of parameters, from small to large:
+//   group         16 neighbouring features of a token, which share a scale (coat.h)
+//   moment group  128 elements of a moment, which share (max, k) (coat.h)
+//   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
+//   segment       what this rank owns of one parameter (section 7)
+//   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
+//                 norm before it; the final norm and the head; or the embeddings (coat.h, Param::bucket)
+//   stage         the unit in which several GPUs gather weights: the embeddings, a linear layer, or the head
+//   flat order    all parameters one after the other, each padded to whole moment groups (Param::offset)
+//   rank's order  likewise the segments of this rank. Its weights, masters, moments and sums of gradients
+//                 have this order. With one rank it is the flat order.
 #pragma once
 #include <vector>
 
@@ -31,8 +43,10 @@ namespace coat::gpu {
 // see Operand).
 struct View {
     void* data;  // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
-    // (scale_rows, scale_cols) of quant.scale_format; of a GEMM operand as Operand says; per tensor one
-    // AmaxAndScale; unused unless quant.fp8().
+    // What it points to depends on quant; not FP8: it is not used.
+    //   per tensor         one AmaxAndScale
+    //   groups             scales (scale_rows, scale_cols) of quant.scale_format
+    //   a GEMM operand     as Operand says
     void* scales;
     int64_t rows, cols;
     Quant quant;
@@ -302,11 +316,9 @@ struct MomentView {
     Format format;
 };
 
-// What this rank updates of one parameter: a row of a table on the device. A rank has its parts of all
-// parameters one after the other: its weights, its masters and its gradients alike. This is the rank's order,
-// in which `offset` counts. With one rank it is the order of all parameters, the flat order.
+// What this rank updates of one parameter: a row of a table on the device.
 struct Segment {
-    int64_t offset, size;  // elements
+    int64_t offset, size;  // elements; offset: in the rank's order
     MomentView m, v;
     bool decays;
     AmaxAndScale* amax;         // of the new weights; may be null

@@ -1,14 +1,6 @@
 // gpu/plan.h - what is known of a run on a GPU before it starts: how its memory is divided, and which recipes
-// a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() needs CUDA.
-//
-// Words of all GPU code:
-//   N             tokens of the pass that runs: B * T, or the length of a prompt
-//   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
-//                 norm before it; the final norm and the head; or the embeddings (Param::bucket)
-//   stage         what reads weights at one time: the embeddings, a linear layer, or the head
-//   flat order    all parameters, one after the other, each padded to whole groups of moments (Param::offset)
-//   rank's order  likewise the parts of all parameters that this rank owns. Its weights, masters, moments and
-//                 sums of gradients have this order. With one rank it is the flat order.
+// a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes() need
+// CUDA. The words bucket, stage, flat order and rank's order are defined at the top of gpu/operators.h.
 #pragma once
 #include "../model.h"
 
@@ -45,8 +37,8 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
-    // The first shard unit of the whole parameter, counted through all parameters. (That of the part, which a
-    // Segment has, may be a later one.)
+    // The number, among the shard units of all parameters, of this parameter's first. (Segment::shard_unit is
+    // the number of the first in this rank's part.)
     int64_t first_shard_unit;
 };
 // By parameter. One more entry follows, where the last parameter ends.
@@ -58,11 +50,12 @@ struct BucketRange {
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
-// The elements of the largest bucket. A tied embedding's bucket is not among these, because its gradients
-// have a place of their own (the head adds to them first, at the beginning of backward): `embedding` counts
-// them. It is 0 if nothing is tied.
+// How many elements the gradients need that exist at one time.
 struct BucketElements {
-    int64_t largest = 0, embedding = 0;
+    int64_t largest = 0;  // elements of the largest bucket, not counting that of a tied embedding
+    // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their
+    // own, because the head adds to them at the beginning of backward, and the embedding at the end.
+    int64_t embedding = 0;
 };
 BucketElements bucket_elements(const Setup& s);
 
@@ -91,9 +84,9 @@ int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.
 inline constexpr int64_t HEAD_TOKENS = 4096;
-// A micro-batch adds to the head's gradient once for each piece of HEAD_TOKENS; a tied embedding adds once
-// more. If these additions would round a BF16 sum more than four times in a step, the pieces of a micro-batch
-// are added in FP32, and their sum is rounded once. One piece is one rounding either way.
+// A sum in BF16 is rounded at most four times in a step. A micro-batch adds to the head's gradient once for
+// each piece of HEAD_TOKENS, and a tied embedding adds once more. Where these would be more than four
+// additions in a step, the pieces of a micro-batch are added in FP32, and their sum is rounded once.
 inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t pieces = ceil_div(s.B * s.T, HEAD_TOKENS), additions = pieces + s.config.tied;
     return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;

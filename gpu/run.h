@@ -5,9 +5,10 @@
 // What the other GPUs of a run do is behind one interface, Exchange. With one GPU it returns the weights and
 // gradients of Parameters, and nothing travels.
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/plan.h says
-// what N, a bucket, a stage and the rank's order are, and has the tables ShardPlace, by parameter, and
-// BucketRange, by bucket.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. The top of
+// gpu/operators.h says what a bucket, a stage and the rank's order are. gpu/plan.h has the tables ShardPlace,
+// by parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
+// length of a prompt.
 #pragma once
 #include <map>
 #include <memory>
@@ -80,11 +81,11 @@ struct Scalars {
     // From the host: the weight of one target's loss in the loss of the step, which is a mean: 1 / the number
     // of targets that count.
     double loss_weight;
-    // Where quantization is measured: its errors, by ReportKind, of all kinds before the moments.
+    // The errors of quantization, where they are measured: one for each ReportKind that comes before moments.
     QuantStats quant_stats[static_cast<int>(ReportKind::Moment1)];
 };
 
-// Where everything is that lasts for the run. take_memory() in run.cpp draws it.
+// Where everything is that lasts for the run. A drawing stands above take_memory() in run.cpp.
 struct Memory {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
