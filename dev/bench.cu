@@ -427,7 +427,9 @@ private:
     }
     void attention_operands() {
         const View qkv = random(N_, c_.qkv_cols());
-        if (c_.arch.rope) {
+        if (c_.arch.qk_norm) {
+            head_norms(qkv);
+        } else if (c_.arch.rope) {
             const Rope angles = rope_of_model();
             const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope(angles, qkv, false, nullptr, nullptr); });
@@ -437,6 +439,19 @@ private:
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, c_.arch.qk_norm);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
+    }
+    // Of Qwen3. Backward computes the norms' results again.
+    void head_norms(const View& qkv) {
+        const Rope angles = rope_of_model();
+        const View weight = random(2, c_.HS()), dweight = random(2, c_.HS());
+        const View out = random(N_, qkv.cols), dqkv = random(N_, qkv.cols);
+        const HeadNorm norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
+        float* partials = floats(COLUMN_PARTIALS * angles.rotated_cols);
+        const double normed = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
+        pass(BETWEEN, "norms of heads, and RoPE", 2 * layers_, 2 * size(qkv),
+             [&] { head_norm_and_rope(norms, angles, qkv, out, nullptr); });
+        pass(BETWEEN, "norms of heads, backward", layers_, 3 * normed,
+             [&] { head_norm_backward(norms, qkv, dqkv, dweight, partials, nullptr); });
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";

@@ -104,22 +104,23 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
 // ===========================================================================================================
 // Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
 //
-// HEAD_THREADS neighbouring threads have a head. Each has some quads, 4 consecutive columns that it loads at
-// once: of every 32 columns, thread t has the columns 4 t ... 4 t + 3.
+// Eight neighbouring threads have a head. Of every 32 columns of it, each thread has a quad: 4 consecutive
+// columns, which it loads at once.
 
 constexpr int HEAD_THREADS = 8, QUAD = 4;
 constexpr int LONGEST_HEAD = 128, HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);  // of a thread, at most
 constexpr int HEADS_PER_BLOCK = 8;
 using Quads = float[HEAD_QUADS][QUAD];
 
+// The number of the thread's head among those that the block has at a time.
 static __device__ int head_of_block() { return threadIdx.x / HEAD_THREADS; }
 // The first column of one of the thread's quads.
 static __device__ int quad_column(int quad) {
     return (quad * HEAD_THREADS + threadIdx.x % HEAD_THREADS) * QUAD;
 }
 
-// The sum over a head, of which sums[j] is the part in the thread's columns j, j + 32, ... The order of
-// additions is fixed, and all threads of the head get the same bits.
+// The sum over a head. sums[j] is that over number j of each of the thread's quads. The order of additions is
+// fixed, and all threads of the head get the same bits. All threads of the warp call it.
 static __device__ float sum_of_head(float (&sums)[QUAD]) {
     for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
         for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
