@@ -337,7 +337,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
 
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const int place = static_cast<uint32_t>(row) / gridDim.x % 2;
+        const int place = PLACES == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
         const Dense<Element> in_memory = logits.from(row * stride), in_place{cached + place * stride};
         const Dense<Element> for_loss = PLACES == 2 ? in_place : in_memory;
         const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
@@ -461,30 +461,34 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 }
 
 // Stage two. A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added.
+// There are one or two gradients (blockIdx.y).
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient,
+                           EitherDense second) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+    const float* const first = partials + blockIdx.y * rows * cols + col;
     float sum = 0;
     if (col < cols)
 #pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += first[i * cols];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y != 0 || col >= cols) return;
     float total = 0;
     for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.with([&](auto x) {
+    (blockIdx.y == 0 ? gradient : second).with([&](auto x) {
         const float before = x.data[col];
         x.data[col] = static_cast<typename decltype(x)::Compute>(before + total);
     });
 }
 
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
+                     const View& second) {
     const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s, partials,
-           rows, n, either_dense(gradient));
+    launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
+           dim3(32, REDUCE_ROWS), 0, s, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
 void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s) {

@@ -25,9 +25,7 @@ static dim3 row_block(int64_t C) {
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of one of the thread's chunks. Neighbouring threads have neighbouring chunks.
-static __device__ int64_t row_column(int chunk) {
-    return (static_cast<int64_t>(chunk) * blockDim.x + threadIdx.x) * CHUNK;
-}
+static __device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
 // x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all threads
 // get the same bits. All threads of the block call it, because it synchronizes them. Each PLACE has shared
@@ -179,7 +177,7 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 // Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
 // and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
 // of all chunks, four floats each, and then the second halves.
-static __device__ void add_columns(float4* sums, int64_t C, int64_t col, const Values& v) {
+static __device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values& v) {
     float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second halves
     float4& b = sums[(C + col) / CHUNK];  // entry C / CHUNK + col / CHUNK
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
@@ -238,13 +236,14 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
                          Dense<Element> g_out, AmaxAndScale* g_amax, float* partials) {
     using Raw = typename Dense<Element>::Raw;
-    const int64_t rows = n.in.rows, C = n.in.cols;
+    const int64_t rows = n.in.rows;
+    const uint32_t C = static_cast<uint32_t>(n.in.cols);
     const Dense<Element> weights = dense<Element>(n.weight);
     extern __shared__ float4 sums_of_rows[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
-    const int64_t quarter = C / 4;
+    const uint32_t quarter = C / 4;
     float4* const dweight = sums_of_rows + threadIdx.y * quarter;
     float4* const dbias = dweight + blockDim.y * quarter;
-    for (int64_t i = threadIdx.x; i < quarter; i += blockDim.x) {
+    for (uint32_t i = threadIdx.x; i < quarter; i += blockDim.x) {
         dweight[i] = float4{};
         if (!RMS) dbias[i] = float4{};
     }
@@ -336,8 +335,7 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
         launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
                dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
     });
-    reduce_partials(workspace, grid, dweight, s);  // gpu/layers.cu
-    if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
+    reduce_partials(workspace, grid, dweight, s, n.rms ? View{} : dbias);  // gpu/layers.cu
 }
 
 }  // namespace coat::gpu

@@ -271,8 +271,10 @@ void loss_sum(const float* losses, int64_t n, const double* loss_weight, double*
 // 6. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
 // gradient (n) += the sums over the rows of partials (rows, n): the second stage of column_sums(),
-// norm_backward() and head_norm_backward().
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
+// norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
+// of the first, or no tensor.
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
+                     const View& second = {});
 // gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
 // (COLUMN_PARTIALS, cols) floats.
 void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s);
