@@ -22,7 +22,7 @@ static void check_description(cublasStatus_t status) {
 
 static cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-    return types[static_cast<int>(f)];
+    return types[int(f)];
 }
 
 static int32_t scale_mode(const Granularity& g) {
@@ -98,7 +98,7 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
                                          nullptr);
-    return static_cast<size_t>(std::find(std::begin(FAST_TILES), std::end(FAST_TILES), tile) - FAST_TILES);
+    return size_t(std::find(std::begin(FAST_TILES), std::end(FAST_TILES), tile) - FAST_TILES);
 }
 
 namespace {
@@ -117,7 +117,7 @@ struct Problem {
         check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
-        if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast));
+        if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(fast));
         if (a_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_matrix.scale_mode);
         if (b_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_matrix.scale_mode);
         if (a_matrix.scales) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_matrix.scales);
@@ -142,8 +142,7 @@ struct Problem {
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{Gemms::SCRATCH});
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-               static_cast<uint32_t>(by_tile ? CUBLASLT_REDUCTION_SCHEME_NONE
-                                             : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+               uint32_t(by_tile ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (auto name :
              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
@@ -175,7 +174,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
-    const bool fast = fast_accumulation_[static_cast<int>(kind)];
+    const bool fast = fast_accumulation_[int(kind)];
     Problem problem(a, b, out, options.bias, fast);
     // A candidate may fail, a chosen algorithm may not.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;

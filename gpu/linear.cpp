@@ -62,7 +62,7 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
     if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
 
     AmaxAndScale* const scales[] = {x_scaling_, w_scaling_, g_scaling_};
-    AmaxAndScale* const scale = scales[static_cast<int>(which)];
+    AmaxAndScale* const scale = scales[int(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
         return {.view = {codes, scale, rows, cols, q},
                 .transposed = transposed,

@@ -25,7 +25,7 @@ struct Address {
 class MappedMemory {
 public:
     MappedMemory(const Setup& s, uint8_t* mine)
-        : rank_(s.rank), processes_(*s.all_ranks), mine_(mine), others_(static_cast<size_t>(s.ranks)) {}
+        : rank_(s.rank), processes_(*s.all_ranks), mine_(mine), others_(size_t(s.ranks)) {}
     // Memory must not be freed while another process has it open (the manual of cudaIpcOpenMemHandle): all
     // ranks have closed it before one goes on. After an error no rank goes on.
     ~MappedMemory() {
@@ -44,17 +44,17 @@ public:
         bool mapped = mine.machine[0] && cudaIpcGetMemHandle(&mine.handle, mine_) == cudaSuccess;
         const std::vector<Address> all = processes_.all_gather(mine);
         for (size_t r = 0; r < all.size() && mapped; r++) {
-            if (static_cast<int64_t>(r) == rank_) continue;
+            if (int64_t(r) == rank_) continue;
             mapped = std::strcmp(all[r].machine, mine.machine) == 0 && map(all[r], others_[r]);
         }
         cudaGetLastError();
-        for (int theirs : processes_.all_gather(static_cast<int>(mapped))) mapped = mapped && theirs;
+        for (int theirs : processes_.all_gather(int(mapped))) mapped = mapped && theirs;
         return mapped;
     }
     // The place at a rank that has this address here.
     template <class T> T* at(int64_t rank, T* here) const {
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - mine_;
-        return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[static_cast<size_t>(rank)]) + offset);
+        return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[size_t(rank)]) + offset);
     }
 
 private:
@@ -92,8 +92,7 @@ public:
         stream_ = stream;
         ready_ = flags;
         arrived_ = flags + setup_.ranks;
-        check(cudaMemset(flags, 0, static_cast<size_t>(2 * setup_.ranks) * sizeof(uint32_t)),
-              "Clearing memory failed");
+        check(cudaMemset(flags, 0, size_t(2 * setup_.ranks) * sizeof(uint32_t)), "Clearing memory failed");
         check(cudaDeviceSynchronize(), "Clearing memory failed");
         memory_ = std::make_unique<MappedMemory>(setup_, begin);
         if (!memory_->map())
@@ -152,8 +151,7 @@ public:
         if (s.rank == 0) succeed(function<int(UniqueId*)>("ncclGetUniqueId")(&id), "ncclGetUniqueId");
         id = s.all_ranks->all_gather(id)[0];
         const auto init = function<int(void**, int, UniqueId, int)>("ncclCommInitRank");
-        succeed(init(&communicator_, static_cast<int>(s.ranks), id, static_cast<int>(s.rank)),
-                "ncclCommInitRank");
+        succeed(init(&communicator_, int(s.ranks), id, int(s.rank)), "ncclCommInitRank");
     }
     // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
     ~Nccl() override { function<int(void*)>("ncclCommAbort")(communicator_); }
@@ -165,7 +163,7 @@ public:
     void send(const std::vector<Transfer>& transfers, cudaStream_t stream) override {
         succeed(start_(), "ncclGroupStart");
         for (const Transfer& t : transfers) {
-            const int with = static_cast<int>(t.with);
+            const int with = int(t.with);
             if (t.send_bytes)
                 succeed(send_(t.send, t.send_bytes, BYTE, with, communicator_, stream), "ncclSend");
             if (t.receive_bytes)
@@ -179,7 +177,7 @@ public:
     void allocate_buffers() {
         const Stream stream(false);
         Owned<void*, cudaFree> bytes;
-        check(cudaMalloc(&bytes.handle, static_cast<size_t>(setup_.ranks)), "Allocating memory failed");
+        check(cudaMalloc(&bytes.handle, size_t(setup_.ranks)), "Allocating memory failed");
         uint8_t* const mine = static_cast<uint8_t*>(bytes.handle);
         std::vector<Transfer> transfers;
         for (int64_t other = 0; other < setup_.ranks; other++)
@@ -230,7 +228,7 @@ public:
                   std::shared_ptr<Transport> transport)
         : Exchange(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
           compute_(device.stream), stream_(transport == nullptr), transport_(std::move(transport)),
-          matrices_(static_cast<size_t>(head_stage()) + 1), gathered_(parameters.params.size()) {
+          matrices_(size_t(head_stage()) + 1), gathered_(parameters.params.size()) {
         list_matrices();
         if (transport_) transport_->attach(device.arena.begin(), memory.flags, stream_);
     }
@@ -367,7 +365,7 @@ private:
         return memory_.received_gradients + elements * parameters_.gradient_bytes;
     }
     int buffer_of(int64_t bucket) const {  // as take_memory() takes them
-        return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
+        return bucket == 0 && setup_.config.tied ? 2 : int(bucket % 2);
     }
 
     // --- Weights
@@ -378,7 +376,7 @@ private:
     // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
         const int64_t n = scales_.delayed() ? scales_.count() : scales_.param_tensors;
-        const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
+        const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
         AmaxAndScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_);
         all_gather(all, bytes);
@@ -392,7 +390,7 @@ private:
             int64_t stage = EMBEDDING_STAGE;
             if (p.role.linear) stage = stage_of(parameters_.linear_layer_number(i));
             else if (p.name == "head") stage = head_stage();
-            matrices_[static_cast<size_t>(stage)].push_back(i);
+            matrices_[size_t(stage)].push_back(i);
         }
         if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
     }
@@ -409,7 +407,7 @@ private:
         uint8_t* to = memory_.gathered_weights[stage % 2];
         std::vector<Transfer> transfers;
         wait_for_compute();
-        for (size_t i : matrices_[static_cast<size_t>(stage)]) {
+        for (size_t i : matrices_[size_t(stage)]) {
             const Param& p = parameters_.params[i];
             const bool codes = sends_codes() && p.role.linear;
             const Quant quant = codes ? setup_.recipe.w : parameters_.weight_quant;
@@ -447,7 +445,7 @@ static bool reach_each_other(const Setup& s) {
 static int64_t free_memory() {
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    return static_cast<int64_t>(free);
+    return int64_t(free);
 }
 
 std::shared_ptr<Transport> connect_gpus(const Setup& s) {

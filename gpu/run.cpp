@@ -139,7 +139,7 @@ Memory take_memory(Device& device) {
     const std::vector<ShardPlace> shards = shard_places(s);
     const int64_t owned = shards.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
-    const int64_t scales = static_cast<int64_t>(params.size()) + OPERAND_COUNT * linear_layers;
+    const int64_t scales = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     Memory m{};
@@ -156,7 +156,7 @@ Memory take_memory(Device& device) {
     m.weights.values = arena.take(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
     if (s.master && s.recipe.compute != Format::F32) m.weights.remainder = arena.take<int16_t>(owned);
-    m.segments = arena.take<Segment>(static_cast<int64_t>(params.size()));
+    m.segments = arena.take<Segment>(int64_t(params.size()));
     m.scales = arena.take<AmaxAndScale>(scales);
     m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history : 0);
     take_moments(m, s, arena, shards);
@@ -168,7 +168,7 @@ Memory take_memory(Device& device) {
     m.token_order = arena.take<int32_t>(tokens);
     m.token_rows = arena.take<TokenRows>(tokens);
     m.dresidual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
-    m.norm_partials = arena.take<float>(static_cast<int64_t>(norm_backward_workspace(c.C) / sizeof(float)));
+    m.norm_partials = arena.take<float>(int64_t(norm_backward_workspace(c.C) / sizeof(float)));
     m.norm_statistics = arena.take<RowStatistics>(gpu_tokens(s));
     m.losses = arena.take<float>(tokens);
     m.rope_table = arena.take<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
@@ -189,7 +189,7 @@ std::vector<View> pieces_for_grids(const View& v) {
 // Scales
 
 Scales::Scales(const Device& device, const Memory& memory)
-    : param_tensors(static_cast<int64_t>(parameters(device.setup.config).size())),
+    : param_tensors(int64_t(parameters(device.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
       stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
@@ -263,7 +263,7 @@ void Parameters::note_delayed_scales(size_t i) {
 
 // Weights as model.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
 void Parameters::initialize() {
-    clear(memory_.scales, scales_.count() * static_cast<int64_t>(sizeof(AmaxAndScale)), stream_);
+    clear(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
         clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history * 4,
@@ -271,7 +271,7 @@ void Parameters::initialize() {
     scales_.expect_empty_histories();
     int64_t most_groups = 0;
     for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
-    const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
+    const std::vector<float> ones(most_groups, 1.0f);
     std::vector<Segment> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
@@ -290,7 +290,7 @@ void Parameters::initialize() {
                          .to_flat_order = p.offset + own.first - at,
                          .shard_unit = first_unit + own.first / SHARD_UNIT});
     }
-    copy(memory_.segments, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), stream_);
+    copy(memory_.segments, table.data(), int64_t(table.size() * sizeof(Segment)), stream_);
     device_.wait("Initializing the weights failed");
 }
 
@@ -304,7 +304,7 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 // owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
 void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
-    const int count = static_cast<int>(end - begin);
+    const int count = int(end - begin);
     const Range range{.first = shards[begin].rank_offset,
                       .count = shards[end].rank_offset - shards[begin].rank_offset};
     const int64_t first_unit = shards[begin].first_shard_unit;
@@ -317,7 +317,7 @@ void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& e
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
     gradient_squares(segments, count, gradients, gradient_quant.format, range.first, first_unit, units,
                      &outcome->checked_loss, own_squares, stream_);
-    exchange.all_gather(memory_.squares, (1 + units) * static_cast<int64_t>(sizeof(double)));
+    exchange.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
     gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
     adamw(a, setup.optimizer, segments, count, range, memory_.weights,
           rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state, stream_);
@@ -341,7 +341,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
         const float* const k = memory_.moments[second][i].k;
         if (!k) continue;
         const size_t before = all.size();
-        all.resize(before + static_cast<size_t>(groups(i)));
+        all.resize(before + size_t(groups(i)));
         device_.fetch(all.data() + before, k, groups(i) * 4);
     }
     return all;
@@ -390,13 +390,13 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
 void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
     const int64_t count = shards[i].own.count;
     uint8_t* const masters = owned_weight_data(i);
-    std::vector<uint32_t> bits(static_cast<size_t>(count));
+    std::vector<uint32_t> bits(count);
     device_.fetch(bits.data(), masters, count * 4);
     for (size_t e = 0; e < bits.size(); e++) {
         const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
-        if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
-        else if (remainder) bits[e] = (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(in[e]));
-        else bits[e] = (uint32_t{in[e]} << 16) + static_cast<uint32_t>(static_cast<int16_t>(rest));
+        if (out) out[e] = uint16_t(remainder ? rest : weight);
+        else if (remainder) bits[e] = (weight << 16) + uint32_t(int16_t(in[e]));
+        else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
     }
     if (out) return;
     device_.send(masters, bits.data(), count * 4);
@@ -406,12 +406,11 @@ void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const ui
 // As FP32, of which BF16 is the upper half.
 void Parameters::read_gradient(size_t i, float* out) const {
     const int64_t count = shards[i].own.count, bytes = gradient_bytes;
-    std::vector<uint8_t> raw(static_cast<size_t>(count * bytes));
+    std::vector<uint8_t> raw(count * bytes);
     device_.fetch(raw.data(), owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
-        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[static_cast<size_t>(e * bytes)],
-                    static_cast<size_t>(bytes));
+        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
 }
 
 }  // namespace coat::gpu
@@ -463,10 +462,10 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
     for (const bool cached : {caches_weights(s), false}) {
         const int64_t bytes = arena_bytes(s, cached);
         needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
-        if (needed <= static_cast<int64_t>(free)) return gpu_model(s, bytes, cached, std::move(transport));
+        if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));
     }
-    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ",
-                gigabytes(static_cast<int64_t>(free)), " GB are free; ",
+    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),
+                " GB are free; ",
                 "choose a smaller --batch, --seq or --model, or save memory with --master none",
                 s.ranks > 1 ? " and --attention groups."
                             : ", --attention groups, and --gradients none with --clip 0.");

@@ -34,7 +34,7 @@ public:
     uint8_t* begin() const { return memory_; }
 
     template <class T = uint8_t> T* take(int64_t count) {
-        return reinterpret_cast<T*>(take_bytes(count * static_cast<int64_t>(sizeof(T))));
+        return reinterpret_cast<T*>(take_bytes(count * int64_t(sizeof(T))));
     }
     int64_t most() const { return most_; }  // bytes in use at one time, so far
 
@@ -82,7 +82,7 @@ struct Scalars {
     // of targets that count.
     double loss_weight;
     // The errors of quantization, where they are measured: one for each ReportKind that comes before moments.
-    QuantStats quant_stats[static_cast<int>(ReportKind::Moment1)];
+    QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
 // Where everything is that lasts for the run. A drawing stands above take_memory() in run.cpp.
@@ -144,7 +144,7 @@ struct Device {
     void fetch(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     QuantStats* quant_stats_of(ReportKind kind) const {
-        return quant_stats ? quant_stats + static_cast<int>(kind) : nullptr;
+        return quant_stats ? quant_stats + int(kind) : nullptr;
     }
 };
 
@@ -204,7 +204,7 @@ private:
 
     // The number of an operand among those of all linear layers.
     int64_t number_of(LinearOperand o, int64_t linear_layer) const {
-        return static_cast<int>(o) * linear_layer_count + linear_layer;
+        return int(o) * linear_layer_count + linear_layer;
     }
 };
 
