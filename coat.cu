@@ -103,10 +103,10 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 // 2. Group scaling: the amax of a tensor in two stages
 //
 // Stage one finds the amax of a part of the tensor. The paper's parts are 1xG groups, here a part is what a
-// warp has; the result is the same. Stage two finds the largest of these, by an atomicMax. Mostly both happen
-// in passing, in a kernel that has the values anyway: the kernels that write the inputs of norms and
-// activations compute the outputs for their amax. The kernel below is for what no other kernel has at hand,
-// for instance the gradient of gate and up.
+// warp has; the result is the same. Stage two finds the largest of these, by an atomicMax. (So the word
+// Group Scaling, which is the paper's, is about finding an amax, not about the groups of part 1.) A kernel
+// that writes the input of a norm or of an activation usually also computes the output, only for its amax.
+// The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
@@ -131,35 +131,22 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 // ===========================================================================================================
 // 3. Operands of GEMMs: one scale per tensor, just in time; codes by rows, and transposed
 //
-// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32. The
-// transposed copy goes through shared memory (TransposeTile in gpu/device.cuh): a thread hands over the codes
-// of four of its rows at a time; when all threads have done so, the block writes its tile by columns.
+// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32.
+// store_codes() (gpu/device.cuh) computes x and stores the codes. The transposed copy goes through shared
+// memory there (TransposeTile): a thread hands over the codes of four of its rows at a time; when all threads
+// have done so, the block writes its tile by columns.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at;
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
-    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
-    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-    uint2 four_rows[PLANES][4];
-
-    // A thread outside the tensor must not even read, because codes may overwrite what x is computed from.
-    if (at.inside(rows, x.width))
-        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-            for (int p = 0; p < PLANES; p++) {
-                const uint2 eight_codes = encode<FP8>(v[p], inverse);
-                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), eight_codes);
-                four_rows[p][i % 4] = eight_codes;
-                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
-            }
-        });
-    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
-
+    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
+                            [&](int, int, const Values& v, bool) -> ChunkCodes {
+                                const uint2 eight_codes = encode<FP8>(v, inverse);
+                                return {.by_row = eight_codes, .transposed = eight_codes};
+                            });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
@@ -174,6 +161,31 @@ template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Opera
                amax_and_scale(out.view), info(FP8).max, static_cast<uint8_t*>(out.view.data),
                static_cast<uint8_t*>(out.transposed));
     });
+}
+
+// The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
+// through the tiles that column_sums_kernel (gpu/layers.cu) would give it, and adds in the same order: so the
+// sums have the same bits.
+template <class Producer, Format FP8>
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
+    quantize_and_sum_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
+                            uint8_t* codes, uint8_t* transposed, float* partials) {
+    __shared__ ColumnSums columns;
+    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float inverse = __frcp_rn(scale);
+    Values sum[Producer::PLANES] = {};
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
+        __syncthreads();  // all codes of the tile before have left shared memory
+        store_codes<true>(x, tile, rows, codes, transposed,
+                          [&](int, int p, const Values& v, bool live) -> ChunkCodes {
+                              if (live)
+                                  for (int j = 0; j < CHUNK; j++) sum[p][j] += v[j];
+                              const uint2 eight_codes = encode<FP8>(v, inverse);
+                              return {.by_row = eight_codes, .transposed = eight_codes};
+                          });
+    }
+    store_column_sums(x, sum, columns, partials);
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
 // ===========================================================================================================
@@ -216,5 +228,26 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaSt
 }
 
 void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }
+
+// One pass, if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's residual
+// stream do; else two.
+void quantize_and_sum(const Lazy& x, const Operand& out, const View& gradient, float* workspace,
+                      QuantStats* quant_stats, cudaStream_t s) {
+    const Quant& q = out.view.quant;
+    const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
+    const bool both_forms = out.view.data && out.transposed;
+    if (x.op != LazyOp::Stored || x.input.quant != BF16 || !per_tensor || !both_forms) {
+        column_sums(x, gradient, workspace, nullptr, s);
+        return quantize(x, out, quant_stats, s);
+    }
+    measure(x, out, quant_stats, s);
+    using P = LazyProducer<LazyOp::Stored, Dense<bf16>>;
+    auto kernel = quantize_and_sum_kernel<P, Format::E4M3>;
+    if (q.format == Format::E5M2) kernel = quantize_and_sum_kernel<P, Format::E5M2>;
+    launch("quantize_and_sum", kernel, column_grid(x.cols), TILE_THREADS, 0, s,
+           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale(out.view), info(q.format).max,
+           static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed), workspace);
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
+}
 
 }  // namespace coat::gpu

@@ -647,10 +647,11 @@ private:
                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
         complete_bucket(parameters_.params[embedding_].bucket, [&] {
             gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                    exchange_->gradient_to_write(embedding_), stream_);
+                                    embedding_order_.frequent, exchange_->gradient_to_write(embedding_),
+                                    stream_);
             if (rotary_) return;
-            gpu::embedding_backward(dresidual(), /*order=*/nullptr, /*tokens=*/nullptr, T_,
-                                    exchange_->gradient_to_write(parameters_.index("positions")), stream_);
+            positions_backward(dresidual(), T_, exchange_->gradient_to_write(parameters_.index("positions")),
+                               stream_);
         });
     }
 

@@ -334,6 +334,17 @@ private:
              [&] { quantize(x, out, nullptr, nullptr); });
     }
 
+    // Both in one pass: a gradient whose amax is known.
+    void quantize_and_sum_pass(const std::string& name, double count, const Lazy& x, const Quant& q) {
+        const Operand out = memory_.place(x.rows, x.cols, q, true, true);
+        const View gradient = random(1, x.cols);
+        float* workspace = floats(COLUMN_PARTIALS * x.cols);
+        find_scale(x, out);
+        pass(BETWEEN, name + ": bias gradient, to " + q.text() + ", and transposed", count,
+             reads(x) + 2 * double(q.bytes(x.rows, x.cols)),
+             [&] { quantize_and_sum(x, out, gradient, workspace, nullptr, nullptr); });
+    }
+
     // --- GEMMs ---------------------------------------------------------------------------------------------
     void gemm(const char* group, const std::string& name, double count, Gemm kind, const Operand& a,
               const Operand& b, const View& out, double flops, const void* bias, bool accumulate) {
@@ -422,6 +433,8 @@ private:
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, x, a, out, slot_, dweight, dbias, workspace, nullptr); });
+        if (c_.arch.bias && needs_amax_)
+            return quantize_and_sum_pass("residual gradient", 2 * layers_, stored(x), r_.g);
         bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
@@ -524,10 +537,10 @@ private:
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes),
-             [&] { gpu::embedding_backward(x, rows, pieces, distinct, table, nullptr); });
+             [&] { gpu::embedding_backward(x, rows, pieces, distinct, order.frequent, table, nullptr); });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
-                 [&] { gpu::embedding_backward(x, nullptr, nullptr, setup_.T, positions, nullptr); });
+                 [&] { positions_backward(x, setup_.T, positions, nullptr); });
     }
     void head() {
         const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();

@@ -29,8 +29,8 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(s, [&] {
-        // A block may have 48 KiB of shared memory without this call. Up to 8 KiB of them are for the arrays
-        // that a kernel declares with a fixed size.
+        // Without this call a block may have 48 KiB of shared memory. `shared` does not count the arrays that
+        // a kernel declares with a fixed size: 8 KiB are left for these.
         if (shared > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                   "This GPU has too little shared memory");
@@ -130,9 +130,9 @@ inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
 }
-// amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
-// remainder. It has the right bits for every normal result; the caller raises smaller ones to 2^-126. A group
-// of 16 needs it: with a division, a kernel that makes groups has a quarter to a half more instructions.
+// amax / 448, with the bits that a division gives: the product with the rounded reciprocal, corrected by its
+// remainder. The bits are right for every normal result; the caller raises smaller ones to 2^-126. (With a
+// division, a kernel that makes groups has a quarter to a half more instructions.)
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
@@ -249,10 +249,10 @@ struct Groups {
     __device__ void values(const Raw& raw, Values& v) const {
         decode(false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
     }
-    // The scale of the group that this lane and its neighbour hold. It is rounded to BF16 before it is used,
-    // so amax / scale may be up to 449.75 = 448 (1 + 2^-8). Its code is that of 448, and the error is no
-    // larger than rounding makes it elsewhere in this power of two (16). A group with NaN or infinity gets
-    // the scale NaN: a code would hide what is not finite.
+    // The scale of the group that this lane and its neighbour hold. It is rounded to BF16 before it is used.
+    // So amax / scale may be a little larger than 448: up to 448 (1 + 2^-8) = 449.75. It gets the code of
+    // 448, and its error is less than 2. (Rounding the other values from 256 on makes errors of up to 16.) A
+    // group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
@@ -305,7 +305,7 @@ struct EitherDense {
         if (f32) f(dense<float>(data));
         else f(dense<bf16>(data));
     }
-    using Raw = Dense<float>::Raw;  // of BF16 elements the first half
+    using Raw = Dense<float>::Raw;  // BF16 elements fill its first half
     __device__ Raw load(int64_t i) const {
         if (f32) return dense<float>(data).load(i);
         const auto half = dense<bf16>(data).load(i);
@@ -501,16 +501,18 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
     return bytes <= 32 ? 4 : 2;
 }
 
-// Calls use(i, values, live) for the thread's 8 rows of x, a producer, in turn, with the loads of several
-// rows in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A place outside the
-// tensor has live = false and reads the last row or chunk again, so that no load has a condition.
+// Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
+// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A chunk that
+// lies outside the tensor has live = false: in its place the last row or the last chunk is read again, so
+// that no load has a condition. If the kernel writes over x, what is read there may be anything.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     const int64_t row = at.row < rows ? at.row : rows - 1;
     const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
     const auto cursor = x.cursor(row, col);
-    const int rows_inside = static_cast<int>(min(max(rows - at.row, int64_t{0}), int64_t{THREAD_ROWS}));
+    const int64_t rows_left = max(rows - at.row, static_cast<int64_t>(0));
+    const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
     const int live_rows = at.col < x.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
@@ -525,9 +527,9 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
     }
 }
 
-// Combines numbers over the block's 16 rows of threads, in order, beginning with 0. Each thread has one for
-// each of its 8 columns: `mine`. take(column, result) is called once for each column of the block. `columns`
-// is shared memory.
+// Each thread has a number for each of its 8 columns, `mine`. The 16 numbers that a column has in the block
+// are combined in the order of the rows, beginning with 0. Then take(column, result) is called once for each
+// column of the block. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
 __device__ void combine_columns(const Producer& x, const TilePlace& at,
                                 const Number (&mine)[Producer::PLANES][CHUNK],
@@ -544,6 +546,24 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
     }
 }
 
+// Sums over rows are added up in COLUMN_PARTIALS parts: block blockIdx.y adds up every COLUMN_PARTIALS-th
+// tile of its columns, a thread its own rows of them: `mine`. The block's sums are row blockIdx.y of partials
+// (COLUMN_PARTIALS, PLANES * width).
+// Three blocks are resident: the sums need registers beside those of a tile's rows.
+constexpr int COLUMN_BLOCKS_PER_SM = 3;
+inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
+using ColumnSums =
+    float[SIDE_THREADS][TILE + 1];  // in shared memory; a column is padding, against bank conflicts
+template <class Producer>
+__device__ void store_column_sums(const Producer& x, const Values (&mine)[Producer::PLANES],
+                                  ColumnSums& columns, float* partials) {
+    combine_columns(
+        x, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
+        [&](int64_t col, float total) {
+            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * x.width + col] = total;
+        });
+}
+
 // Four rows of four bytes become four columns of four bytes.
 inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
     const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
@@ -558,41 +578,42 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
 // dev/ladders/quantize_transpose.cu.)
 //
-// A word has 4 rows of one column. Each of the tile's 128 columns has 32 words, as many as there are banks of
-// shared memory, so that the n-th place of every column lies in bank n. Thread (across, down) of the 16 x 16
-// has rows 8 * down ... + 7 of columns 8 * across ... + 7. To each of these columns it writes two words: word
-// 2 * down, which has its first 4 rows and is called down.0 here, and word 2 * down + 1, called down.1. It
-// writes word w to place w ^ (2 * across) ^ (down & 1), so that they lie so:
+// A word holds four rows of a column. A column of the tile has 128 rows, and so 32 words, one for each of the
+// 32 banks of shared memory. A thread has eight rows of eight columns: it writes two words to each of these
+// columns, the upper one with its first four rows, and the lower one. Threads that lie side by side have the
+// same rows, so their words would all go to the same bank if the words of every column were in order. So the
+// order differs from column to column. Here is where the words lie; the word "8-11" has rows 8 to 11:
 //
-//                      banks 0 ... 3             banks 4 ... 7
-//   bank                0     1     2     3       4     5     6     7      ...    31
-//   columns  0 ... 7   0.0   0.1   1.1   1.0     2.0   2.1   3.1   3.0     ...   15.0    across = 0 writes it
-//   columns  8 ... 15  1.1   1.0   0.0   0.1     3.1   3.0   2.0   2.1     ...   14.1    across = 1
-//   columns 16 ... 23  2.0   2.1   3.1   3.0     0.0   0.1   1.1   1.0     ...   13.0    across = 2
-//   columns 24 ... 31  3.1   3.0   2.0   2.1     1.1   1.0   0.0   0.1     ...   12.1    across = 3
+//   bank                0      1      2      3        4      5      6      7     ...     31
+//   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
+//   columns  8 - 15   12-15   8-11   0-3    4-7     28-31  24-27  16-19  20-23   ...  116-119
+//   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
+//   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
 //
-// Writing: a warp is 16 threads across and two down, say 0 and 1. At a time it writes all its 0.0 and 1.0,
-// one of each for every chunk of columns. The drawing has them in banks 0 and 3, 2 and 1, 4 and 7, 6 and 5:
-// with 16 chunks, every bank is written once. So it is for its 0.1 and 1.1. Reading: a lane reads a piece of
-// a column, 4 words or 16 rows, and stores it with one instruction. Piece p, rows 16 p ... + 15, has the
-// words down.0 and down.1 of down = 2 p and 2 p + 1. In the columns of chunk c, across = c, piece p lies in
-// banks 4 (p ^ c / 2) ... + 3. 8 lanes read the 8 pieces of a column: every bank once.
+// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. Each writes its
+// eight columns one after the other. For one of them the warp writes all upper words, 0-3 and 8-11, at a
+// time: to banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so
+// on. These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
+//
+// Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
+// stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
 struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // of a column
     uint32_t words[TILE][WORDS];
 
-    // A thread calls it twice, with its eight columns of its rows 0 ... 3 (half 0) and 4 ... 7 (half 1).
+    // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
+    // (half 1).
     __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int word = 2 * at.down + half;
+        const int word = 2 * at.down + half;  // it has rows 4 * word ... + 3
         const int bank = word ^ (2 * at.across) ^ (at.down & 1);
         for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
-    // The four words of rows 16 * piece ... + 15 of a column, put back into the order of the rows. They come
-    // from a thread whose `down` is even, say 0, and the next one. In columns of an even chunk they lie as
-    // 0.0 0.1 1.1 1.0, of an odd chunk as 1.1 1.0 0.0 0.1.
+    // Rows 16 * piece ... + 15 of a column. Columns 0 - 7, 16 - 23, ... have the four words of a piece in the
+    // order 0-3, 4-7, 12-15, 8-11; the other columns in the order 12-15, 8-11, 0-3, 4-7. Here they get back
+    // into the order of their rows.
     __device__ uint4 rows16(int col, int piece) const {
         const int chunk = col / CHUNK;
         const int bank = 4 * (piece ^ (chunk / 2));
@@ -603,15 +624,16 @@ struct TransposeTile {
     }
 };
 
-// Writes the block's tiles, one a plane, to out (columns, rows), rows a multiple of 16. All threads call it.
+// Writes the tiles of a block, one a plane, to out (columns, rows), rows a multiple of 16. All threads call
+// it. tile_row: the number of the tile, counted down the tensor.
 template <int PLANES>
-__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
-                                 uint8_t* out) {
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
+                                 int64_t width, uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
-    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE,
-                  first_col = static_cast<int64_t>(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(int64_t{TILE}, width - first_col));
+    const int64_t first_row = tile_row * TILE;
+    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
@@ -620,6 +642,38 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
             if (col >= cols || row >= rows) continue;
             put(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
         }
+}
+
+// A chunk of a row, encoded: its codes in the copy that has rows, and in the transposed copy. With one scale
+// for the tensor they are equal.
+struct ChunkCodes {
+    uint2 by_row, transposed;
+};
+
+// What all quantizers have in common: computes a tile of x, and stores its codes by rows, transposed, or
+// both. `codes` is null if they are not wanted by rows. For each chunk of the thread, its values v in row i
+// of plane p, encode(i, p, v, live) returns the codes. All threads call store_codes().
+template <bool TRANSPOSED, class Producer, class Encode>
+__device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, uint8_t* codes,
+                            uint8_t* transposed, Encode encode) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at(tile_row);
+    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
+    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint2 four_rows[PLANES][4];
+
+    // A thread outside the tensor must not even read, because codes may overwrite what x is computed from.
+    if (at.inside(rows, x.width))
+        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++) {
+                const ChunkCodes chunk = encode(i, p, v[p], live);
+                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), chunk.by_row);
+                four_rows[p][i % 4] = chunk.transposed;
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+            }
+        });
+    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
 }
 
 }  // namespace coat::gpu

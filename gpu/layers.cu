@@ -433,15 +433,12 @@ void loss_sum(const float* losses, int64_t n, const double* loss_weight, double*
 // ===========================================================================================================
 // Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
 
-// Stage one: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
-// Three blocks are resident: the sums need registers beside those of a tile's rows.
-constexpr int COLUMN_BLOCKS_PER_SM = 3;
+// Stage one (store_column_sums() of gpu/device.cuh), which takes the amax in passing.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax) {
     constexpr int PLANES = Producer::PLANES;
-    __shared__ float sums[SIDE_THREADS][TILE + 1];
-    const TilePlace at;
+    __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
     float top = 0;
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
@@ -453,11 +450,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                 }
         });
     if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
-    combine_columns(
-        x, at, sum, sums, [](float a, float b) { return a + b; },
-        [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * PLANES * x.width + col] = total;
-        });
+    store_column_sums(x, sum, columns, partials);
 }
 
 // Stage two. A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added.
@@ -493,15 +486,21 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
 
 void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s) {
     with_producer(x, [&](auto producer) {
-        const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
-        launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
-               x.rows, workspace, amax);
+        launch("column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
+               TILE_THREADS, 0, s, producer, x.rows, workspace, amax);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
 
 // ===========================================================================================================
 // Embedding, backward
+//
+// The gradient of a token's row is the sum of the rows of g at which the token stands, in order. A token that
+// stands at RUN_ROWS rows or fewer is rare, and its rows are added up by one thread for each chunk of
+// columns. A token that is half of the text must not keep the GPU waiting: the rows of a frequent token are
+// added up by the warps of a block, RUN_ROWS at a time, and then the sums of these runs are added.
+
+constexpr int RUN_ROWS = 32;
 
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     EmbeddingOrder out;
@@ -517,54 +516,104 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     // The longest sums start first.
     std::stable_sort(out.tokens.begin(), out.tokens.end(),
                      [](const TokenRows& a, const TokenRows& b) { return a.count > b.count; });
+    for (const TokenRows& t : out.tokens) out.frequent += t.count > RUN_ROWS ? 1 : 0;
     return out;
 }
 
-// Each thread of a block has CHUNK columns. A block has one token, whose rows are given by `order`; or one
-// position t of every `period`: rows t, t + period, ... of g, one of each sequence, in order. Each warp of a
-// token's block adds up a run of rows, then the first warp adds these sums, and so on: a token that is half
-// of the text must not keep the GPU waiting.
-constexpr int COLUMN_THREADS = 32, RUNS = 8, RUN_ROWS = 32;
-static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
-    embedding_backward_kernel(EitherDense g, int N, int64_t C, const int32_t* order, const TokenRows* tokens,
-                              int period, EitherDense gradient) {
-    __shared__ Values sums[RUNS][COLUMN_THREADS];
-    const int t = blockIdx.x;
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
-    const TokenRows rows =
-        tokens ? tokens[t] : TokenRows{t, 0, static_cast<int32_t>(ceil_div(N - t, period))};
-    const int run = tokens ? RUN_ROWS : rows.count, warps = blockDim.y;
-    Values total = {};
-    for (int first = 0; first < rows.count; first += warps * run) {
-        const int begin = first + threadIdx.y * run, n = col < C ? min(run, rows.count - begin) : 0;
-        Values sum = {};
+// sum = the sum of the rows number_of(begin), ..., number_of(end - 1) of g, in this order, in a chunk of
+// columns that begins with col.
+template <class NumberOf>
+static __device__ void sum_rows(const EitherDense& g, int64_t C, int64_t col, int begin, int end,
+                                NumberOf number_of, Values& sum) {
+    for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
-        for (int i = begin; i < begin + n; i++) {
-            const int64_t row = tokens ? order[rows.first + i] : i * period + t;
-            Values v;
-            g.load_values(row * C + col, v);
-            for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
-        }
-        for (int j = 0; j < CHUNK; j++) sums[threadIdx.y][threadIdx.x][j] = sum[j];
+    for (int i = begin; i < end; i++) {
+        Values v;
+        g.load_values(number_of(i) * C + col, v);
+        for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
+    }
+}
+
+static __device__ void add_to_gradient(const EitherDense& gradient, int64_t i, const Values& sum) {
+    Values total;
+    gradient.load_values(i, total);
+    for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
+    gradient.round_in_place_and_store(i, total, true);
+}
+
+// blockIdx.x is the number of a rare token. A thread has a chunk of columns.
+static __global__ void rare_tokens_kernel(EitherDense g, int64_t C, const int32_t* order,
+                                          const TokenRows* tokens, EitherDense gradient) {
+    const TokenRows rows = tokens[blockIdx.x];
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
+    if (col >= C) return;
+    auto number_of = [&](int i) -> int64_t { return order[i]; };
+    Values sum;
+    sum_rows(g, C, col, rows.first, rows.first + rows.count, number_of, sum);
+    add_to_gradient(gradient, rows.token * C + col, sum);
+}
+
+// blockIdx.x is the number of a frequent token. In a round each warp of the block adds up a run of its rows;
+// then the first warp adds these sums, in order, to those of the rounds before. A lane has a chunk of
+// columns.
+constexpr int RUNS = 8;  // of a round
+static __global__ void __launch_bounds__(32 * RUNS)
+    frequent_tokens_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRows* tokens,
+                           EitherDense gradient) {
+    __shared__ Values sums[RUNS][32];
+    const TokenRows rows = tokens[blockIdx.x];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK;
+    auto number_of = [&](int i) -> int64_t { return order[i]; };
+    Values total = {};
+    for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
+        const int begin = first + warp * RUN_ROWS;
+        const int end = col < C ? min(begin + RUN_ROWS, rows.count) : begin;
+        Values sum;
+        sum_rows(g, C, col, rows.first + begin, rows.first + end, number_of, sum);
+        for (int j = 0; j < CHUNK; j++) sums[warp][lane][j] = sum[j];
         __syncthreads();
-        const int runs = min(warps, static_cast<int>(ceil_div(rows.count - first, run)));
-        for (int r = 0; threadIdx.y == 0 && r < runs; r++)
-            for (int j = 0; j < CHUNK; j++) total[j] += sums[r][threadIdx.x][j];
+        const int runs = min(RUNS, static_cast<int>(ceil_div(rows.count - first, RUN_ROWS)));
+        for (int r = 0; warp == 0 && r < runs; r++)
+            for (int j = 0; j < CHUNK; j++) total[j] += sums[r][lane][j];
         __syncthreads();
     }
-    if (threadIdx.y != 0 || col >= C) return;
+    if (warp == 0 && col < C) add_to_gradient(gradient, rows.token * C + col, total);
+}
+
+// blockIdx.x is a position t, which has one row in each sequence: t, T + t, 2 T + t, ...
+static __global__ void positions_kernel(EitherDense g, int64_t N, int64_t C, int64_t T,
+                                        EitherDense gradient) {
+    const int64_t t = blockIdx.x;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
+    if (col >= C) return;
+    auto number_of = [&](int sequence) { return sequence * T + t; };
     Values sum;
-    gradient.load_values(rows.token * C + col, sum);
-    for (int j = 0; j < CHUNK; j++) sum[j] += total[j];
-    gradient.round_in_place_and_store(rows.token * C + col, sum, true);
+    sum_rows(g, C, col, 0, static_cast<int>(ceil_div(N - t, T)), number_of, sum);
+    add_to_gradient(gradient, t * C + col, sum);
+}
+
+// The threads of a block that has the chunks of a row; where they are more than 256, several blocks have it.
+static unsigned threads_of_row(int64_t cols) {
+    return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK, 32)));
 }
 
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        const View& gradient, cudaStream_t s) {
-    const int64_t n = tokens ? count : std::min(count, g.rows);
-    const dim3 grid(static_cast<unsigned>(n), blocks(g.cols, COLUMN_THREADS * CHUNK));
-    launch("embedding_backward", embedding_backward_kernel, grid, dim3(COLUMN_THREADS, tokens ? RUNS : 1), 0,
-           s, either_dense(g), g.rows, g.cols, order, tokens, count, either_dense(gradient));
+                        int64_t frequent, const View& gradient, cudaStream_t s) {
+    const dim3 frequent_grid(static_cast<unsigned>(frequent), blocks(g.cols, 32 * CHUNK));
+    launch("frequent_tokens", frequent_tokens_kernel, frequent_grid, 32 * RUNS, 0, s, either_dense(g), g.cols,
+           order, tokens, either_dense(gradient));
+    const unsigned threads = threads_of_row(g.cols);
+    const dim3 rare_grid(static_cast<unsigned>(count - frequent), blocks(g.cols, threads * CHUNK));
+    launch("rare_tokens", rare_tokens_kernel, rare_grid, threads, 0, s, either_dense(g), g.cols, order,
+           tokens + frequent, either_dense(gradient));
+}
+
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
+    const unsigned threads = threads_of_row(g.cols);
+    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
+    launch("positions_backward", positions_kernel, grid, threads, 0, s, either_dense(g), g.rows, g.cols, T,
+           either_dense(gradient));
 }
 
 }  // namespace coat::gpu

@@ -135,12 +135,20 @@ void LinearLayer::write_g8(const Lazy& g, AmaxIs amax, const Operand& g8) {
         if (bias_) add_bias_gradient(stored(g8.view), /*amax=*/nullptr);
         return;
     }
-    // The gradient of the bias sums g as it is before it is rounded to FP8. The pass that computes the sum
-    // computes a missing amax, too.
+    // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
+    // pass of its own, which computes both; otherwise it is done while g is quantized.
     AmaxAndScale* const missing = amax == AmaxIs::Unknown ? g_amax() : nullptr;
+    if (bias_ && !missing) return quantize_and_add_bias_gradient(g, g8);
     if (bias_) add_bias_gradient(g, missing);
     else compute_amax(g, missing);
     quantize_operand(LinearOperand::G, g, g8);
+}
+
+void LinearLayer::quantize_and_add_bias_gradient(const Lazy& g, const Operand& g8) const {
+    const Arena::Scope scope(arena());
+    float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
+    quantize_and_sum(g, g8, context_.exchange.gradient_to_write(*bias_), workspace,
+                     context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
 // Adds the column sums of g to the gradient of the bias. amax: where that of g goes, or null.

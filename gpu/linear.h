@@ -106,6 +106,7 @@ private:
     void compute_amax(const Lazy& x, AmaxAndScale* amax) const;
     void compute_weight_amax() const;
     void add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const;
+    void quantize_and_add_bias_gradient(const Lazy& g, const Operand& g8) const;
 };
 
 }  // namespace coat::gpu

@@ -173,6 +173,11 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 // - out may have more rows than x: these are left as they are.
 void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
+// quantize(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
+// (section 6), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
+void quantize_and_sum(const Lazy& x, const Operand& out, const View& gradient, float* workspace,
+                      QuantStats* quant_stats, cudaStream_t s);
+
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
 // very values that backward will read.
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
@@ -279,20 +284,22 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
 // (COLUMN_PARTIALS, cols) floats.
 void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s);
 
-// The rows of g that belong to the same token, sorted on the host, so that sums have a fixed order.
+// Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
 struct TokenRows {
     int32_t token, first, count;  // rows order[first .. first + count)
 };
 struct EmbeddingOrder {
     std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
-    std::vector<TokenRows> tokens;  // at most N
+    std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
+    int64_t frequent = 0;  // how many of them, the first ones, have so many rows that warps share these
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// gradient (padded_V, C): row[token] += the sum of g's rows, for `count` tokens; order and tokens are on the
-// device. Without them, gradient (max_T, C): row[t] += the sum over the batch of g's rows b*T + t, for T =
-// count positions.
+// gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the
+// first `frequent` are frequent. order and tokens are those of an EmbeddingOrder, on the device.
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        const View& gradient, cudaStream_t s);
+                        int64_t frequent, const View& gradient, cudaStream_t s);
+// gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 
 // ===========================================================================================================
 // 7. Parameters, and what precedes an update (gpu/parameters.cu)

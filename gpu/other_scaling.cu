@@ -93,47 +93,44 @@ static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
 }
 
 // The second pass: codes with a scale for each row or block. Either of codes and transposed may be null.
-template <class Producer>
+template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid by_row, ScaleGrid by_column, bool e5m2,
                               uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
-    __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const bool inside = at.inside(rows, x.width);
     Values of_columns[PLANES] = {};  // 1 / scale of each of the thread's columns, for the transposed codes
-    for (int p = 0; p < PLANES; p++)
-        for (int j = 0; j < CHUNK; j++)
-            if (transposed && inside) {
+    if (TRANSPOSED && at.inside(rows, x.width))
+        for (int p = 0; p < PLANES; p++)
+            for (int j = 0; j < CHUNK; j++) {
                 const int64_t col = p * x.width + at.col + j;
                 of_columns[p][j] = __frcp_rn(*by_column.at(static_cast<int64_t>(blockIdx.y) * TILE, col));
             }
-    uint2 four_rows[PLANES][4];
-    // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
-    if (inside)
-        for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-            for (int p = 0; p < PLANES; p++) {
-                if (live && codes) {
-                    const float of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
-                    uint8_t* first = codes + (at.row * PLANES + p) * x.width + at.col;
-                    put(first + row_offset(i, PLANES * x.width), encode(e5m2, v[p], of_row));
-                }
-                if (!transposed) continue;
-                for (int j = 0; j < CHUNK; j++) v[p][j] = __fmul_rn(v[p][j], of_columns[p][j]);
-                four_rows[p][i % 4] = encode(e5m2, v[p], 1.0f);
-                if (i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+    store_codes<TRANSPOSED>(
+        x, blockIdx.y, rows, codes, transposed, [&](int i, int p, const Values& v, bool live) {
+            ChunkCodes chunk{};
+            if (live && codes) {
+                const float of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
+                chunk.by_row = encode(e5m2, v, of_row);
             }
+            if (TRANSPOSED) {
+                Values scaled;
+                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], of_columns[p][j]);
+                chunk.transposed = encode(e5m2, scaled, 1.0f);
+            }
+            return chunk;
         });
-    if (transposed) store_transposed(tiles, rows, x.width, transposed);
 }
 
 void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
     measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<true>(x, [&](auto producer) {
-        launch("quantize_in_blocks", quantize_in_blocks_kernel<decltype(producer)>,
-               tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               scale_grid(out, false), scale_grid(out, true), out.view.quant.format == Format::E5M2,
+        using P = decltype(producer);
+        auto kernel = quantize_in_blocks_kernel<P, false>;
+        if (out.transposed) kernel = quantize_in_blocks_kernel<P, true>;
+        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
+               x.rows, scale_grid(out, false), scale_grid(out, true), out.view.quant.format == Format::E5M2,
                static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -146,30 +143,19 @@ template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
                             uint8_t* codes, uint8_t* transposed) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at;
     const bool delayed = amax_and_scale->from_history > 0;
     const float just_in_time = scale_of(fmax, amax_and_scale->amax);
     const float scale = delayed ? amax_and_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
     float top = 0;
-    uint8_t* first_row[PLANES];
-    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-    uint2 four_rows[PLANES][4];
-    // As in coat.cu, a thread outside the tensor must not read: codes may overwrite what x is computed from.
-    if (at.inside(rows, x.width))
-        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-            for (int p = 0; p < PLANES; p++) {
-                // A row that is not live may be the last one again, read after its codes were stored.
-                if (live) top = larger_magnitude(top, v[p]);
-                const uint2 eight_codes = encode(e5m2, v[p], inverse);
-                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), eight_codes);
-                four_rows[p][i % 4] = eight_codes;
-                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
-            }
-        });
-    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
+    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
+                            [&](int, int, const Values& v, bool live) -> ChunkCodes {
+                                // A row that is not live may be the last one again, read after its codes
+                                // were stored.
+                                if (live) top = larger_magnitude(top, v);
+                                const uint2 eight_codes = encode(e5m2, v, inverse);
+                                return {.by_row = eight_codes, .transposed = eight_codes};
+                            });
     if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }

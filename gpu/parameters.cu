@@ -206,7 +206,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         if (at.row + i < rows && at.col < cols)
             raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
     for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
-    store_transposed(tiles, rows, cols, transposed);
+    store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {

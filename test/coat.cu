@@ -233,6 +233,30 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
             }
 }
 
+// 128 tiles are 16384 rows: with more of them, some blocks add up two tiles.
+GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and column_sums") {
+    FRESH_RANDOM(rng);
+    for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
+        for (Quant q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {
+            CAPTURE(s.rows);
+            CAPTURE(q.text());
+            const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::F32, s.cols);
+            const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::F32),
+                sums(before, Format::F32);
+            const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
+            gpu::column_sums(gpu::stored(in.view()), wanted_sums.view(), workspace.get(), nullptr, 0);
+            if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
+            const Buffer<QuantStats> stats({BEFORE});
+            gpu::quantize_and_sum(gpu::stored(in.view()), out.operand(), sums.view(), workspace.get(),
+                                  stats.get(), 0);
+            check_quantized(out, x);
+            CHECK(same_bytes(sums.values(), wanted_sums.values()));
+            QuantStats wanted;
+            reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
+            if (out.per_tensor()) check_statistics(stats, wanted);
+        }
+}
+
 GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the input values") {
     // dup = dact silu(gate) and dgate = dact up silu'(gate); their codes replace those of gate and up, from
     // which they are computed. A thread handles eight rows. At the end of the tensor it must not read its

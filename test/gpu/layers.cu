@@ -157,15 +157,16 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
             const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N);
             const int64_t distinct = int64_t(order.tokens.size());
             REQUIRE(distinct <= live);
-            for (const gpu::TokenRows& t : order.tokens)  // a token's rows are in order
+            CHECK((0 < order.frequent && order.frequent < distinct));  // both kernels have tokens
+            for (const gpu::TokenRows& t : order.tokens)               // a token's rows are in order
                 CHECK(std::is_sorted(&order.order[t.first], &order.order[t.first] + t.count));
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::F32}) {  // of the gradients
                 const Tensor de(e, {V, C}, Quant{format}), dp(p, {T, C}, Quant{format});
                 gpu::embedding_backward(device_g.view(), device_order.get(), token_rows.get(), distinct,
-                                        de.view(), 0);
-                gpu::embedding_backward(device_g.view(), nullptr, nullptr, T, dp.view(), 0);
+                                        order.frequent, de.view(), 0);
+                gpu::positions_backward(device_g.view(), T, dp.view(), 0);
                 check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });
                 check_row_sums(dp, p, g, [&](int64_t n) { return n % T; });
             }
