@@ -32,8 +32,9 @@
 //
 // Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
 // weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125).
-// The gradient (2) is only read. An H200 does that at 81% of its copy bandwidth. dev/ladders/adamw.cu is the
-// way there, with what each idea wins.
+// The gradient (2) is only read. An H200 does that at 87% of its copy bandwidth. dev/ladders/adamw.cu is the
+// way there, with what each idea wins. (Its last kernel reaches 91%: it has one parameter in one format, and
+// no moment group that needs care.)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -61,24 +62,39 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper section 4.2)
 //
-// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh). FMAX and
-// FMIN are the largest and the smallest positive value of the format, f.fmax and f.fmin: 448 and 2^-9 for
-// E4M3.
+// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
+
+namespace {
+
+enum class Moment : uint8_t { First, Second };
+
+// How the codes of a moment are made. It is known when a kernel is compiled, so that nothing branches on it.
+template <Moment WHICH, Format FORMAT, bool EXPANDED> struct MomentCodes {
+    static constexpr bool E5M2 = FORMAT == Format::E5M2;
+    static constexpr bool EXPAND = EXPANDED;
+    static constexpr bool SIGNED = WHICH == Moment::First;
+    static constexpr float FMAX = info(FORMAT).max;  // the largest value of the format: 448 for E4M3
+    static constexpr float FMIN = info(FORMAT).min;  // the smallest positive one: 2^-9
+    static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
+    static constexpr float LOG_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
+};
+
+}  // namespace
 
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
 // group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
 // 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
-static __device__ float expansion_factor(const MomentFormat& f, float largest, float smallest) {
-    if (largest == 0) return 1.0f;
+template <class Codes> static __device__ float expansion_factor(float largest, float smallest) {
     const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
-    const float k = rintf(256.0f * f.log_range * fast_reciprocal(log_ratio)) * 0x1p-8f;
-    return fminf(fmaxf(k, 0.0625f), 64.0f);
+    const float rounded = rintf(256.0f * Codes::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
+    const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
+    return largest == 0 ? 1.0f : k;  // a select, not a branch
 }
 
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
 // -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
-static __device__ float expand_magnitude(const MomentFormat& f, float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), f.log_fmax));
+template <class Codes> static __device__ float expand_magnitude(float k, float inverse_max, float x) {
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Codes::LOG_FMAX));
 }
 // 1 / max: the fast reciprocal, and one step of Newton's method.
 static __device__ float inverse_of_max(float max) {
@@ -94,52 +110,62 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for moment groups so wide or so small that what the equations above compute on the way
-// would leave the normal numbers of FP32. All lanes of a span take it, or none. It is inlined although it is
-// almost never taken: as a function that is called, or in a loop that is not unrolled, it makes the fast
-// path up to 24% slower.
+// leaves the normal numbers of FP32. There are few. Their moments are computed by these equations like all
+// others, and then a second time, carefully: so the fast path has no branch, and the compiler can interleave
+// what m and v need. (As a function that is called, or in a loop that is not unrolled, the careful path would
+// make the fast one up to 24% slower.)
 
-// A moment group is wide if R_X may exceed about 2^120: log2(R_X) is log_range / k.
-static __device__ bool is_wide(const MomentFormat& f, const MomentScaling& range) {
-    return f.log_range > 120.0f * range.k;
+// A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
+template <class Codes> static __device__ bool is_wide(const MomentScaling& scaling) {
+    return Codes::EXPAND && Codes::LOG_RANGE > 120.0f * scaling.k;
 }
-// Encoding divides by max, so that also 1 / max must be normal. Decoding multiplies by max, and asks only
-// whether the moment group is wide.
-static __device__ bool expands_fast(const MomentFormat& f, const MomentScaling& range) {
-    return !is_wide(f, range) && (range.max >= 0x1p-100f || range.max == 0);
+// Encoding divides by max, so that also 1 / max must be normal.
+template <class Codes> static __device__ bool is_wide_or_small(const MomentScaling& scaling) {
+    const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
+    return Codes::EXPAND && (is_wide<Codes>(scaling) || !normal);
 }
-static __device__ float expand_carefully(const MomentFormat& f, const MomentScaling& range, float x) {
-    return f.fmax * fast_exp2(range.k * (log2f(fabsf(x)) - log2f(range.max)));
+template <class Codes> static __device__ float expand_carefully(const MomentScaling& scaling, float x) {
+    return Codes::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const MomentScaling& range, float inverse_k, float log_y) {
+static __device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
-    return root * range.max * root;
+    return root * scaling.max * root;
 }
 
 // ===========================================================================================================
 // 2. The eight moments of a thread
 
-// The codes of eight moments x. A second moment is never negative, and one above zero must stay above zero,
-// because the update divides by its root. The fast path does so by itself. With the k of equation 4 the
-// smallest moment of a moment group, max / R_X, becomes FMIN. k is rounded, and may be 1/512 too large: then
-// it becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, and 2^(-120/512) is 0.85. So it
-// is at least 0.85 FMIN, and is encoded as FMIN.
-template <bool SECOND>
-static __device__ uint2 encode_moments(const MomentFormat& f, const MomentScaling& range, const Values& x) {
-    Values y;  // the magnitudes that are encoded
-    if (f.expand && expands_fast(f, range)) {
-        const float inverse_max = inverse_of_max(range.max);
-        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude(f, range.k, inverse_max, x[j]);
-    } else {
-        const float inverse_scale = __frcp_rn(scale_of(f.fmax, range.max));  // without expansion
-        for (int j = 0; j < CHUNK; j++) {
-            y[j] = f.expand ? expand_carefully(f, range, x[j]) : fabsf(x[j]) * inverse_scale;
-            if (SECOND && x[j] > 0 && y[j] < f.fmin) y[j] = f.fmin;
-        }
-    }
-    if (!SECOND)
+// A second moment above zero must stay above zero, because the update divides by its root. y: the magnitude
+// that is encoded for x.
+template <class Codes> static __device__ float at_least_fmin(float y, float x) {
+    return !Codes::SIGNED && x > 0 && y < Codes::FMIN ? Codes::FMIN : y;
+}
+template <class Codes> static __device__ uint2 encode_with_signs(Values& y, const Values& x) {
+    if (Codes::SIGNED)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
-    return encode(f.e5m2, y, 1.0f);
+    return encode(Codes::E5M2, y, 1.0f);
+}
+
+// The codes of eight moments x. What is expanded is at least FMIN by itself: with the exact k of equation 4
+// the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it may be 1/512 too
+// large, and then that moment becomes FMIN R_X^(-1/512). Where no care is needed R_X is at most 2^120 or so,
+// which makes R_X^(-1/512) at least 0.85. And the code of 0.85 FMIN is that of FMIN.
+template <class Codes> static __device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
+    const float inverse_max = inverse_of_max(scaling.max);
+    const float inverse_scale = __frcp_rn(scale_of(Codes::FMAX, scaling.max));  // without expansion
+    Values y;
+    for (int j = 0; j < CHUNK; j++) {
+        if (Codes::EXPAND) y[j] = expand_magnitude<Codes>(scaling.k, inverse_max, x[j]);
+        else y[j] = at_least_fmin<Codes>(fabsf(x[j]) * inverse_scale, x[j]);
+    }
+    return encode_with_signs<Codes>(y, x);
+}
+template <class Codes>
+static __device__ uint2 encode_carefully(const MomentScaling& scaling, const Values& x) {
+    Values y;
+    for (int j = 0; j < CHUNK; j++) y[j] = at_least_fmin<Codes>(expand_carefully<Codes>(scaling, x[j]), x[j]);
+    return encode_with_signs<Codes>(y, x);
 }
 
 static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
@@ -149,34 +175,42 @@ static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
 // For each code, without its sign, log2(|y| / FMAX) of its value y; or |y| where nothing is expanded. The
 // table saves a thread 16 logarithms a step.
 constexpr int MAGNITUDES = 128;  // codes without a sign
-static __device__ void fill_table(const MomentFormat& f, float* table) {
+template <class Codes> static __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
-        const float y = decode2(f.e5m2, code).x;
-        table[code] = f.expand ? log2f(y) - log2f(f.fmax) : y;
+        const float y = decode2(Codes::E5M2, code).x;
+        table[code] = Codes::EXPAND ? log2f(y) - log2f(Codes::FMAX) : y;
     }
+}
+
+// magnitude, with the sign of its FP8 code, which is moved to where FP32 has it.
+template <class Codes> static __device__ float with_sign(float magnitude, uint32_t code) {
+    return Codes::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
 // Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
 // not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
 // that decays the moment. The factor is max; on the careful path 1; and the scale max / FMAX where nothing
-// is expanded. x is first an entry of the table, then a magnitude, and last gets its sign.
-template <bool SECOND>
-static __device__ float decode_moments(const MomentFormat& f, const MomentScaling& range, uint2 codes,
-                                       const float* table, Values& x) {
-    for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) % MAGNITUDES];
-    const float inverse_k = fast_reciprocal(range.k);
-    float factor = 1;
-    if (!f.expand) {
-        factor = scale_of(f.fmax, range.max);
-    } else if (is_wide(f, range)) {
-        for (int j = 0; j < CHUNK; j++) x[j] = contract_carefully(range, inverse_k, x[j]);
-    } else {
-        factor = range.max;
-        for (int j = 0; j < CHUNK; j++) x[j] = contract_to_ratio(inverse_k, x[j]);
+// is expanded.
+template <class Codes>
+static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
+                                       Values& x) {
+    const float inverse_k = fast_reciprocal(scaling.k);
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t code = code_of(codes, j);
+        const float entry = table[code % MAGNITUDES];
+        x[j] = with_sign<Codes>(Codes::EXPAND ? contract_to_ratio(inverse_k, entry) : entry, code);
     }
-    if (!SECOND)  // the sign of an FP8 code, moved to where FP32 has it
-        for (int j = 0; j < CHUNK; j++) x[j] = copysignf(x[j], __uint_as_float(code_of(codes, j) << 24));
-    return factor;
+    return Codes::EXPAND ? scaling.max : scale_of(Codes::FMAX, scaling.max);
+}
+template <class Codes>
+static __device__ float decode_carefully(const MomentScaling& scaling, uint2 codes, const float* table,
+                                         Values& x) {
+    const float inverse_k = fast_reciprocal(scaling.k);
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t code = code_of(codes, j);
+        x[j] = with_sign<Codes>(contract_carefully(scaling, inverse_k, table[code % MAGNITUDES]), code);
+    }
+    return 1.0f;
 }
 
 // ===========================================================================================================
@@ -185,7 +219,7 @@ static __device__ float decode_moments(const MomentFormat& f, const MomentScalin
 // The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
-static __device__ MomentScaling scaling_of_new_moments(const MomentFormat& f, const Values& x) {
+template <class Codes> static __device__ MomentScaling scaling_of_new_moments(const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -197,7 +231,7 @@ static __device__ MomentScaling scaling_of_new_moments(const MomentFormat& f, co
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
     const float largest = __uint_as_float(top), smallest = __uint_as_float(low_minus_1 + 1);
-    return {.max = largest, .k = f.expand ? expansion_factor(f, largest, smallest) : 1.0f};
+    return {.max = largest, .k = Codes::EXPAND ? expansion_factor<Codes>(largest, smallest) : 1.0f};
 }
 
 namespace {
@@ -239,6 +273,9 @@ static __device__ float field_of_step(float kept, int step, int which) {
 
 // ===========================================================================================================
 // 4. The kernel
+//
+// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentCodes M and V of each
+// optimizer's first and second moments.
 
 constexpr int WARPS = 8, BLOCKS_PER_SM = 2;  // of a block; a thread may then have 128 registers
 constexpr int64_t LEAST_SPANS = 16384;       // of a block, so that its start and end take little of its time
@@ -258,7 +295,7 @@ template <class W> struct Loaded {
 //   from the range's first element             gradients
 //   in the flat order of all parameters        the random bits of rounding
 // The distance from a span to the next is the same in all of them.
-template <class W> struct ElementsOfThread {
+template <class W, class M, class V> struct ElementsOfThread {
     const AdamArguments& a;
     const Segment& segment;
     const int spans;      // of the segment
@@ -287,10 +324,14 @@ template <class W> struct ElementsOfThread {
                           const MomentScaling& new_v, uint32_t& top) const {
         const bool live = span < spans;
         const int64_t i = distance(span);
+        uint2 new_codes_m = encode_moments<M>(new_m, m);
+        uint2 new_codes_v = encode_moments<V>(new_v, v);
+        if (is_wide_or_small<M>(new_m)) new_codes_m = encode_carefully<M>(new_m, m);
+        if (is_wide_or_small<V>(new_v)) new_codes_v = encode_carefully<V>(new_v, v);
         weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
         if (!live) return;
-        put(codes_m + i, encode_moments<false>(a.m, new_m, m));
-        put(codes_v + i, encode_moments<true>(a.v, new_v, v));
+        put(codes_m + i, new_codes_m);
+        put(codes_v + i, new_codes_v);
     }
 };
 
@@ -299,21 +340,18 @@ template <class W> struct ElementsOfThread {
 // A warp updates windows of a segment: the one that begins with span `first_span`, and then every WARPS-th
 // that begins before `end_span`. If the last span of the segment has no partner in its step, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
-template <class W>
+template <class W, class M, class V>
 static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_span,
                                           int end_span, const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
-    const ElementsOfThread<W> elements(a, segment);
+    const ElementsOfThread<W, M, V> elements(a, segment);
     const int spans = elements.spans;
     const int half = threadIdx.x % 32 / SPAN_LANES;
     const FieldOfLane mine(segment, spans);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
-    // `next` is what the next step needs. It is loaded as soon as a step has decoded its own, and arrives
-    // while the threads compute. The order of two things decides about the speed: load() begins with the
-    // codes, and a step finds its new moment scalings before it stores the weights. In another order the
-    // compiler copies `next` to other registers in the middle of a step. The threads then wait there until
-    // it has arrived, and the kernel reaches 71% of copy bandwidth, not 81%.
+    // `next` is what the next step needs. It is loaded when a step begins, and arrives while that one
+    // computes.
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
     for (int window = first_span; window < end_span; window += WARPS * WINDOW) {
@@ -325,16 +363,20 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
         for (int step = 0; step < STEPS && window + step * SPANS_PER_STEP < spans; step++) {
             const int span = window + step * SPANS_PER_STEP + half;
 
-            // Decode. Then the registers of `next` are free for what the next step needs.
+            const Loaded<W> now = next;
+            const bool more = step + 1 < STEPS && window + (step + 1) * SPANS_PER_STEP < spans;
+            next = elements.load(more ? span + SPANS_PER_STEP : next_window + half);
+
+            // Decode.
             auto old = [&](int which) { return field_of_step(old_field, step, which); };
             const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
-            elements.weights.values(next.w, w);
-            a.gradients.values(next.g, g);
-            const float factor_m = decode_moments<false>(a.m, old_m, next.m, table_m, m);
-            const float factor_v = decode_moments<true>(a.v, old_v, next.v, table_v, v);
-            const bool more = step + 1 < STEPS && window + (step + 1) * SPANS_PER_STEP < spans;
-            next = elements.load(more ? span + SPANS_PER_STEP : next_window + half);
+            elements.weights.values(now.w, w);
+            a.gradients.values(now.g, g);
+            float factor_m = decode_moments<M>(old_m, now.m, table_m, m);
+            float factor_v = decode_moments<V>(old_v, now.v, table_v, v);
+            if (is_wide<M>(old_m)) factor_m = decode_carefully<M>(old_m, now.m, table_m, m);
+            if (is_wide<V>(old_v)) factor_v = decode_carefully<V>(old_v, now.v, table_v, v);
 
             // Update: AdamW.
             const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
@@ -342,8 +384,8 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
             // Encode, and store. The new fields are stored later, with those of the window's other spans.
-            const MomentScaling new_m = scaling_of_new_moments(a.m, m),
-                                new_v = scaling_of_new_moments(a.v, v);
+            const MomentScaling new_m = scaling_of_new_moments<M>(m);
+            const MomentScaling new_v = scaling_of_new_moments<V>(v);
             if (step == mine.step) {
                 const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
@@ -355,7 +397,8 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
     return top;
 }
 
-// The last segment that starts at or before an element. The segments are in order, and the first starts at 0.
+// The last segment that starts at or before an element. The segments are in order, and the first starts at
+// first_element.
 static __device__ int segment_with(const AdamArguments& a, int64_t element) {
     int low = 0, high = a.number_of_segments - 1;
     while (low < high) {
@@ -366,15 +409,16 @@ static __device__ int segment_with(const AdamArguments& a, int64_t element) {
     return low;
 }
 
-// A block has consecutive spans, [begin, end) in the rank's order. Within each segment among them its warps
-// take turns with the windows, where spans count from the segment's first. A window that lies in two blocks
-// belongs to the one in which it begins.
-template <class W>
+// A block has consecutive spans, [begin, end) in the rank's order, and goes through the segments to which
+// they belong. In each segment, where spans are counted from the segment's first, warp 0 takes the first
+// window, warp 1 the second, and so on; after the last warp it is warp 0 again. A window that lies in two
+// blocks belongs to the one in which it begins.
+template <class W, class M, class V>
 static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
     __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
     if (a.state->skip) return;
-    fill_table(a.m, table_m);
-    fill_table(a.v, table_v);
+    fill_table<M>(table_m);
+    fill_table<V>(table_v);
     __syncthreads();
     const int64_t origin = a.first_element / MOMENT_GROUP;
     const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
@@ -389,8 +433,8 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         const int64_t first = max(begin, segment_begin) - segment_begin;
         const int64_t stop = min(end, segment_end) - segment_begin;
         const int64_t first_window = ceil_div(first, WINDOW) + warp;
-        const uint32_t top = update_windows<W>(a, segment, static_cast<int>(first_window) * WINDOW,
-                                               static_cast<int>(stop), table_m, table_v);
+        const uint32_t top = update_windows<W, M, V>(a, segment, static_cast<int>(first_window) * WINDOW,
+                                                     static_cast<int>(stop), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
 }
@@ -408,9 +452,9 @@ static unsigned blocks_of(int64_t spans) {
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
-static Factors factors(const AdamW& a) {
-    const double bias1 = 1 - std::pow(double{a.beta1}, static_cast<double>(a.step));
-    const double bias2 = 1 - std::pow(double{a.beta2}, static_cast<double>(a.step));
+static AdamWFactors factors(const AdamW& a) {
+    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
+    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
     return {.lr = a.lr,
             .beta1 = a.beta1,
             .beta2 = a.beta2,
@@ -421,16 +465,20 @@ static Factors factors(const AdamW& a) {
             .scaled_eps = static_cast<float>(bias1 * a.eps)};
 }
 
-static MomentFormat moment_format(Format format, const OptimizerFormat& o) {
-    if (!scales_moments(format)) return {};
-    const double fmax = info(format).max, fmin = info(format).min;
-    return {.e5m2 = format == Format::E5M2,
-            .expand = o.expands(format),
-            .per_tensor = o.per_tensor,
-            .fmax = info(format).max,
-            .fmin = info(format).min,
-            .log_fmax = static_cast<float>(std::log2(fmax)),
-            .log_range = static_cast<float>(std::log2(fmax / fmin))};
+// Calls f<M, V>() with the MomentCodes of first moments in the format OF_M and second moments in OF_V.
+template <Format OF_M, Format OF_V, bool EXPANDED, class F> static void call_with_codes(F f) {
+    using M = MomentCodes<Moment::First, OF_M, EXPANDED>;
+    using V = MomentCodes<Moment::Second, OF_V, EXPANDED>;
+    f.template operator()<M, V>();
+}
+// The same for an optimizer whose moments are in FP8 groups.
+template <class F> static void with_moment_codes(const OptimizerFormat& o, F f) {
+    constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
+    const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
+    if (both_e4m3 && o.expand) call_with_codes<E4M3, E4M3, /*EXPANDED=*/true>(f);
+    else if (both_e4m3) call_with_codes<E4M3, E4M3, /*EXPANDED=*/false>(f);
+    else if (o.m == E4M3 && o.v == E5M2 && o.expand) call_with_codes<E4M3, E5M2, /*EXPANDED=*/true>(f);
+    else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
@@ -441,8 +489,9 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),
-                                  .m = moment_format(optimizer.m, optimizer),
-                                  .v = moment_format(optimizer.v, optimizer),
+                                  .fmax_m = info(optimizer.m).max,
+                                  .fmax_v = info(optimizer.v).max,
+                                  .per_tensor = optimizer.per_tensor,
                                   .segments = segments,
                                   .number_of_segments = number_of_segments,
                                   .first_element = range.first,
@@ -451,10 +500,14 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                                   .rounding_key = rounding_key,
                                   .gradients = either_dense(gradients, format),
                                   .state = state};
+    clear_maxima(arguments, s);
     update_other_formats(arguments, fp8_moment_groups, s);
     if (!fp8_moment_groups || range.count == 0) return;
     with_weights(w, [&]<class W>() {
-        launch("adamw, FP8", adamw_fp8_kernel<W>, blocks_of(arguments.spans), 32 * WARPS, 0, s, arguments);
+        with_moment_codes(optimizer, [&]<class M, class V>() {
+            launch("adamw, FP8", adamw_fp8_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, s,
+                   arguments);
+        });
     });
 }
 

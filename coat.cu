@@ -43,13 +43,13 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 
 // Quantizes x, and does one of two things besides, or neither:
 //   write_back   x becomes what the groups hold
-//   TAKES_AMAX   of_activation gets the amax of the activation's output, which is computed from what the
+//   TAKES_AMAX   activation_amax gets the amax of the activation's output, which is computed from what the
 //                groups hold if forward_reads_groups, else from x
 // No caller wants both, so a kernel with TAKES_AMAX ignores write_back.
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back,
-                           bool forward_reads_groups, AmaxAndScale* of_activation) {
+                           bool forward_reads_groups, AmaxAndScale* activation_amax) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
@@ -69,18 +69,18 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         }
         if (TAKES_AMAX && forward_reads_groups) top = amax_of_activation(top, v);
     });
-    if (TAKES_AMAX) update_amax_by_warp(&of_activation->amax, magnitude_bits(top));
+    if (TAKES_AMAX) update_amax_by_warp(&activation_amax->amax, magnitude_bits(top));
 }
 
 // x in one plane, or (GATED) in the two planes of [gate | up].
 template <bool GATED, bool TAKES_AMAX>
 static void launch_quantize_groups(const View& x, const View& groups, bool write_back,
-                                   bool forward_reads_groups, AmaxAndScale* of_activation, cudaStream_t s) {
+                                   bool forward_reads_groups, AmaxAndScale* activation_amax, cudaStream_t s) {
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TAKES_AMAX>, tile_grid(x.rows, producer.width),
            TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), write_back, forward_reads_groups,
-           of_activation);
+           activation_amax);
 }
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
@@ -110,19 +110,19 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    amax_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale) {
+    amax_kernel(Producer x, int64_t rows, AmaxAndScale* out_amax) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
-    update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
+    update_amax_by_warp(&out_amax->amax, magnitude_bits(top));
 }
 
 // A Lazy (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer() finds the
 // producer that computes it.
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
-    with_producer<true>(x, [&](auto producer) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
                producer, x.rows, out);
     });
@@ -153,7 +153,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // out.view.data, out.transposed or both may be null.
 template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Operand& out, cudaStream_t s) {
-    with_producer<true>(x, [&](auto producer) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_kernel<P, FP8, false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, true>;

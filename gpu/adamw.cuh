@@ -21,7 +21,7 @@ namespace coat::gpu {
 //   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps
 
 // The constants of a step. Bias corrections are computed in double on the host.
-struct Factors {
+struct AdamWFactors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, weight_decay;
     float root_factor, scaled_eps;
 };
@@ -30,7 +30,7 @@ struct Factors {
 // the max of a moment group. The caller gives keep_m = b1 * factor, so that one operation multiplies by both.
 // On return m is the new moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
 // does not decay.
-inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g,
+inline __device__ void adamw_element(const AdamWFactors& f, float keep_m, float keep_v, float decay, float g,
                                      float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
@@ -131,13 +131,6 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// How one of the moments is stored in FP8 or FP16, as the kernels need it. For FP32 and BF16 it says nothing.
-struct MomentFormat {
-    bool e5m2 = false, expand = false, per_tensor = false;
-    float fmax = 1, fmin = 1;           // the largest and the smallest positive value of the format
-    float log_fmax = 0, log_range = 1;  // log2(fmax) and log2(fmax / fmin)
-};
-
 // Whether a moment has moment scalings: scales_moments() of coat.h, for kernels. The FP32 moments of norm
 // weights and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
@@ -149,8 +142,9 @@ inline __device__ bool has_scales(const MomentView& m) {
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamArguments {
-    Factors f;
-    MomentFormat m, v;  // of segments whose moments have scales
+    AdamWFactors f;
+    float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
+    bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Segment* segments;
     int number_of_segments;
     int64_t first_element, spans;  // of the range: its first element, and how many spans it has
@@ -160,11 +154,13 @@ struct AdamArguments {
     const GradientState* state;
 
     // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
-    __device__ bool in_fp8_moment_groups(const Segment& s) const { return has_scales(s.m) && !m.per_tensor; }
+    __device__ bool in_fp8_moment_groups(const Segment& s) const { return has_scales(s.m) && !per_tensor; }
 };
 
-// First clears the amaxes of all segments' weights, also for adamw_fp8_kernel. Then updates the segments
-// whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether the moments of the
+// Both of these are in other_optimizers.cu. Sets the amaxes of all segments' weights to 0, and the maxima
+// that the update will find of moments with one scale per tensor.
+void clear_maxima(const AdamArguments& a, cudaStream_t s);
+// Updates the segments whose moments are not in FP8 groups. fp8_moment_groups: whether the moments of the
 // other segments are in FP8 groups. Then only the small segments, norm weights and biases, are updated here.
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s);
 

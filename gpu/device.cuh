@@ -447,12 +447,14 @@ template <LazyOp OP, class Storage, bool GATED = false> struct LazyProducer {
     }
 };
 
-// Calls f with the producer of a lazily computed tensor. BF16_ONLY: for a kernel that serves FP8 alone.
-template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f) {
+// Calls f with the producer of a lazily computed tensor. with_producer<BF16_ONLY> is for kernels that serve
+// FP8 alone: with FP32 values it is an Error.
+constexpr bool BF16_ONLY = true;
+template <bool ONLY_BF16 = false, class F> void with_producer(const Lazy& x, F f) {
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
         const int64_t cols = x.input.cols;
-        if constexpr (BF16_ONLY && !std::is_same_v<typename Storage::Compute, bf16>)
+        if constexpr (ONLY_BF16 && !std::is_same_v<typename Storage::Compute, bf16>)
             require(false, "FP8 goes with the compute dtype BF16, not with FP32");
         else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Storage>{in, cols, x});
         else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Storage>{in, cols, x});

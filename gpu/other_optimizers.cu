@@ -10,7 +10,7 @@ namespace coat::gpu {
 
 // Decodes eight values of a moment in two parts: x, and the factor that it returns. Value j is factor * x[j],
 // as adamw_element() wants it.
-static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+static __device__ float load_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
@@ -20,17 +20,18 @@ static __device__ float load_moment(const MomentView& m, const MomentFormat& f, 
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
         for (int j = 0; j < CHUNK; j++) x[j] = __half2float(fp16[j]);
     } else {
-        decode(f.e5m2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
+        decode(m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
     }
-    return scale_of(f.fmax, m.max[0]);
+    return scale_of(fmax, m.max[0]);
 }
 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
-static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+static __device__ void store_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m))
         return EitherDense{m.data, m.format == Format::F32}.round_in_place_and_store(i, x, true);
-    const float inverse = __frcp_rn(scale_of(f.fmax, m.max[1]));
-    if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
+    const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
+    if (m.format != Format::F16)
+        return put(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
     alignas(16) __half fp16[CHUNK];
     for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);
     put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
@@ -52,8 +53,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         Values w = {}, g, m, v;
         if (!find_maxima) weights.values(weights.load(i), w);
         a.gradients.load_values(segment.offset - a.first_element + i, g);
-        const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, m);
-        const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
+        const float keep_m = a.f.beta1 * load_moment(segment.m, a.fmax_m, i, m);
+        const float keep_v = a.f.beta2 * load_moment(segment.v, a.fmax_v, i, v);
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             top_m = max(top_m, magnitude_bits(m[j]));
@@ -61,8 +62,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         }
         if (find_maxima) continue;
         weights.store(i, w, a.rounding_key, segment.offset + segment.to_flat_order + i, true, top_w);
-        store_moment(segment.m, a.m, i, m);
-        store_moment(segment.v, a.v, i, v);
+        store_moment(segment.m, a.fmax_m, i, m);
+        store_moment(segment.v, a.fmax_v, i, v);
     }
     if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
     if (find_maxima && has_scales(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
@@ -71,13 +72,13 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
 // the maxima of the moments.
-static __global__ void clear_maxima_kernel(const AdamArguments a, bool per_tensor) {
+static __global__ void clear_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
     if (segment.amax) segment.amax->amax = 0;
-    if (per_tensor && has_scales(segment.m)) segment.m.max[1] = 0;
-    if (per_tensor && has_scales(segment.v)) segment.v.max[1] = 0;
+    if (a.per_tensor && has_scales(segment.m)) segment.m.max[1] = 0;
+    if (a.per_tensor && has_scales(segment.v)) segment.v.max[1] = 0;
 }
 
 // After the last pass the new maxima decode the moments.
@@ -89,20 +90,22 @@ static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     if (has_scales(segment.v)) segment.v.max[0] = segment.v.max[1];
 }
 
+void clear_maxima(const AdamArguments& a, cudaStream_t s) {
+    launch("clear_maxima", clear_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a);
+}
+
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s) {
-    const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
-    const unsigned segments = static_cast<unsigned>(a.number_of_segments);
-    launch("clear_maxima", clear_maxima_kernel, blocks(segments, 128), 128, 0, s, a, per_tensor);
     if (a.spans == 0) return;
+    const unsigned segments = static_cast<unsigned>(a.number_of_segments);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
     const int64_t each = std::min<int64_t>(useful, fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), segments);
     with_weights(a.w, [&]<class W>() {
         const auto kernel = adamw_plain_kernel<W>;
-        if (per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);
+        if (a.per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);
         launch("adamw", kernel, grid, ADAMW_THREADS, 0, s, a, false);
     });
-    if (per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(segments, 128), 128, 0, s, a);
+    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(segments, 128), 128, 0, s, a);
 }
 
 }  // namespace coat::gpu

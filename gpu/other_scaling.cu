@@ -82,7 +82,7 @@ static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
-    with_producer<true>(x, [&](auto producer) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, s, producer, x.rows, grids[0], grids[1]);
     });
@@ -125,7 +125,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
     measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
-    with_producer<true>(x, [&](auto producer) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, true>;
@@ -163,7 +163,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Format fp8 = out.view.quant.format;
     measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
-    with_producer<true>(x, [&](auto producer) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, true>;

@@ -53,7 +53,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStr
     if (!quant_stats) return;
     const Quant& q = out.view.quant;
     auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
-        with_producer<true>(x, [&](auto producer) {
+        with_producer<BF16_ONLY>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                    TILE_THREADS, 0, s, producer, x.rows, amax_and_scale, blocks, q.format == Format::E5M2,
                    info(q.format).max, quant_stats);

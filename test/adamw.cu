@@ -95,7 +95,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
 TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     // A dry run calls the same functions without a GPU.
     auto update = [](Format m, Format v) {
-        const OptimizerFormat optimizer{.name = "", .m = m, .v = v};
+        const OptimizerFormat optimizer{.name = "", .m = m, .v = v, .expand = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
         gpu::adamw(STEP, optimizer, nullptr, 0, {0, 0}, none, 0, nullptr, Format::BF16, nullptr,
                    gpu::DRY_RUN);
