@@ -18,7 +18,7 @@
 //    6  logarithms of codes from a table                         977.7        91%     1.05x  4 by one
 //    7  loads of the next group while this one is computed      1106.4        81%     0.88x  4 by one
 //    8  eight groups a warp: scales fill whole sectors           987.9        90%     1.12x  4 by one
-//    9  adamw.cu, which trains                                  1095.8        81%     0.90x  7 by one
+//    9  adamw.cu, which trains                                  1030.5        87%     0.96x  7 by one
 //
 // In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code, and
 // in how many groups k differs by 1/256 (in none here), because a power differs in its last bits. More than
@@ -557,7 +557,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //
 // Measured: 988 us. That wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If
 // this were all, one would stop there. adamw.cu, which trains, goes through windows as rung 8 does, and takes
-// 1,096 us, for it does more: several parameters in one launch, groups that are extremely wide or small,
+// 1,031 us, for it does more: several parameters in one launch, groups that are extremely wide or small,
 // other formats, the amax of the new weights. Whether it would be faster in the manner of rung 6 has not been
 // measured.
 constexpr int STEPS = 4;
