@@ -6,6 +6,9 @@
 // There are two implementations: one for any GPU from Ampere on (BF16 on tensor cores through mma.sync, FP32
 // on CUDA cores), and one with Hopper's instructions (wgmma and TMA, attention_sm90.cu; BF16, head sizes 64,
 // 128). Both accumulate in FP32 and sum in a fixed order, so the same input always gives the same bits.
+//
+// Tensors are pointers with an AttentionShape: a View (gpu/operators.h) would say how many rows there are,
+// but not which of them belong to a sequence, nor which columns to a head.
 #pragma once
 #include <cuda_runtime.h>
 
