@@ -33,8 +33,8 @@
 // Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
 // weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125).
 // The gradient (2) is only read. An H200 does that at 87% of its copy bandwidth. dev/ladders/adamw.cu is the
-// way there, with what each idea wins. (Its best kernels reach 91%: they update one parameter, and none of its
-// moment groups needs care.)
+// way there, with what each idea wins. (Its best kernels reach 91%: they update one parameter, and none of
+// its moment groups needs care.)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {

@@ -121,10 +121,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // A Lazy (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer() finds the
 // producer that computes it.
-void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
+void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
-               producer, x.rows, out);
+               producer, x.rows, out_amax);
     });
 }
 
@@ -164,8 +164,8 @@ template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Opera
 }
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
-// through the tiles that column_sums_kernel (gpu/layers.cu) would give it, and adds in the same order: so the
-// sums have the same bits.
+// through every COLUMN_PARTIALS-th tile of its columns, as store_column_sums() (gpu/device.cuh) says; so the
+// sums have the bits of column_sums().
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     quantize_and_sum_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,

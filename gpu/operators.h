@@ -154,10 +154,10 @@ inline Lazy lazy_activation_backward(bool gated, const View& gate_up, const View
 // Scaling per tensor takes two passes, amax() and quantize(). A kernel that has the values at hand anyway
 // updates the amax itself, which saves the first pass.
 
-// out->amax = max(out->amax, |x|). The caller clears the amaxes of activations and gradients before every
-// micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not be in
-// FP32.
-void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
+// out_amax->amax = max(out_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
+// every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not
+// be in FP32.
+void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s);
 
 // Computes x and writes it as out says. (So quantize() also evaluates a Lazy, or converts between BF16 and
 // FP32, where out is not FP8.)
