@@ -51,9 +51,9 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
 }
 
 // The statistics of a row, whose chunks in this thread are x. Chunks that lie behind the row are zeros. The
-// forward pass of both norms calls it. LayerNorm's backward pass does too, and gets the same bits, because
-// its threads have the same chunks. RMSNorm's backward pass needs only the sum of squares, which it computes
-// together with another sum.
+// forward pass of both norms calls it, and LayerNorm's backward pass. RMSNorm's backward pass computes the
+// sum of squares together with another sum, in the same order. So forward and backward have the same bits:
+// wgrad quantizes the norm's output with an amax that forward has computed.
 static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
                                                float eps) {
     float sum[1] = {0};
@@ -94,16 +94,14 @@ static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHU
 
 namespace {
 
-// Which row of x and which row of branch are added to give a certain row of the sum.
+// The numbers of the rows of x and of branch whose sum is a certain row.
 struct RowsToAdd {
     int64_t x, branch;
 };
 
 }  // namespace
 
-// The row of the sum has the same number in both. But with tokens, x is the embedding, and branch are the
-// learned positions: then these are the rows of the token and of its position. A sequence has `period`
-// tokens.
+// Row r of the sum is x[r] + branch[r]. With tokens it is embedding[tokens[r]] + positions[r % period].
 static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t period) {
     RowsToAdd from{.x = row, .branch = row};
     if (tokens) {
@@ -199,51 +197,52 @@ static __device__ void write_partials(const float4* sums_of_rows, int C, float* 
     }
 }
 
+// x becomes xhat.
+static __device__ void normalize(Values& x, RowStatistics statistics) {
+    for (int j = 0; j < CHUNK; j++) x[j] = (x[j] - statistics.mean) * statistics.rstd;
+}
+
 // Adds a chunk's part to the two sums over a row that dx needs. Of LayerNorm they are the sums of d and of
-// d xhat, and x becomes xhat. Of RMSNorm they are the sums of x^2 and of d x. The latter gives mean(d xhat) =
+// d xhat; x is xhat. Of RMSNorm they are the sums of x^2 and of d x. The latter gives mean(d xhat) =
 // mean(d x) / rms once rms is known: so the threads of a row exchange both sums at once.
 template <bool RMS>
-static __device__ void add_to_row_sums(Values& x, const Values& dy, const Values& weight,
-                                       RowStatistics statistics, float (&sum)[2]) {
+static __device__ void add_to_row_sums(const Values& x, const Values& dy, const Values& weight,
+                                       float (&sum)[2]) {
     for (int j = 0; j < CHUNK; j++) {
-        if (!RMS) x[j] = (x[j] - statistics.mean) * statistics.rstd;
         const float d = dy[j] * weight[j];
         sum[0] = RMS ? __fmaf_rn(x[j], x[j], sum[0]) : sum[0] + d;
         sum[1] += d * x[j];
     }
 }
 
-// Adds a chunk's dx to g, by the equations above, and sets dweight to what this row adds to it. x is the
-// input of RMSNorm, or the xhat of LayerNorm.
+// Adds a chunk's dx to g, by the equations above.
 template <bool RMS>
-static __device__ void add_dx(const Values& x, const Values& dy, const Values& weight,
-                              RowStatistics statistics, float mean_d, float mean_d_xhat, Values& g,
-                              Values& dweight) {
+static __device__ void add_dx(const Values& xhat, const Values& dy, const Values& weight, float rstd,
+                              float mean_d, float mean_d_xhat, Values& g) {
     for (int j = 0; j < CHUNK; j++) {
-        const float xhat = RMS ? x[j] * statistics.rstd : x[j];
         const float d = dy[j] * weight[j];
-        g[j] += statistics.rstd * ((RMS ? d : d - mean_d) - xhat * mean_d_xhat);
-        dweight[j] = dy[j] * xhat;
+        g[j] += rstd * ((RMS ? d : d - mean_d) - xhat[j] * mean_d_xhat);
     }
 }
 
 // norm_backward() of operators.h: g_out = g_in + dx, (N, C); g_in may be no tensor. The kernel also writes
 // the row statistics, the amax of g_out, and the blocks' sums: partials (blocks, C) of dweight and, of
 // LayerNorm, behind them (blocks, C) of dbias. It computes the statistics again because all norms have the
-// same place for them, where later norms have left theirs.
-template <class Storage, bool RMS, class Element = typename Storage::Compute>
+// same place for them, where later norms have left theirs. CHUNKS: if it is not 0, a row consists of so many
+// whole chunks of each thread. Then no chunk has a condition, so that the compiler can mix the instructions
+// of all chunks.
+template <class Storage, bool RMS, int CHUNKS, class Element = typename Storage::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
                          Dense<Element> g_out, AmaxAndScale* g_amax, float* partials) {
-    using Raw = typename Dense<Element>::Raw;
     const int64_t rows = n.in.rows;
     const uint32_t C = static_cast<uint32_t>(n.in.cols);
     const Dense<Element> weights = dense<Element>(n.weight);
     extern __shared__ float4 sums_of_rows[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
-    const uint32_t quarter = C / 4;
-    float4* const dweight = sums_of_rows + threadIdx.y * quarter;
-    float4* const dbias = dweight + blockDim.y * quarter;
-    for (uint32_t i = threadIdx.x; i < quarter; i += blockDim.x) {
+    const uint32_t float4s = C / 4;
+    float4* const dweight = sums_of_rows + threadIdx.y * float4s;
+    float4* const dbias = dweight + blockDim.y * float4s;
+    for (uint32_t i = threadIdx.x; i < float4s; i += blockDim.x) {
         dweight[i] = float4{};
         if (!RMS) dbias[i] = float4{};
     }
@@ -253,39 +252,38 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     bool odd_row = false;  // of the rows that this thread has had
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
-        const int64_t row = first + threadIdx.y, element = row * C + threadIdx.x * CHUNK;
-        auto live = [&](int c) { return row < rows && row_column(c) < C; };
-        auto offset = [&](int c) { return static_cast<uint32_t>(c * blockDim.x * CHUNK); };
+        const int64_t row = first + threadIdx.y;
+        auto live = [&](int c) { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < C; };
 
         // Load the thread's part of the row. The weight is read again where it is needed, from the cache.
         typename Storage::Raw raw_x[ROW_CHUNKS] = {};
-        Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        typename Dense<Element>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            raw_x[c] = input.from(element).load(offset(c));
-            raw_dy[c] = dy_in.from(element).load(offset(c));
-            if (g_in.data) raw_g[c] = g_in.from(element).load(offset(c));
+            raw_x[c] = input.from(row * C).load(row_column(c));
+            raw_dy[c] = dy_in.from(row * C).load(row_column(c));
+            if (g_in.data) raw_g[c] = g_in.from(row * C).load(row_column(c));
         }
         auto dy_and_weight = [&](int c, Values& dy, Values& weight) {
             dy_in.values(raw_dy[c], dy);
             weights.values(weights.load(row_column(c)), weight);
         };
-        Values x[ROW_CHUNKS];  // of LayerNorm it becomes xhat
+        Values x[ROW_CHUNKS];  // it becomes xhat
         for (int c = 0; c < ROW_CHUNKS; c++) input.values(raw_x[c], x[c]);
         RowStatistics statistics{};
         if (!RMS) statistics = row_statistics(x, C, false, n.eps);
 
         // The two sums over the row, from which all its threads compute the means.
         float sum[2] = {0, 0};
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values dy, weight;
             dy_and_weight(c, dy, weight);
-            add_to_row_sums<RMS>(x[c], dy, weight, statistics, sum);
+            if (!RMS) normalize(x[c], statistics);
+            add_to_row_sums<RMS>(x[c], dy, weight, sum);
         }
-        // Two successive calls of row_sum() need different places. RMSNorm uses place 1 for every second row,
-        // and place 2 for the others. LayerNorm always uses place 2, because row_statistics() uses the places
-        // 0 and 1 in between.
+        // Two successive calls of row_sum() need different places. RMSNorm uses the places 1 and 2 in turn;
+        // LayerNorm always place 2, because row_statistics() uses the places 0 and 1 in between.
         if (RMS && odd_row) row_sum<1>(sum);
         else row_sum<2>(sum);
         odd_row = !odd_row;
@@ -295,22 +293,24 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         const float mean_d_xhat = sum[1] * inverse_C * (RMS ? statistics.rstd : 1.0f);
 
         // dx, and the sums of dweight and dbias.
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values dy, weight, g, dweight_of_row;
             dy_and_weight(c, dy, weight);
             g_in.values(raw_g[c], g);
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            add_dx<RMS>(x[c], dy, weight, statistics, mean_d, mean_d_xhat, g, dweight_of_row);
+            if (RMS) normalize(x[c], statistics);
+            for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
+            add_dx<RMS>(x[c], dy, weight, statistics.rstd, mean_d, mean_d_xhat, g);
             add_columns(dweight, C, row_column(c), dweight_of_row);
-            g_out.from(element).round_in_place_and_store(offset(c), g, true);
+            g_out.from(row * C).round_in_place_and_store(row_column(c), g, true);
             top = larger_magnitude(top, g);
         }
     }
     if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude_bits(top));
     __syncthreads();
     write_partials(sums_of_rows, C, partials);
-    if (!RMS) write_partials(sums_of_rows + blockDim.y * quarter, C, partials + gridDim.x * C);
+    if (!RMS) write_partials(sums_of_rows + blockDim.y * float4s, C, partials + gridDim.x * C);
 }
 
 // The number of blocks depends on the GPU alone: it decides in which order dweight and dbias are summed.
@@ -330,10 +330,16 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using Element = typename Storage::Compute;
-        const auto kernel =
-            n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
-        launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
-               dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
+        auto run = [&]<int CHUNKS>() {
+            const auto kernel = n.rms ? norm_backward_kernel<Storage, true, CHUNKS>
+                                      : norm_backward_kernel<Storage, false, CHUNKS>;
+            launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
+                   dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
+        };
+        // The usual widths: 768 has 3 chunks, and powers of two from 1024 on have 4
+        if (C == 3 * block.x * CHUNK) run.template operator()<3>();
+        else if (C == 4 * block.x * CHUNK) run.template operator()<4>();
+        else run.template operator()<0>();
     });
     reduce_partials(workspace, grid, dweight, s, n.rms ? View{} : dbias);  // gpu/layers.cu
 }
