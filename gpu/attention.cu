@@ -20,7 +20,7 @@
 
 #include <cuda_pipeline.h>
 
-namespace coat {
+namespace coat::gpu {
 namespace {
 
 using namespace flash;
@@ -396,4 +396,4 @@ void attention_backward(const AttentionShape& s, const AttentionBackward& tensor
 
 size_t attention_workspace(const AttentionShape& s) { return fastest(s).workspace(s); }
 
-}  // namespace coat
+}  // namespace coat::gpu

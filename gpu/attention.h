@@ -14,7 +14,7 @@
 
 #include "operators.h"
 
-namespace coat {
+namespace coat::gpu {
 
 struct AttentionShape {
     int64_t B, T;         // sequences and tokens per sequence; any
@@ -33,7 +33,7 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
 // out_amax: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
 // shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       gpu::AmaxAndScale* out_amax, cudaStream_t stream);
+                       AmaxAndScale* out_amax, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
@@ -45,9 +45,9 @@ struct AttentionBackward {
     // before RoPE: dq and dk are rounded to `format`, rotated by the inverse of RoPE, and rounded again, so
     // that the bits are those of rope() as a pass of its own.
     void* dqkv;
-    void* workspace;               // attention_workspace(shape) bytes of temporary memory
-    const float2* rope_table;      // see Rope (gpu/operators.h); null: q and k were not rotated
-    gpu::AmaxAndScale* dqkv_amax;  // where the amax of dqkv goes; null: nobody needs it, as in FP32
+    void* workspace;           // attention_workspace(shape) bytes of temporary memory
+    const float2* rope_table;  // see Rope (gpu/operators.h); null: q and k were not rotated
+    AmaxAndScale* dqkv_amax;   // where the amax of dqkv goes; null: nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
@@ -55,12 +55,12 @@ size_t attention_workspace(const AttentionShape& shape);
 // An implementation, for one format and range of head sizes: the functions above call one. Tests and the
 // ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse,
-                    gpu::AmaxAndScale* out_amax, cudaStream_t);
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+                    cudaStream_t);
     void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
     size_t (*workspace)(const AttentionShape&);
 };
 AttentionKernels any_gpu_attention(const AttentionShape& shape);  // attention.cu
 AttentionKernels hopper_attention(const AttentionShape& shape);   // attention_sm90.cu: BF16, HS 64 or 128
 
-}  // namespace coat
+}  // namespace coat::gpu

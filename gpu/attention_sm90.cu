@@ -29,7 +29,7 @@
 #include "attention_common.cuh"
 #include "cuda.h"
 
-namespace coat {
+namespace coat::gpu {
 namespace {
 
 using namespace flash;
@@ -1146,4 +1146,4 @@ constexpr AttentionKernels KERNELS{.forward = forward<Forward<HS>>,
 
 AttentionKernels hopper_attention(const AttentionShape& s) { return s.HS == 64 ? KERNELS<64> : KERNELS<128>; }
 
-}  // namespace coat
+}  // namespace coat::gpu

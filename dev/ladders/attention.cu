@@ -46,7 +46,7 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 struct Shape {
     int B, T, heads;
     __host__ __device__ int cols() const { return 3 * heads * HEAD; }
-    AttentionShape attention() const { return {B, T, heads, heads, HEAD, Format::BF16}; }
+    gpu::AttentionShape attention() const { return {B, T, heads, heads, HEAD, Format::BF16}; }
 };
 
 enum { Q, K, V };
@@ -305,7 +305,7 @@ struct Case {
         const dim3 by_queries((T + QUERIES - 1) / QUERIES, heads);
         const bf16* const in = reinterpret_cast<const bf16*>(qkv.get());
         bf16* const to = reinterpret_cast<bf16*>(out.get());
-        const AttentionShape shape = s.attention();
+        const gpu::AttentionShape shape = s.attention();
         switch (rung) {
             case 0:
                 scores_rung1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, in, scores.get());
@@ -315,8 +315,12 @@ struct Case {
             case 1: rung2<<<by_queries, QUERIES>>>(s, in, to); break;
             case 2: rungs3_and_4<1><<<by_queries, QUERIES>>>(s, in, to); break;
             case 3: rungs3_and_4<4><<<by_queries, 4 * QUERIES>>>(s, in, to); break;
-            case ANY_GPU: any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr); break;
-            case HOPPER: hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr); break;
+            case ANY_GPU:
+                gpu::any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr);
+                break;
+            case HOPPER:
+                gpu::hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr);
+                break;
             case MINE: launch_my_kernel(s, in, to); break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");

@@ -9,6 +9,7 @@
 
 using namespace coat;
 using namespace coat::test;
+using namespace coat::gpu;
 
 namespace {
 
