@@ -26,8 +26,9 @@ struct Passage {
 
 // A command is what begins with a program of this repository and is not its name alone.
 static bool is_command(const std::string& text) {
-    return std::regex_search(
-        text, std::regex(R"(^(\./setup|\./train .|make |python3 |build/\w|dev/\w+\.sh|hf |\w+=\S+ ))"));
+    static const std::regex program(
+        R"(^(\./setup|\./train .|make |python3 |build/\w|dev/\w+\.sh|hf |\w+=\S+ ))");
+    return std::regex_search(text, program);
 }
 
 // Fenced code without a language has a command on each line; "```text" is output. In paragraphs, commands are
@@ -187,11 +188,28 @@ static std::map<std::string, Result> results_of(const std::vector<std::string>& 
     return by_command;
 }
 
-// A line as it looks on any machine: without its numbers, and without spaces that align them.
+// A line as it looks on any machine: # for each number, such as -1.5e-05, and one space for several.
 static std::string form_of(const std::string& line) {
-    const std::string without =
-        std::regex_replace(line, std::regex("[-+]?[0-9][0-9.,]*(e[-+]?[0-9]+)?"), "#");
-    return std::regex_replace(without, std::regex(" +"), " ");
+    const std::string digits = "0123456789", signs = "+-";
+    const auto is_at = [&](size_t i, const std::string& characters) {
+        return i < line.size() && contains(characters, std::string(1, line[i]));
+    };
+    std::string form;
+    for (size_t i = 0; i < line.size();) {
+        const size_t number = is_at(i, signs) ? i + 1 : i;
+        if (is_at(number, digits)) {
+            i = line.find_first_not_of(digits + ".,", number);
+            const size_t exponent = is_at(i, "e") && is_at(i + 1, signs) ? i + 2 : i + 1;
+            if (is_at(i, "e") && is_at(exponent, digits)) i = line.find_first_not_of(digits, exponent);
+            form += '#';
+        } else if (line[i] == ' ') {
+            i = line.find_first_not_of(' ', i);
+            form += ' ';
+        } else {
+            form += line[i++];
+        }
+    }
+    return form;
 }
 
 static bool has_line(const std::string& text, const std::string& line, bool form) {
