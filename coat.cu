@@ -49,7 +49,7 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 template <class Producer, bool TAKES_AMAX>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back,
-                           bool forward_reads_groups, AmaxAndScale* activation_amax) {
+                           bool forward_reads_groups, TensorScale* activation_amax) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
@@ -75,7 +75,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 // x in one plane, or (GATED) in the two planes of [gate | up].
 template <bool GATED, bool TAKES_AMAX>
 static void launch_quantize_groups(const View& x, const View& groups, bool write_back,
-                                   bool forward_reads_groups, AmaxAndScale* activation_amax, cudaStream_t s) {
+                                   bool forward_reads_groups, TensorScale* activation_amax, cudaStream_t s) {
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TAKES_AMAX>, tile_grid(x.rows, producer.width),
@@ -85,15 +85,15 @@ static void launch_quantize_groups(const View& x, const View& groups, bool write
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s) {
-    require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
+    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     measure(stored(x), {groups}, quant_stats, s);  // for the report; nothing where quant_stats is null
     launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
 }
 
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               AmaxAndScale* amax, QuantStats* quant_stats, cudaStream_t s) {
+                               TensorScale* amax, QuantStats* quant_stats, cudaStream_t s) {
     if (!amax) return quantize_groups(x, groups, false, quant_stats, s);
-    require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
+    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     measure(stored(x), {groups}, quant_stats, s);
     if (gated) launch_quantize_groups<true, true>(x, groups, false, forward_reads_groups, amax, s);
     else launch_quantize_groups<false, true>(x, groups, false, forward_reads_groups, amax, s);
@@ -110,7 +110,7 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    amax_kernel(Producer x, int64_t rows, AmaxAndScale* out_amax) {
+    amax_kernel(Producer x, int64_t rows, TensorScale* out_amax) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
@@ -119,9 +119,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     update_amax_by_warp(&out_amax->amax, magnitude_bits(top));
 }
 
-// A Lazy (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer() finds the
-// producer that computes it.
-void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s) {
+// A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
+// finds the producer that computes it.
+void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
                producer, x.rows, out_amax);
@@ -137,10 +137,10 @@ void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s) {
 // have done so, the block writes its tile by columns.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
+    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
-    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse = __frcp_rn(scale);
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
                             [&](int, int, const Values& v, bool) -> ChunkCodes {
@@ -148,17 +148,18 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                                 return {.by_row = eight_codes, .transposed = eight_codes};
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
 // out.view.data, out.transposed or both may be null.
-template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Operand& out, cudaStream_t s) {
+template <Format FP8>
+static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_kernel<P, FP8, false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               amax_and_scale(out.view), info(FP8).max, static_cast<uint8_t*>(out.view.data),
+               tensor_scale(out.view), info(FP8).max, static_cast<uint8_t*>(out.view.data),
                static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -168,10 +169,10 @@ template <Format FP8> static void quantize_per_tensor(const Lazy& x, const Opera
 // sums have the bits of column_sums().
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    quantize_and_sum_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
-                            uint8_t* codes, uint8_t* transposed, float* partials) {
+    quantize_and_sum_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
+                            uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse = __frcp_rn(scale);
     Values sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
@@ -185,7 +186,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                           });
     }
     store_column_sums(x, sum, columns, partials);
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
 // ===========================================================================================================
@@ -205,15 +206,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     });
 }
 
-static void round_values(const Lazy& x, const View& out, cudaStream_t s) {
+static void round_values(const LazyTensor& x, const View& out, cudaStream_t s) {
     with_producer(x, [&](auto producer) {
         launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0,
                s, producer, x.rows, either_dense(out));
     });
 }
 
-void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    const Quant& q = out.view.quant;
+void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+    const Storage& q = out.view.storage;
     if (!q.fp8()) return round_values(x, out.view, s);
     if (q == E4M3_GROUP) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
@@ -231,12 +232,12 @@ void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x
 
 // One pass, if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's residual
 // stream do; else two.
-void quantize_and_sum(const Lazy& x, const Operand& out, const View& gradient, float* workspace,
+void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s) {
-    const Quant& q = out.view.quant;
+    const Storage& q = out.view.storage;
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.view.data && out.transposed;
-    if (x.op != LazyOp::Stored || x.input.quant != BF16 || !per_tensor || !both_forms) {
+    if (x.op != LazyOp::Stored || x.input.storage != BF16 || !per_tensor || !both_forms) {
         column_sums(x, gradient, workspace, nullptr, s);
         return quantize(x, out, quant_stats, s);
     }
@@ -245,7 +246,7 @@ void quantize_and_sum(const Lazy& x, const Operand& out, const View& gradient, f
     auto kernel = quantize_and_sum_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = quantize_and_sum_kernel<P, Format::E5M2>;
     launch("quantize_and_sum", kernel, column_grid(x.cols), TILE_THREADS, 0, s,
-           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale(out.view), info(q.format).max,
+           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, tensor_scale(out.view), info(q.format).max,
            static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }

@@ -47,7 +47,7 @@ namespace coat {
 // Formats. Every format has a sign, an exponent and a mantissa. FP8 is that of the OCP specification: casts
 // saturate, and E4M3 has no infinity. FP16 is used for moments only.
 
-enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
+enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;         // in flags and print-outs
@@ -72,7 +72,7 @@ inline constexpr FormatInfo FORMATS[] = {
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 // Whether moments in this format have moment scalings. Without, the range of FP8 and of FP16 is too short.
-constexpr bool scales_moments(Format f) { return f != Format::F32 && f != Format::BF16; }
+constexpr bool scales_moments(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
@@ -96,30 +96,30 @@ inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
 // scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix.
-struct Quant {
+struct Storage {
     Format format;
     Granularity granularity = PER_TENSOR;
-    Format scale_format = Format::F32;
+    Format scale_format = Format::FP32;
 
-    constexpr bool operator==(const Quant&) const = default;
+    constexpr bool operator==(const Storage&) const = default;
     bool fp8() const { return is_fp8(format); }
     int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
     int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
-    int64_t scales(int64_t rows, int64_t cols) const {
+    int64_t scale_count(int64_t rows, int64_t cols) const {
         return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
     }
     int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
     int64_t bytes(int64_t rows, int64_t cols) const {  // of the codes and the scales
-        return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
+        return code_bytes(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
     }
     // The scales in memory of a GPU's GEMM operand. A per-tensor scale lies elsewhere, beside its amax.
     // Hopper reads rows of 128x128 scales that are padded to a multiple of 4.
-    int64_t operand_scales(int64_t rows, int64_t cols) const {
+    int64_t operand_scale_count(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
         return scale_rows(rows) * round_up(scale_cols(cols), granularity == PER_128x128 ? 4 : 1);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
+        return code_bytes(rows, cols) + operand_scale_count(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         const std::string name = info(format).name;
@@ -130,16 +130,16 @@ struct Quant {
     }
 };
 // Without scales:
-inline constexpr Quant FP32{.format = Format::F32};
-inline constexpr Quant BF16{.format = Format::BF16};
+inline constexpr Storage FP32{.format = Format::FP32};
+inline constexpr Storage BF16{.format = Format::BF16};
 // With scales, by granularity:
-inline constexpr Quant E4M3_TENSOR{.format = Format::E4M3};
-inline constexpr Quant E5M2_TENSOR{.format = Format::E5M2};
-inline constexpr Quant E4M3_GROUP{
+inline constexpr Storage E4M3_TENSOR{.format = Format::E4M3};
+inline constexpr Storage E5M2_TENSOR{.format = Format::E5M2};
+inline constexpr Storage E4M3_GROUP{
     .format = Format::E4M3, .granularity = PER_GROUP, .scale_format = Format::BF16};
-inline constexpr Quant E4M3_ROW{.format = Format::E4M3, .granularity = PER_ROW};
-inline constexpr Quant E4M3_1x128{.format = Format::E4M3, .granularity = PER_1x128};
-inline constexpr Quant E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
+inline constexpr Storage E4M3_ROW{.format = Format::E4M3, .granularity = PER_ROW};
+inline constexpr Storage E4M3_1x128{.format = Format::E4M3, .granularity = PER_1x128};
+inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
 
 // -----------------------------------------------------------------------------------------------------------
 // Recipes: how each kind of tensor is stored (section 5). A recipe is a row of a table. Code asks for a
@@ -174,12 +174,12 @@ struct Recipe {
     // weights have it too, unless many are summed (model.h, gradient_format).
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
-    Quant x = BF16, w = BF16, g = BF16;
+    Storage x = BF16, w = BF16, g = BF16;
     // The inputs of norms 1 and 2 and of the activation function, as they are saved for backward.
-    Quant nonlinear = BF16;
+    Storage nonlinear = BF16;
     // q, k, v and attention's output, as they are saved: in the compute dtype or in groups. No row of the
     // table sets groups: the flag --attention groups does.
-    Quant attention = BF16;
+    Storage attention = BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
@@ -194,7 +194,7 @@ struct Recipe {
 inline const std::vector<Recipe>& recipes() {
     // clang-format off
     static const std::vector<Recipe> table = {
-        {.name = "fp32", .compute = Format::F32, .x = FP32, .w = FP32, .g = FP32,
+        {.name = "fp32", .compute = Format::FP32, .x = FP32, .w = FP32, .g = FP32,
          .nonlinear = FP32, .attention = FP32,
          .about = "everything in FP32, to compare the others with"},
         {.name = "bf16",
@@ -229,11 +229,11 @@ inline const std::vector<Recipe>& recipes() {
 // multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the
 // compute dtype.
 struct LinearFormats {
-    Quant x, w, g;
+    Storage x, w, g;
     bool fallback;
 };
 inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
-    const Quant plain{.format = r.compute};
+    const Storage plain{.format = r.compute};
     if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
@@ -277,11 +277,11 @@ inline const std::vector<OptimizerFormat>& optimizers() {
          .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
          .about = "FP8 moments, one scale per moment group of 128, not expanded"},
-        {.name = "fp8lm", .m = Format::E4M3, .v = Format::F16, .per_tensor = true,
+        {.name = "fp8lm", .m = Format::E4M3, .v = Format::FP16, .per_tensor = true,
          .about = "E4M3 and FP16 moments, one scale per tensor (FP8-LM)"},
         {.name = "bf16", .m = Format::BF16, .v = Format::BF16,
          .about = "BF16 moments"},
-        {.name = "fp32", .m = Format::F32, .v = Format::F32,
+        {.name = "fp32", .m = Format::FP32, .v = Format::FP32,
          .about = "FP32 moments"},
     };
     // clang-format on
@@ -494,22 +494,22 @@ struct SavedTensor {
     Saved which;
     const char* name;
     int64_t cols;
-    Quant quant;
+    Storage storage;
 
-    int64_t bytes(int64_t N) const { return quant.bytes(N, cols); }
+    int64_t bytes(int64_t N) const { return storage.bytes(N, cols); }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
     // clang-format off
     return {
-        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .quant = r.nonlinear},
-        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .quant = r.attention},
+        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.nonlinear},
+        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.attention},
         {.which = Saved::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
-         .quant = r.attention},
-        {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .quant = FP32},
-        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .quant = r.nonlinear},
+         .storage = r.attention},
+        {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = FP32},
+        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.nonlinear},
         {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
-         .quant = r.nonlinear},
+         .storage = r.nonlinear},
     };
     // clang-format on
 }
@@ -545,7 +545,7 @@ struct Param {
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
     // The format of its first or second moments, where `of_optimizer` is the optimizer's.
     Format moment_format(Format of_optimizer) const {
-        return role.optimizer_formats ? of_optimizer : Format::F32;
+        return role.optimizer_formats ? of_optimizer : Format::FP32;
     }
 };
 

@@ -26,8 +26,8 @@
 //     beginning. What a step needs besides is taken where it is used, and given back when the Arena::Scope
 //     ends in which it was taken.
 //   - What is saved for backward is the list saved_per_layer() in coat.h. Outputs of norms and activations
-//     are not in it: they are never stored. A Lazy (gpu/operators.h) says what they are computed from, and
-//     the kernel that makes the operand of the next GEMM computes them.
+//     are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what they are computed from,
+//     and the kernel that makes the operand of the next GEMM computes them.
 //
 // The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). Where a tensor has one scale,
 // which comes just in time, its amax must be known before its codes are made. A kernel that has the values
@@ -83,7 +83,7 @@ struct ResidualNorm {
     size_t weight_number;  // of the parameter
     LinearLayer* reader;   // null for the final norm, which the head reads: it is not quantized
 
-    AmaxAndScale* output_amax() const { return reader ? reader->x_amax() : nullptr; }
+    TensorScale* output_amax() const { return reader ? reader->x_amax() : nullptr; }
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -131,7 +131,7 @@ class GpuModel final : public Model {
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
     // Later dqkv, if its rows are not longer. Nobody reads dgate_up any more then.
-    const bool dqkv_in_place_ = Quant{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
+    const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.nonlinear.bytes(1, config_.gate_up_cols());
 
     // Of the step that runs.
@@ -287,7 +287,7 @@ private:
         return view_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
     }
     View view_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .quant = {recipe_.compute}};
+        return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .storage = {recipe_.compute}};
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
@@ -303,17 +303,17 @@ private:
     // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
     // that is in groups, in the buffer.
     View residual_at(const ResidualNorm& n) const {
-        return n.norm.in.quant.fp8() ? residual_buffer_ : n.norm.in;
+        return n.norm.in.storage.fp8() ? residual_buffer_ : n.norm.in;
     }
     // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
     // which only backward is to read (coat-saved), from the residual stream.
-    Lazy norm_output_in_forward(const ResidualNorm& n) const {
+    LazyTensor norm_output_in_forward(const ResidualNorm& n) const {
         Norm read = n.norm;
         if (!forward_reads_saved(n)) read.in = residual_at(n);
         return lazy_norm(read);
     }
     bool forward_reads_saved(const ResidualNorm& n) const {
-        return recipe_.forward_reads_groups || !n.norm.in.quant.fp8();
+        return recipe_.forward_reads_groups || !n.norm.in.storage.fp8();
     }
     // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins at the head,
     // and takes the place of final_norm_input().
@@ -325,16 +325,18 @@ private:
     // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
     // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
     // belongs to what backward reads.
-    View attention_buffer(const View& saved) { return saved.quant.fp8() ? take_view(N_, saved.cols) : saved; }
+    View attention_buffer(const View& saved) {
+        return saved.storage.fp8() ? take_view(N_, saved.cols) : saved;
+    }
     // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
     void save_and_reload(const View& x, const View& saved) {
-        if (!saved.quant.fp8()) return;
+        if (!saved.storage.fp8()) return;
         quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
     View load_attention(const View& saved) {
         const View x = attention_buffer(saved);
-        if (saved.quant.fp8()) convert(saved, x, stream_);
+        if (saved.storage.fp8()) convert(saved, x, stream_);
         return x;
     }
     // RoPE, in forward, comes right behind the q, k, v projection, and q and k are saved with it. But in
@@ -382,7 +384,7 @@ private:
         if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        const bool out_in_groups = saved_out.quant.fp8();
+        const bool out_in_groups = saved_out.storage.fp8();
         attention_forward(attention_shape_of_pass(), attention_input(layer, qkv).data, out.data,
                           saved_log_sum_exp(layer), out_in_groups ? nullptr : layer.attention_out.x_amax(),
                           stream_);
@@ -410,9 +412,9 @@ private:
 
     // The gate and up projection, saved as the recipe says, and the amax of the activation's output. Returns
     // gate and up as the activation is to read them.
-    View gate_up_forward(Layer& layer, const Lazy& x) {
+    View gate_up_forward(Layer& layer, const LazyTensor& x) {
         const View saved_gate_up = saved(layer, Saved::GateUp);
-        if (!saved_gate_up.quant.fp8()) {  // the GEMM writes what is saved
+        if (!saved_gate_up.storage.fp8()) {  // the GEMM writes what is saved
             layer.gate_up.fprop(x, saved_gate_up);
             layer.down.compute_x_amax(lazy_activation(gated_, saved_gate_up));
             return saved_gate_up;
@@ -434,7 +436,7 @@ private:
     void add_to_residual(const View& x, const View& branch, const ResidualNorm& next,
                          const int32_t* tokens = nullptr) {
         const View& saved_in = next.norm.in;
-        const View x_out = saved_in.quant.fp8() ? residual_buffer_ : View{};
+        const View x_out = saved_in.storage.fp8() ? residual_buffer_ : View{};
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
         if (x_out.data)
@@ -468,7 +470,7 @@ private:
         View sum = dweight;
         if (in_fp32) {
             sum.data = arena_.take<float>(sum.rows * sum.cols);
-            sum.quant = FP32;
+            sum.storage = FP32;
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
         exchange_->gather_weights(exchange_->head_stage(), Pass::Backward);
@@ -495,7 +497,7 @@ private:
         const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, rows(dy, first, y.rows),
+        gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, row_slice(dy, first, y.rows),
                    stream_);
     }
 
@@ -504,7 +506,7 @@ private:
     View logits_of(int64_t first, const View& y) {
         const View logits = take_view(y.rows, config_.padded_V());
         Norm piece = final_norm().norm;
-        piece.in = rows(piece.in, first, y.rows);
+        piece.in = row_slice(piece.in, first, y.rows);
         piece.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         quantize(lazy_norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
@@ -565,7 +567,7 @@ private:
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax: where the
     // amax of the latter goes: g_amax() of the down projection of the layer before; null at the first layer.
-    void attention_block_backward(Layer& layer, AmaxAndScale* dresidual_amax) {
+    void attention_block_backward(Layer& layer, TensorScale* dresidual_amax) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved(layer, Saved::GateUp).data;
         const View dqkv =
@@ -618,7 +620,7 @@ private:
     // output, from g8. norm_backward() adds the gradient of the norm's input to dresidual(). wgrad computes
     // the norm's output again, from row statistics that norm_backward() has written. All norms write theirs
     // to the same place: so wgrad is here, before another norm.
-    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, AmaxAndScale* dresidual_amax) {
+    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, TensorScale* dresidual_amax) {
         Arena::Scope until_dresidual(arena_);  // for dx
         const View dx = take_view(N_, config_.C);
         n.reader->dgrad(g8, dx);
@@ -628,8 +630,7 @@ private:
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
-    void norm_gradient(const ResidualNorm& n, const View& dy, const View& g_in,
-                       AmaxAndScale* dresidual_amax) {
+    void norm_gradient(const ResidualNorm& n, const View& dy, const View& g_in, TensorScale* dresidual_amax) {
         const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
         gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
                            exchange_->gradient_to_write(n.weight_number),
@@ -707,7 +708,7 @@ public:
         const View last = logits_of(n - 1, take_view(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
         convert(last, {in_fp32, nullptr, 1, last.cols, FP32}, stream_);
-        device_.fetch(logits, in_fp32, config_.V * info(Format::F32).bytes);
+        device_.fetch(logits, in_fp32, config_.V * info(Format::FP32).bytes);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -744,7 +745,7 @@ public:
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(step_tokens()));
         step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
-        return arena_.most();
+        return arena_.peak();
     }
 
 private:
@@ -753,7 +754,7 @@ private:
 
     // Layer number l: its parameters, its linear layers, and where what it saves has its place.
     Layer make_layer(int64_t l) {
-        const int64_t N = gpu_tokens(setup_);
+        const int64_t N = padded_tokens(setup_);
         auto number = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
         auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
         Layer layer{.norm1_weight = number("norm1.weight"),
@@ -767,8 +768,8 @@ private:
         if (head_norms_) layer.head_norm_weight = number("qk_norm.weight");
         uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
-            uint8_t* const scales = here + t.quant.code_bytes(N, t.cols);
-            layer.saved.push_back({here, scales, N, t.cols, t.quant});
+            uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
+            layer.saved.push_back({here, scales, N, t.cols, t.storage});
             here += round_up(t.bytes(N), GPU_ALIGNMENT);
         }
         return layer;

@@ -78,7 +78,7 @@ inline int64_t padded(const Range& r) { return round_up(r.count, MOMENT_GROUP); 
 // dtype. Longer sums are in FP32, because every addition to a BF16 sum rounds it. The micro-batches of all
 // ranks are counted, so that the format does not depend on how they are divided among ranks.
 inline Format gradient_format(const Setup& s) {
-    return micro_batches(s) * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
+    return micro_batches(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOper
 inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
 
 // Its format: formats is a Recipe or LinearFormats.
-template <class Formats> const Quant& quant_of(const Formats& formats, LinearOperand o) {
+template <class Formats> const Storage& storage_of(const Formats& formats, LinearOperand o) {
     if (o == LinearOperand::X) return formats.x;
     return o == LinearOperand::W ? formats.w : formats.g;
 }

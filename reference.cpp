@@ -31,7 +31,7 @@ constexpr int64_t MIN_PARALLEL = 1 << 14;
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
 static int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
-static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
+static uint32_t sign_bit(Format f) { return f == Format::FP16 ? 0x8000 : 0x80; }
 // 2^e as an FP32 value, from -126 to 127: e + 127 is the exponent field, and the mantissa is 0.
 static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e) << 23); }
 
@@ -55,7 +55,7 @@ uint16_t encode(Format f, float x) {
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
-    const uint32_t nan = f == Format::F16 ? 0x7E00 : 0x7F;
+    const uint32_t nan = f == Format::FP16 ? 0x7E00 : 0x7F;
     const uint32_t sign = (std::bit_cast<uint32_t>(x) >> 31) * sign_bit(f);
     return uint16_t((std::isnan(x) ? nan : code) | sign);
 }
@@ -85,13 +85,13 @@ float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16
 
 // Element i of an array in any format, as an FP32 value.
 static float read_element(Format f, const uint8_t* codes, int64_t i) {
-    if (f == Format::F32) return reinterpret_cast<const float*>(codes)[i];
+    if (f == Format::FP32) return reinterpret_cast<const float*>(codes)[i];
     const uint16_t code = info(f).bytes == 1 ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
     return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 // Rounds x to the format and stores it as element i.
 static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
-    if (f == Format::F32) reinterpret_cast<float*>(codes)[i] = x;
+    if (f == Format::FP32) reinterpret_cast<float*>(codes)[i] = x;
     else if (info(f).bytes == 1) codes[i] = uint8_t(encode(f, x));
     else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
@@ -130,7 +130,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
 // value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
 // (reference_model.cpp, checked_amax). Its scale is then 1.
-float scale_of(const Quant& q, float amax) {
+float scale_of(const Storage& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
@@ -159,12 +159,12 @@ float amax(const float* x, int64_t n) {
 // The scale of the scale block that contains (row, col). Scales form a row-major matrix, with one element for
 // each scale block.
 float Quantized::scale(int64_t row, int64_t col) const {
-    if (!quant.fp8()) return 1.0f;
-    const int64_t block = row / block_rows() * quant.scale_cols(cols) + col / block_cols();
-    return read_element(quant.scale_format, scales.data(), block);
+    if (!storage.fp8()) return 1.0f;
+    const int64_t block = row / block_rows() * storage.scale_cols(cols) + col / block_cols();
+    return read_element(storage.scale_format, scales.data(), block);
 }
 float Quantized::value(int64_t row, int64_t col) const {
-    return read_element(quant.format, codes.data(), row * cols + col) * scale(row, col);
+    return read_element(storage.format, codes.data(), row * cols + col) * scale(row, col);
 }
 
 // Adds the error of one value to statistics.
@@ -179,7 +179,7 @@ static void add_error(QuantStats& s, float x, float dequantized) {
 // Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes.
 static void compute_scales(const float* x, Quantized& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
-    const int64_t blocks = q.quant.scales(q.rows, q.cols), across = q.quant.scale_cols(q.cols);
+    const int64_t blocks = q.storage.scale_count(q.rows, q.cols), across = q.storage.scale_cols(q.cols);
 #pragma omp parallel for if (blocks > 1 && q.rows * q.cols > MIN_PARALLEL)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / across * height, first_col = block % across * width;
@@ -189,7 +189,7 @@ static void compute_scales(const float* x, Quantized& q) {
             const float* part = x + row * q.cols + first_col;  // of the row
             largest = std::max(largest, part_amax(part, std::min(width, q.cols - first_col)));
         }
-        write_element(q.quant.scale_format, q.scales.data(), block, scale_of(q.quant, largest));
+        write_element(q.storage.scale_format, q.scales.data(), block, scale_of(q.storage, largest));
     }
 }
 
@@ -207,7 +207,7 @@ template <class Convert> static void for_each_part(const Quantized& q, const Con
 
 // code = encode(x / s) for all elements of x (rows, cols).
 static void compute_codes(const float* x, Quantized& q) {
-    const Format format = q.quant.format;
+    const Format format = q.storage.format;
     uint8_t* const codes = q.codes.data();
     for_each_part(q, [&](int64_t first, int64_t end, float s) {
         const float inverse = 1.0f / s;
@@ -221,7 +221,7 @@ static void compute_codes(const float* x, Quantized& q) {
 // FMAX / 2^(M + 1). A value that is further above counts as saturated. (In E4M3 the step at 448 is 32, so
 // every value up to 464 rounds to 448; from 448 (1 + 1/32) = 462 on a value counts.)
 static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
-    const FormatInfo& f = info(q.quant.format);
+    const FormatInfo& f = info(q.storage.format);
     const float beyond = f.max * (1 + std::ldexp(0.25f, -f.mantissa));
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
         const int64_t row = i / q.cols, col = i % q.cols;
@@ -231,28 +231,29 @@ static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
 }
 
 // Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats,
+Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
                    const float* scale) {
-    Quantized q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .quant = quant};
-    q.codes.resize(quant.code_bytes(rows, cols));
-    q.scales.resize(quant.scales(rows, cols) * info(quant.scale_format).bytes);
+    Quantized q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
+    q.codes.resize(storage.code_bytes(rows, cols));
+    q.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
     if (!scale) compute_scales(x, q);
-    else if (quant.fp8()) write_element(quant.scale_format, q.scales.data(), 0, *scale);
+    else if (storage.fp8()) write_element(storage.scale_format, q.scales.data(), 0, *scale);
     compute_codes(x, q);
-    if (stats && quant.fp8()) add_errors(x, q, *stats);
+    if (stats && storage.fp8()) add_errors(x, q, *stats);
     return q;
 }
 
 // The values (rows, cols) of a quantized tensor: x = decode(code) s.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
-    if (!q.quant.fp8()) {
+    if (!q.storage.fp8()) {
 #pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
-        for (int64_t i = 0; i < q.rows * q.cols; i++) x[i] = read_element(q.quant.format, q.codes.data(), i);
+        for (int64_t i = 0; i < q.rows * q.cols; i++)
+            x[i] = read_element(q.storage.format, q.codes.data(), i);
         return x;
     }
     float values[256];  // of all codes
-    for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.quant.format, code);
+    for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.storage.format, code);
     for_each_part(q, [&](int64_t first, int64_t end, float s) {
         for (int64_t i = first; i < end; i++) x[i] = values[q.codes[i]] * s;
     });
@@ -273,7 +274,7 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
 // columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
-Floats decoded_operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver over,
+Floats decoded_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& q, ReduceOver over,
                        QuantStats* stats, const float* scale) {
     if (over == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
@@ -289,7 +290,7 @@ void DelayedScale::end_step(Format fp8) {
     history.front() = amax;
     amax = 0;
     const float largest = reference::amax(history.data(), int64_t(history.size()));
-    if (std::isfinite(largest) && largest > 0) scale = scale_of(Quant{.format = fp8}, largest);
+    if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = fp8}, largest);
 }
 
 // ===========================================================================================================
@@ -334,7 +335,7 @@ float contract(Format fp8, float y, float max, float k) {
 }
 
 // Without expansion: the scale of a moment group whose amax is max.
-static float moment_scale(Format f, float max) { return scale_of(Quant{.format = f}, max); }
+static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
 void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
     format = f;

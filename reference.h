@@ -28,31 +28,31 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 // A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
 // In FP32 and BF16 there are no scales.
 struct Quantized {
-    std::vector<uint8_t> codes;   // rows * cols elements of quant.format
-    std::vector<uint8_t> scales;  // one for each scale block, of quant.scale_format
+    std::vector<uint8_t> codes;   // rows * cols elements of storage.format
+    std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
     int64_t rows = 0, cols = 0;
-    Quant quant{.format = Format::F32};
+    Storage storage{.format = Format::FP32};
 
     // The rows and columns of a scale block.
-    int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
-    int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }
+    int64_t block_rows() const { return storage.granularity.rows ? storage.granularity.rows : rows; }
+    int64_t block_cols() const { return storage.granularity.cols ? storage.granularity.cols : cols; }
     float scale(int64_t row, int64_t col) const;
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Quant& q, float amax);  // the scale of a scale block with this amax
+float scale_of(const Storage& q, float amax);  // the scale of a scale block with this amax
 float amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
 // x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
 // beyond FMAX times it saturate. If q is FP8 and `stats` is given, the errors are added to it.
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr,
+Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& q, QuantStats* stats = nullptr,
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 
 // x (rows, cols) quantized and decoded again, for a GEMM that reduces over its columns or over its rows. The
 // result is (rows, cols) in both cases.
 enum class ReduceOver : uint8_t { Columns, Rows };
-std::vector<float> decoded_operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
+std::vector<float> decoded_operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Storage& q,
                                    ReduceOver over, QuantStats* stats = nullptr,
                                    const float* scale = nullptr);
 
@@ -78,7 +78,7 @@ float contract(Format fp8, float y, float max, float k);  // its inverse, with t
 //   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:            code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
-    Format format = Format::F32;
+    Format format = Format::FP32;
     bool expands = false;
     int64_t n = 0;
     bool per_tensor = false;     // all n elements are one moment group

@@ -226,7 +226,7 @@ public:
     }
 
     // Saves x (N, cols) for backward, stored as q says. load() gives the values that were saved.
-    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, ReportKind kind) {
+    SavedActivation save(const Tensor& x, int64_t cols, const Storage& q, ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
             if (q.fp8()) checked_amax(x);  // notes whether it is finite
@@ -250,7 +250,7 @@ public:
     Tensor linear_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            const Quant& q = quant_of(formats, role);
+            const Storage& q = storage_of(formats, role);
             const float largest = q.fp8() ? checked_amax(x) : 0;
             const float scale = per_tensor_scale(role, i, largest);
             return decoded_operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(role)),
@@ -259,7 +259,7 @@ public:
     }
     // The scale of an operand with this amax: just in time, or delayed, where it comes from earlier steps.
     float per_tensor_scale(LinearOperand role, size_t i, float largest) {
-        const Quant& q = quant_of(formats, role);
+        const Storage& q = storage_of(formats, role);
         if (recipe.scaling == Scaling::JustInTime || !q.fp8()) return scale_of(q, largest);
         DelayedScale& d = delayed_scales[i][int(role)];
         d.amax = std::max(d.amax, largest);
@@ -628,7 +628,7 @@ private:
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.end_step(quant_of(recipe, o).format);
+                d.end_step(storage_of(recipe, o).format);
             }
     }
 

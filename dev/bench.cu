@@ -78,22 +78,22 @@ public:
         return static_cast<T*>(p);
     }
     View random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
-        const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Quant{stream}};
-        if (stream == Format::F32)
+        const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Storage{stream}};
+        if (stream == Format::FP32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
         else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
         check(cudaGetLastError(), "Filling memory failed");
         return v;
     }
     // Room for a tensor in any format, in the orientations that are asked for.
-    Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
+    Operand place(int64_t rows, int64_t cols, const Storage& q, bool plain, bool transposed) {
         const int64_t bytes = q.code_bytes(rows, cols), scale = info(q.scale_format).bytes;
-        const int64_t scales = std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * scale;
+        const int64_t scales = std::max(q.scale_count(rows, cols), q.operand_scale_count(rows, cols)) * scale;
         void* codes = plain ? take(bytes) : nullptr;
-        AmaxAndScale* slot = take<AmaxAndScale>(sizeof(AmaxAndScale));
+        TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
-        const int64_t transposed_scales = std::max<int64_t>(q.operand_scales(cols, rows), 1) * scale;
+        const int64_t transposed_scales = std::max<int64_t>(q.operand_scale_count(cols, rows), 1) * scale;
         return {{codes, take(scales), rows, cols, q},
                 transposed ? take(bytes) : nullptr,
                 transposed ? take(transposed_scales) : nullptr,
@@ -113,11 +113,11 @@ public:
     Clock() {
         const int64_t cache = std::max(device_attribute(cudaDevAttrL2CacheSize), 1 << 20);
         other_ = memory_.random(1, round_up(2 * cache, 1024), Format::BF16);  // four times as many bytes
-        slot_ = memory_.take<AmaxAndScale>(sizeof(AmaxAndScale));
+        slot_ = memory_.take<TensorScale>(sizeof(TensorScale));
         for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
     }
 
-    AmaxAndScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
+    TensorScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) {
@@ -143,7 +143,7 @@ public:
 private:
     Memory memory_;
     View other_{};
-    AmaxAndScale* slot_;
+    TensorScale* slot_;
     cudaEvent_t events_[2 * REPEATS] = {};
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
@@ -159,11 +159,11 @@ using Ceilings = std::map<std::string, double>;  // name -> bytes or FLOPs per s
 constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
                      *EXACT = "fp8 GEMM, exact accumulation";
 
-Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& q, Format stream) {
+Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format stream) {
     const View x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
     const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_GROUP);
-    if (q.granularity == PER_TENSOR) amax(stored(x), amax_and_scale(out.view), nullptr);
+    if (q.granularity == PER_TENSOR) amax(stored(x), tensor_scale(out.view), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -175,16 +175,16 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
-const char* gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
+const char* gemm_ceiling(Gemm kind, const Storage& operand, const Recipe& r) {
     if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
-    return operand.format == Format::F32 ? "fp32 GEMM" : "bf16 GEMM";
+    return operand.format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
     Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
-    const Format stream = name == "fp32 GEMM" ? Format::F32 : Format::BF16;
-    const Quant a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Quant{stream};
+    const Format stream = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
+    const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{stream};
     const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
     const View out = memory.random(SIDE, SIDE, stream);
@@ -194,7 +194,7 @@ double gemm_rate(Clock& clock, const std::string& name) {
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{COPY, copy_rate(clock)}};
     for (Gemm kind : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
-        for (const Quant& q : {Quant{r.compute}, r.x}) {
+        for (const Storage& q : {Storage{r.compute}, r.x}) {
             const char* name = gemm_ceiling(kind, q, r);
             if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
         }
@@ -213,7 +213,7 @@ Json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const View& from, const Operand& to) {
-            amax(stored(from), amax_and_scale(to.view), nullptr);
+            amax(stored(from), tensor_scale(to.view), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
@@ -272,7 +272,7 @@ private:
     const double batches_ = double(setup_.accumulate);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);     // layer passes per step
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
-    AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
+    TensorScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
     Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast_accumulation};
 
@@ -290,38 +290,41 @@ private:
         add(group, name, count, bytes, 0, COPY, run);
     }
 
-    static double size(const View& v) { return v.data ? double(v.quant.bytes(v.rows, v.cols)) : 0; }
-    static double reads(const Lazy& x) { return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows); }
+    static double size(const View& v) { return v.data ? double(v.storage.bytes(v.rows, v.cols)) : 0; }
+    static double reads(const LazyTensor& x) {
+        return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
+    }
     View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
-    View random(int64_t rows, int64_t cols, const Quant& q) {
+    View random(int64_t rows, int64_t cols, const Storage& q) {
         return random_operand(memory_, rows, cols, q, stream_).view;
     }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
     // --- amax, quantize and column sums of coat.cu ---------------------------------------------------------
-    void amax_pass(const std::string& name, double count, const Lazy& x) {
+    void amax_pass(const std::string& name, double count, const LazyTensor& x) {
         if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
     // amax: no earlier kernel has computed the amax of x
-    void bias_pass(const std::string& name, double count, const Lazy& x, bool bias, bool amax) {
+    void bias_pass(const std::string& name, double count, const LazyTensor& x, bool bias, bool amax) {
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        AmaxAndScale* slot = amax ? slot_ : nullptr;
+        TensorScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { column_sums(x, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
-    void find_scale(const Lazy& x, const Operand& out) const {
-        if (!out.view.quant.fp8() || out.view.quant.granularity != PER_TENSOR) return;
-        AmaxAndScale* slot = amax_and_scale(out.view);
+    void find_scale(const LazyTensor& x, const Operand& out) const {
+        if (!out.view.storage.fp8() || out.view.storage.granularity != PER_TENSOR) return;
+        TensorScale* slot = tensor_scale(out.view);
         amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
             check(cudaMemcpyAsync(&slot->from_history, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
                   "Copying a scale failed");
     }
-    void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
+    void quantize_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q,
+                       Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && q.granularity != PER_GROUP && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
@@ -335,7 +338,7 @@ private:
     }
 
     // Both in one pass: a gradient whose amax is known.
-    void quantize_and_sum_pass(const std::string& name, double count, const Lazy& x, const Quant& q) {
+    void quantize_and_sum_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q) {
         const Operand out = memory_.place(x.rows, x.cols, q, true, true);
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
@@ -351,7 +354,7 @@ private:
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
         const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
-        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_),
+        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.storage, r_),
             [&] { gemms_.run(kind, a, b, out, nullptr, {.accumulate = accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
@@ -391,9 +394,8 @@ private:
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
-        const char* ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
-        auto both_passes = [&](const char* group, double count, const float2* rope_table,
-                               AmaxAndScale* amax) {
+        const char* ceiling = gemm_ceiling(Gemm::Fprop, Storage{stream_}, r_);
+        auto both_passes = [&](const char* group, double count, const float2* rope_table, TensorScale* amax) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
                 [&] { attention_forward(shape, qkv.data, out.data, lse, amax, nullptr); });
             const AttentionBackward tensors{.qkv = qkv.data,
@@ -414,7 +416,7 @@ private:
     }
 
     // --- Between the GEMMs ---------------------------------------------------------------------------------
-    Norm random_norm(const Quant& q) {
+    Norm random_norm(const Storage& q) {
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q),          weight,      bias,
                      memory_.take<RowStatistics>(N_ * 8), c_.arch.rms, c_.norm_eps};
@@ -447,7 +449,7 @@ private:
             const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope(angles, qkv, false, nullptr, nullptr); });
         }
-        const Lazy o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
+        const LazyTensor o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, c_.arch.qk_norm);
@@ -469,8 +471,8 @@ private:
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
         const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
-        const Lazy h = lazy_activation(c_.arch.gated, up),
-                   du = lazy_activation_backward(c_.arch.gated, up, dh);
+        const LazyTensor h = lazy_activation(c_.arch.gated, up),
+                         du = lazy_activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
             const View u = random(N_, c_.gate_up_cols()),
                        saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
@@ -484,7 +486,7 @@ private:
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        const Lazy gradient = fp8_ ? du : stored(random(N_, c_.gate_up_cols()));
+        const LazyTensor gradient = fp8_ ? du : stored(random(N_, c_.gate_up_cols()));
         bias_pass(name + " backward", layers_, gradient, c_.arch.bias, true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
@@ -574,7 +576,7 @@ private:
                     scales_moments(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.expands(f) ? upload(ones) : nullptr, f};
         };
-        const bool remainder = stream_ != Format::F32;
+        const bool remainder = stream_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
         const View gradient = random(1, n);
         const Segment* segment =

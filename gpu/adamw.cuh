@@ -123,7 +123,7 @@ struct FloatWeights {
 
 // Calls f<Kind>() with the kind of these weights.
 template <class F> void with_weights(const Weights& w, F f) {
-    if (w.format == Format::F32) f.template operator()<FloatWeights>();
+    if (w.format == Format::FP32) f.template operator()<FloatWeights>();
     else if (w.remainder) f.template operator()<Bf16Weights<true>>();
     else f.template operator()<Bf16Weights<false>>();
 }
@@ -134,7 +134,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 // Whether a moment has moment scalings: scales_moments() of coat.h, for kernels. The FP32 moments of norm
 // weights and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
-    return m.format != Format::F32 && m.format != Format::BF16;
+    return m.format != Format::FP32 && m.format != Format::BF16;
 }
 
 // How many spans so many elements of a parameter form. A span is 128 consecutive elements: where moments are

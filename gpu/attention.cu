@@ -330,11 +330,11 @@ __global__ void __launch_bounds__(T::THREADS)
 }
 
 template <class T>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
     launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
-    const View result{out, nullptr, s.B * s.T, s.NH * s.HS, Quant{s.format}};
+    const View result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
     if (out_amax) amax(stored(result), out_amax, stream);
 }
 
@@ -351,7 +351,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     pass(backward_kernel<T, true>, s.NKV);
     pass(backward_kernel<T, false>, s.NH);
     // On Hopper the kernel does the rest; here it is a pass over dqkv.
-    const View dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Quant{s.format}};
+    const View dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax, stream);
     else if (tensors.dqkv_amax) amax(stored(dqkv), tensors.dqkv_amax, stream);
@@ -371,7 +371,7 @@ constexpr AttentionKernels ANY_GPU{.forward = forward<Tile<Real, COLS>>,
 
 AttentionKernels fastest(const AttentionShape& s) {
     require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 &&
-                (s.format == Format::F32 || s.format == Format::BF16),
+                (s.format == Format::FP32 || s.format == Format::BF16),
             "a shape or format that coat.h's validate() refuses");
     const bool fits = s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
     const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
@@ -381,12 +381,13 @@ AttentionKernels fastest(const AttentionShape& s) {
 }  // namespace
 
 AttentionKernels any_gpu_attention(const AttentionShape& s) {
-    if (s.format == Format::F32) return ANY_GPU<float, 128>;  // for comparisons: one compiles faster than two
+    if (s.format == Format::FP32)
+        return ANY_GPU<float, 128>;  // for comparisons: one compiles faster than two
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse,
-                       AmaxAndScale* out_amax, cudaStream_t stream) {
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
+                       cudaStream_t stream) {
     enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, out_amax, stream); });
 }
 

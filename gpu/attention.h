@@ -33,7 +33,7 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
 // out_amax: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
 // shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       AmaxAndScale* out_amax, cudaStream_t stream);
+                       TensorScale* out_amax, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
@@ -47,7 +47,7 @@ struct AttentionBackward {
     void* dqkv;
     void* workspace;           // attention_workspace(shape) bytes of temporary memory
     const float2* rope_table;  // see Rope (gpu/operators.h); null: q and k were not rotated
-    AmaxAndScale* dqkv_amax;   // where the amax of dqkv goes; null: nobody needs it, as in FP32
+    TensorScale* dqkv_amax;    // where the amax of dqkv goes; null: nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
@@ -55,7 +55,7 @@ size_t attention_workspace(const AttentionShape& shape);
 // An implementation, for one format and range of head sizes: the functions above call one. Tests and the
 // ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, TensorScale* out_amax,
                     cudaStream_t);
     void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
     size_t (*workspace)(const AttentionShape&);

@@ -313,7 +313,7 @@ __device__ void store_rows(const CUtensorMap& map, uint32_t from, int col, int r
 // 128-byte swizzle.
 CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) {
     static const auto encode =
-        library_function<decltype(cuTensorMapEncodeTiled)>(DRIVER, "cuTensorMapEncodeTiled", NEWER_DRIVER);
+        library_function<decltype(cuTensorMapEncodeTiled)>(DRIVER, "cuTensorMapEncodeTiled", CURE_OLD_DRIVER);
     CUtensorMap map;
     const cuuint64_t sizes[] = {cuuint64_t(cols), cuuint64_t(s.T), cuuint64_t(s.B)};
     const cuuint64_t strides[] = {cuuint64_t(cols) * 2, cuuint64_t(s.T * cols) * 2};  // bytes
@@ -328,7 +328,7 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
 
 // *amax = max(*amax, top of all lanes of the warp, in BF16). Rounding is monotone, so a thread needs to round
 // only the largest magnitude of its values, `top`, and not each of them.
-__device__ void update_bf16_amax(AmaxAndScale* amax, float top) {
+__device__ void update_bf16_amax(TensorScale* amax, float top) {
     update_amax_by_warp(&amax->amax, magnitude_bits(round_to_bf16(top)));
 }
 
@@ -433,7 +433,7 @@ template <class F> struct ForwardConsumer {
     const F& smem;
     const Dims& d;
     float* const lse;
-    AmaxAndScale* const out_amax;
+    TensorScale* const out_amax;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
@@ -563,7 +563,7 @@ template <class F> struct ForwardConsumer {
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d,
-                   Work work, int counter, float* lse, AmaxAndScale* out_amax) {
+                   Work work, int counter, float* lse, TensorScale* out_amax) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -579,7 +579,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
 }
 
 template <class F>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* out_amax,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
              cudaStream_t stream) {
     constexpr int64_t CACHED = 16 << 20;  // bytes of keys and values that stay in the L2 cache
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
@@ -628,7 +628,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Am
 // What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
 struct Epilogue {
     const float2* rope_table;  // (T, HS / 2) {cos, sin}, or null
-    AmaxAndScale* amax;        // or null
+    TensorScale* amax;         // or null
 
     // {cos, sin} of neighbouring columns of the first half of a head, from an even one on. Rows beyond T,
     // which are not written, read the last one.

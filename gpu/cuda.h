@@ -127,6 +127,6 @@ template <class F> F* library_function(const std::string& library, const char* n
     return reinterpret_cast<F*>(function);
 }
 // The library of the CUDA driver, and the cure for a function that it lacks.
-inline constexpr char DRIVER[] = "libcuda.so.1", NEWER_DRIVER[] = "install a newer driver";
+inline constexpr char DRIVER[] = "libcuda.so.1", CURE_OLD_DRIVER[] = "install a newer driver";
 
 }  // namespace coat::gpu

@@ -2,8 +2,8 @@
 //
 //   1. launching a kernel
 //   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
-//   3. storage: how a thread loads and stores eight neighbouring elements
-//   4. producers: a tensor that is not stored, computed on the fly (Lazy in operators.h)
+//   3. layouts: how a thread loads and stores eight neighbouring elements
+//   4. producers: a tensor that is not stored, computed on the fly (LazyTensor in operators.h)
 //   5. tiles: how the threads of a block share out a tensor; transposed codes
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
@@ -170,9 +170,9 @@ inline __device__ float one_over_1_plus_exp2(float z) {  // 1 / (1 + 2^z)
 inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn(-LOG2_E, x)); }
 
 // ===========================================================================================================
-// 3. Storage
+// 3. Layouts
 //
-// How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
+// How elements lie in memory is a Layout: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
 // scale for 16 elements). Each has two types and four functions:
 //   Compute                     the compute dtype that goes with it;
 //   Raw                         a chunk as it is stored;
@@ -284,14 +284,14 @@ inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 
-// Calls f with the Storage of a tensor: BF16 or FP32.
+// Calls f with the Layout of a tensor: BF16 or FP32.
 template <class F> void with_dense(const View& v, F f) {
-    if (v.quant.format == Format::F32) return f(dense<float>(v.data));
+    if (v.storage.format == Format::FP32) return f(dense<float>(v.data));
     f(dense<bf16>(v.data));
 }
 // The same, or groups.
 template <class F> void with_storage(const View& v, F f) {
-    if (v.quant != E4M3_GROUP) return with_dense(v, f);
+    if (v.storage != E4M3_GROUP) return with_dense(v, f);
     f(groups_of(v));
 }
 
@@ -321,14 +321,14 @@ struct EitherDense {
     }
 };
 inline EitherDense either_dense(const void* data, Format f) {
-    return {const_cast<void*>(data), f == Format::F32};
+    return {const_cast<void*>(data), f == Format::FP32};
 }
-inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.quant.format); }
+inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.storage.format); }
 
 // ===========================================================================================================
 // 4. Producers
 //
-// A producer computes a tensor that is not stored, while a kernel needs it: what a Lazy (operators.h)
+// A producer computes a tensor that is not stored, while a kernel needs it: what a LazyTensor (operators.h)
 // describes. For 8 columns of one row,
 //   cursor(row, col)              is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)               fetches what row + i needs, so that several rows' loads are in flight;
@@ -382,30 +382,30 @@ __device__ void activated_backward(float first, float second, float d, float& d_
     }
 }
 
-// The producer of each Lazy whose op is OP and whose input is stored in a Storage. GATED: the input has two
-// planes.
-template <LazyOp OP, class Storage, bool GATED = false> struct LazyProducer {
+// The producer of each LazyTensor whose op is OP and whose input is stored in a Layout. GATED: the input has
+// two planes.
+template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // of the result
-    using Compute = typename Storage::Compute;
+    using Compute = typename Layout::Compute;
     struct Cursor {
-        Storage in[INPUT_PLANES];
+        Layout in[INPUT_PLANES];
         Dense<Compute> dact;
         const RowStatistics* statistics;
         Values weight, bias;
     };
     struct Raw {  // a producer uses some of these, of BYTES bytes
-        typename Storage::Raw in[INPUT_PLANES];
+        typename Layout::Raw in[INPUT_PLANES];
         typename Dense<Compute>::Raw dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
         sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
-    Storage in;     // (N, INPUT_PLANES * width)
+    Layout in;      // (N, INPUT_PLANES * width)
     int64_t width;  // of a plane
-    Lazy lazy;      // what is computed
+    LazyTensor lazy;  // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor at;
@@ -450,19 +450,19 @@ template <LazyOp OP, class Storage, bool GATED = false> struct LazyProducer {
 // Calls f with the producer of a lazily computed tensor. with_producer<BF16_ONLY> is for kernels that serve
 // FP8 alone: with FP32 values it is an Error.
 constexpr bool BF16_ONLY = true;
-template <bool ONLY_BF16 = false, class F> void with_producer(const Lazy& x, F f) {
+template <bool ONLY_BF16 = false, class F> void with_producer(const LazyTensor& x, F f) {
     with_storage(x.input, [&](auto in) {
-        using Storage = decltype(in);
+        using Layout = decltype(in);
         const int64_t cols = x.input.cols;
-        if constexpr (ONLY_BF16 && !std::is_same_v<typename Storage::Compute, bf16>)
+        if constexpr (ONLY_BF16 && !std::is_same_v<typename Layout::Compute, bf16>)
             require(false, "FP8 goes with the compute dtype BF16, not with FP32");
-        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Storage>{in, cols, x});
-        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Storage>{in, cols, x});
+        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
+        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
         else if (x.op == LazyOp::Activation && x.gated)
-            f(LazyProducer<LazyOp::Activation, Storage, true>{in, cols / 2, x});
-        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Storage>{in, cols, x});
-        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Storage, true>{in, cols / 2, x});
-        else f(LazyProducer<LazyOp::ActivationBackward, Storage>{in, cols, x});
+            f(LazyProducer<LazyOp::Activation, Layout, true>{in, cols / 2, x});
+        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Layout>{in, cols, x});
+        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Layout, true>{in, cols / 2, x});
+        else f(LazyProducer<LazyOp::ActivationBackward, Layout>{in, cols, x});
     });
 }
 

@@ -57,21 +57,21 @@ struct Matrix {
 // true for its A, false for its B.
 static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
     const View& v = operand.view;
-    if (!v.quant.fp8())
+    if (!v.storage.fp8())
         return {.data = v.data,
                 .scales = nullptr,
                 .rows = v.cols,
                 .cols = v.rows,
                 .transpose = over_rows != contiguous,
-                .format = v.quant.format};
-    const bool own_scales = over_rows && v.quant.granularity != PER_TENSOR;
+                .format = v.storage.format};
+    const bool own_scales = over_rows && v.storage.granularity != PER_TENSOR;
     const Matrix m{.data = over_rows ? operand.transposed : v.data,
                    .scales = own_scales ? operand.transposed_scales : v.scales,
                    .rows = over_rows ? v.rows : v.cols,
                    .cols = over_rows ? v.cols : v.rows,
                    .transpose = contiguous,
-                   .format = v.quant.format,
-                   .scale_mode = scale_mode(v.quant.granularity)};
+                   .format = v.storage.format,
+                   .scale_mode = scale_mode(v.storage.granularity)};
     require(m.data && m.scales, "an FP8 operand lacks the codes of the orientation that this GEMM reads");
     return m;
 }
@@ -113,7 +113,7 @@ struct Problem {
     Problem(const Matrix& a_matrix, const Matrix& b_matrix, const View& to, const void* bias, bool fast)
         : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
           b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
-          out(layout(to.quant.format, to.cols, to.rows)) {
+          out(layout(to.storage.format, to.cols, to.rows)) {
         check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -124,7 +124,7 @@ struct Problem {
         if (b_matrix.scales) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_matrix.scales);
         if (!bias) return;
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.quant.format));
+        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.storage.format));
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class Value> void set(cublasLtMatmulDescAttributes_t name, Value value) {
@@ -189,7 +189,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View
     const Key key{.kind = kind,
                   .a = a.format,
                   .b = b.format,
-                  .out = out.quant.format,
+                  .out = out.storage.format,
                   .a_scales = a.scale_mode,
                   .b_scales = b.scale_mode,
                   .rows = out.rows,

@@ -45,7 +45,7 @@ constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(Dense<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                AmaxAndScale* amax) {
+                TensorScale* amax) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
@@ -84,7 +84,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
 }
 
-void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s) {
+void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
@@ -264,10 +264,10 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
                0, s, n, Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)},
                qkv.rows, qkv.cols, workspace);
     });
-    const View each{dweight.data, nullptr, 2, n.HS, dweight.quant};
-    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, rows(each, 0, 1), s);
+    const View each{dweight.data, nullptr, 2, n.HS, dweight.storage};
+    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), s);
     reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
-                    rows(each, 1, 1), s);
+                    row_slice(each, 1, 1), s);
 }
 
 // ===========================================================================================================
@@ -436,7 +436,7 @@ void loss_sum(const float* losses, int64_t n, const double* loss_weight, double*
 // Stage one (store_column_sums() of gpu/device.cuh), which takes the amax in passing.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax) {
+    column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
@@ -484,7 +484,8 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
            dim3(32, REDUCE_ROWS), 0, s, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
-void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s) {
+void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+                 cudaStream_t s) {
     with_producer(x, [&](auto producer) {
         launch("column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
                TILE_THREADS, 0, s, producer, x.rows, workspace, amax);

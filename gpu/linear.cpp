@@ -15,14 +15,14 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight)
 
 // The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has that many, but a prompt may have
 // any number: then x8 and y have more rows than x, and nobody reads what is in them.
-static int64_t rows_of_gemm(const Quant& q, int64_t rows) {
+static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
     return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // The three GEMMs
 
-void LinearLayer::fprop(const Lazy& x, const View& y) {
+void LinearLayer::fprop(const LazyTensor& x, const View& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
@@ -38,7 +38,7 @@ void LinearLayer::dgrad(const Operand& g8, const View& dx) {
     context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
 }
 
-void LinearLayer::wgrad(const Operand& g8, const Lazy& x) {
+void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
     const View dw = context_.exchange.gradient_to_write(weight_);
@@ -49,20 +49,22 @@ void LinearLayer::wgrad(const Operand& g8, const Lazy& x) {
 // Operands
 
 // Whether x lies in memory in the compute dtype: then in recipes without FP8 a GEMM can read it as it is.
-static bool is_stored_unquantized(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
+static bool is_stored_unquantized(const LazyTensor& x) {
+    return x.op == LazyOp::Stored && !x.input.storage.fp8();
+}
 
 // Takes memory for an operand with so many rows, in the caller's scope. codes: where the row-major codes go;
 // null: into memory that is taken, too.
 Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form form, void* codes) const {
-    const Quant& q = quant_of(context_.formats, which);
+    const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
     const int64_t cols = which == LinearOperand::G ? out_ : in_;
     if (!codes && form != Form::Transposed) codes = arena().take(q.operand_bytes(rows, cols));
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
 
-    AmaxAndScale* const scales[] = {x_scaling_, w_scaling_, g_scaling_};
-    AmaxAndScale* const scale = scales[int(which)];
+    TensorScale* const scales[] = {x_scaling_, w_scaling_, g_scaling_};
+    TensorScale* const scale = scales[int(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
         return {.view = {codes, scale, rows, cols, q},
                 .transposed = transposed,
@@ -76,14 +78,14 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
             .amax = scale};
 }
 
-void LinearLayer::quantize_operand(LinearOperand which, const Lazy& x, const Operand& x8) const {
+void LinearLayer::quantize_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
     quantize(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
 // of the weight, and wgrad over rows of the input.
-Operand LinearLayer::make_operand(LinearOperand which, const Lazy& x, Gemm reader) const {
-    const bool fp8 = quant_of(context_.formats, which).fp8();
+Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const {
+    const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(x)) return {x.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = take_operand(which, x.rows, form);
@@ -98,7 +100,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
     context_.exchange.gather_weights(Exchange::stage_of(number_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
     const View w = context_.exchange.weight(weight_);
-    const bool arrived_as_codes = w.quant.fp8();
+    const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
         return make_operand(LinearOperand::W, stored(w), reader);
@@ -118,7 +120,7 @@ Operand LinearLayer::take_g8(int64_t N, void* codes) const {
     return take_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor, codes);
 }
 
-Operand LinearLayer::make_g8(const Lazy& g, AmaxIs amax) {
+Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
         if (bias_) add_bias_gradient(g, /*amax=*/nullptr);
         return {g.input};
@@ -128,7 +130,7 @@ Operand LinearLayer::make_g8(const Lazy& g, AmaxIs amax) {
     return g8;
 }
 
-void LinearLayer::write_g8(const Lazy& g, AmaxIs amax, const Operand& g8) {
+void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
         quantize_operand(LinearOperand::G, g, g8);
@@ -137,14 +139,14 @@ void LinearLayer::write_g8(const Lazy& g, AmaxIs amax, const Operand& g8) {
     }
     // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
     // pass of its own, which computes both; otherwise it is done while g is quantized.
-    AmaxAndScale* const missing = amax == AmaxIs::Unknown ? g_amax() : nullptr;
+    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax() : nullptr;
     if (bias_ && !missing) return quantize_and_add_bias_gradient(g, g8);
     if (bias_) add_bias_gradient(g, missing);
     else compute_amax(g, missing);
     quantize_operand(LinearOperand::G, g, g8);
 }
 
-void LinearLayer::quantize_and_add_bias_gradient(const Lazy& g, const Operand& g8) const {
+void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
     quantize_and_sum(g, g8, context_.exchange.gradient_to_write(*bias_), workspace,
@@ -152,7 +154,7 @@ void LinearLayer::quantize_and_add_bias_gradient(const Lazy& g, const Operand& g
 }
 
 // Adds the column sums of g to the gradient of the bias. amax: where that of g goes, or null.
-void LinearLayer::add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const {
+void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
     column_sums(g, context_.exchange.gradient_to_write(*bias_), workspace, amax, stream());
@@ -161,7 +163,7 @@ void LinearLayer::add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const {
 // -----------------------------------------------------------------------------------------------------------
 // Amaxes
 
-void LinearLayer::compute_amax(const Lazy& x, AmaxAndScale* amax) const {
+void LinearLayer::compute_amax(const LazyTensor& x, TensorScale* amax) const {
     if (amax) gpu::amax(x, amax, stream());
 }
 

@@ -12,7 +12,7 @@
 //
 // How long they live:
 //   x8   for one GEMM: wgrad makes it again. From forward to backward only that is kept from which x is
-//        computed (Lazy), and the amax of x.
+//        computed (LazyTensor), and the amax of x.
 //   w8   for one GEMM; or, in a cache, for a step.
 //   g8   for dgrad and wgrad. The caller makes it, with make_g8(), and decides when its memory is given back.
 //
@@ -52,9 +52,9 @@ public:
     LinearLayer(LinearContext& context, size_t weight);
 
     // --- The three GEMMs
-    void fprop(const Lazy& x, const View& y);       // y = x w^T + bias
+    void fprop(const LazyTensor& x, const View& y);  // y = x w^T + bias
     void dgrad(const Operand& g8, const View& dx);  // dx = g w
-    void wgrad(const Operand& g8, const Lazy& x);   // dw = g^T x, or dw += g^T x
+    void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
 
     // --- g8
     // Known: an earlier kernel has left the amax of g in g_amax(). Unknown: it is computed here first.
@@ -62,21 +62,21 @@ public:
     // Makes g8 of g (N, out), in memory that is taken in the caller's scope, and adds the column sums of g to
     // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
     // memory.
-    Operand make_g8(const Lazy& g, AmaxIs amax);
+    Operand make_g8(const LazyTensor& g, AmaxIs amax);
     // The same in two parts. Memory is a stack: where g is computed from tensors that are to be given back
     // before g8 is, the memory of g8 must be taken before theirs (take_g8), and written when g can be
     // computed (write_g8). codes: where the row-major codes go; null: into memory that is taken, too.
     Operand take_g8(int64_t N, void* codes = nullptr) const;
-    void write_g8(const Lazy& g, AmaxIs amax, const Operand& g8);
+    void write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8);
 
     // --- w8, if weights are cached
     void make_cached_weight();
 
     // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
-    AmaxAndScale* x_amax() const { return context_.amax_before_codes() ? x_scaling_ : nullptr; }
-    AmaxAndScale* g_amax() const { return context_.amax_before_codes() ? g_scaling_ : nullptr; }
+    TensorScale* x_amax() const { return context_.amax_before_codes() ? x_scaling_ : nullptr; }
+    TensorScale* g_amax() const { return context_.amax_before_codes() ? g_scaling_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
-    void compute_x_amax(const Lazy& x) const { compute_amax(x, x_amax()); }
+    void compute_x_amax(const LazyTensor& x) const { compute_amax(x, x_amax()); }
 
     // The bucket to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameters.params[weight_].bucket; }
@@ -91,22 +91,22 @@ private:
     const int64_t number_;  // of this linear layer among all
     // Of each operand the amax and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
-    AmaxAndScale* const x_scaling_;
-    AmaxAndScale* const w_scaling_;
-    AmaxAndScale* const g_scaling_;
+    TensorScale* const x_scaling_;
+    TensorScale* const w_scaling_;
+    TensorScale* const g_scaling_;
     Operand cached_w8_{};  // no tensor, if weights are not cached
 
     Arena& arena() const { return context_.device.arena; }
     cudaStream_t stream() const { return context_.device.stream; }
 
     Operand take_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void quantize_operand(LinearOperand which, const Lazy& x, const Operand& x8) const;
-    Operand make_operand(LinearOperand which, const Lazy& x, Gemm reader) const;
+    void quantize_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
+    Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
     Operand weight_operand(Gemm reader) const;
-    void compute_amax(const Lazy& x, AmaxAndScale* amax) const;
+    void compute_amax(const LazyTensor& x, TensorScale* amax) const;
     void compute_weight_amax() const;
-    void add_bias_gradient(const Lazy& g, AmaxAndScale* amax) const;
-    void quantize_and_add_bias_gradient(const Lazy& g, const Operand& g8) const;
+    void add_bias_gradient(const LazyTensor& g, TensorScale* amax) const;
+    void quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const;
 };
 
 }  // namespace coat::gpu

@@ -115,10 +115,10 @@ static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t
 // rows_to_add(). The sum is written to x_out, if that is a tensor, and to norm_input, the memory of next.in.
 // For the norm `next`, the kernel computes the row statistics and, if y_amax is not null, the amax of the
 // norm's output.
-template <class Storage, bool FORWARD_READS_SAVED, class Element = typename Storage::Compute>
+template <class Layout, bool FORWARD_READS_SAVED, class Element = typename Layout::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
-                    Dense<Element> x_out, Storage norm_input, const Norm next, AmaxAndScale* y_amax) {
+                    Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax) {
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
@@ -151,7 +151,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 }
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
-                  bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s, const int32_t* tokens,
+                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s, const int32_t* tokens,
                   int64_t T) {
     const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
@@ -231,10 +231,10 @@ static __device__ void add_dx(const Values& xhat, const Values& dy, const Values
 // same place for them, where later norms have left theirs. CHUNKS: if it is not 0, a row consists of so many
 // whole chunks of each thread. Then no chunk has a condition, so that the compiler can mix the instructions
 // of all chunks.
-template <class Storage, bool RMS, int CHUNKS, class Element = typename Storage::Compute>
+template <class Layout, bool RMS, int CHUNKS, class Element = typename Layout::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const Norm n, Storage input, Dense<Element> dy_in, Dense<Element> g_in,
-                         Dense<Element> g_out, AmaxAndScale* g_amax, float* partials) {
+    norm_backward_kernel(const Norm n, Layout input, Dense<Element> dy_in, Dense<Element> g_in,
+                         Dense<Element> g_out, TensorScale* g_amax, float* partials) {
     const int64_t rows = n.in.rows;
     const uint32_t C = static_cast<uint32_t>(n.in.cols);
     const Dense<Element> weights = dense<Element>(n.weight);
@@ -256,7 +256,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         auto live = [&](int c) { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < C; };
 
         // Load the thread's part of the row. The weight is read again where it is needed, from the cache.
-        typename Storage::Raw raw_x[ROW_CHUNKS] = {};
+        typename Layout::Raw raw_x[ROW_CHUNKS] = {};
         typename Dense<Element>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
         for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
@@ -320,7 +320,7 @@ size_t norm_backward_workspace(int64_t C) {
     return sizeof(float) * 2 * multiprocessors() * NORM_BLOCKS_PER_SM * C;
 }
 
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     const dim3 block = row_block(C);
@@ -328,11 +328,11 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     const unsigned grid = std::min(blocks(rows, block.y), most_blocks);
     const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));
     with_storage(n.in, [&](auto in) {
-        using Storage = decltype(in);
-        using Element = typename Storage::Compute;
+        using Layout = decltype(in);
+        using Element = typename Layout::Compute;
         auto run = [&]<int CHUNKS>() {
-            const auto kernel = n.rms ? norm_backward_kernel<Storage, true, CHUNKS>
-                                      : norm_backward_kernel<Storage, false, CHUNKS>;
+            const auto kernel = n.rms ? norm_backward_kernel<Layout, true, CHUNKS>
+                                      : norm_backward_kernel<Layout, false, CHUNKS>;
             launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
                    dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
         };

@@ -42,35 +42,35 @@ namespace coat::gpu {
 // A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. Null data means "no tensor" (but
 // see Operand).
 struct View {
-    void* data;  // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
-    // What it points to depends on quant; not FP8: it is not used.
-    //   per tensor         one AmaxAndScale
-    //   groups             scales (scale_rows, scale_cols) of quant.scale_format
+    void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
+    // What it points to depends on storage; not FP8: it is not used.
+    //   per tensor         one TensorScale
+    //   groups             scales (scale_rows, scale_cols) of storage.scale_format
     //   a GEMM operand     as Operand says
     void* scales;
     int64_t rows, cols;
-    Quant quant;
+    Storage storage;
 };
 
 // The rows [first, first + n) of a view without scales.
-inline View rows(const View& v, int64_t first, int64_t n) {
-    return {.data = static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols),
+inline View row_slice(const View& v, int64_t first, int64_t n) {
+    return {.data = static_cast<uint8_t*>(v.data) + v.storage.code_bytes(first, v.cols),
             .scales = nullptr,
             .rows = n,
             .cols = v.cols,
-            .quant = v.quant};
+            .storage = v.storage};
 }
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
 // GEMM wants scales aligned to that. A kernel that has the values updates the amax (coat.cu, part 2);
 // quantize() derives the scale from it.
-struct alignas(16) AmaxAndScale {
+struct alignas(16) TensorScale {
     float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
     float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
     float unused;
 };
-inline AmaxAndScale* amax_and_scale(const View& v) { return static_cast<AmaxAndScale*>(v.scales); }
+inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
@@ -84,8 +84,8 @@ struct Operand {
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
     // Updated by quantize() where the granularity is not per tensor; may be null. (Per tensor the amax is in
-    // amax_and_scale(view) instead.)
-    AmaxAndScale* amax = nullptr;
+    // tensor_scale(view) instead.)
+    TensorScale* amax = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
@@ -107,11 +107,11 @@ struct Norm {
 };
 
 // A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
-// from what is stored, so that it is stored only as the operand of a GEMM. A Lazy says what is computed; a
-// LazyProducer (gpu/device.cuh) does it. The simplest Lazy is a stored tensor.
+// from what is stored, so that it is stored only as the operand of a GEMM. A LazyTensor says what is
+// computed; a LazyProducer (gpu/device.cuh) does it. The simplest LazyTensor is a stored tensor.
 enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
-struct Lazy {
+struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // of the result
     View input{};        // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
@@ -121,16 +121,16 @@ struct Lazy {
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
-inline Lazy stored(const View& x) {
+inline LazyTensor stored(const View& x) {
     return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
 }
 // The output (N, C) of a norm, whose row statistics are known.
-inline Lazy lazy_norm(const Norm& n) {
+inline LazyTensor lazy_norm(const Norm& n) {
     return {.op = LazyOp::Norm, .rows = n.in.rows, .cols = n.in.cols, .input = n.in, .norm = n};
 }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute dtype or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.
-inline Lazy lazy_activation(bool gated, const View& gate_up) {
+inline LazyTensor lazy_activation(bool gated, const View& gate_up) {
     return {.op = LazyOp::Activation,
             .rows = gate_up.rows,
             .cols = gate_up.cols / (gated ? 2 : 1),
@@ -139,7 +139,7 @@ inline Lazy lazy_activation(bool gated, const View& gate_up) {
 }
 // dact (N, F), in the compute dtype, is the gradient of the activation's output. The result is the gradient
 // of gate_up, in the same shape.
-inline Lazy lazy_activation_backward(bool gated, const View& gate_up, const View& dact) {
+inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, const View& dact) {
     return {.op = LazyOp::ActivationBackward,
             .rows = gate_up.rows,
             .cols = gate_up.cols,
@@ -157,11 +157,11 @@ inline Lazy lazy_activation_backward(bool gated, const View& gate_up, const View
 // out_amax->amax = max(out_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
 // every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not
 // be in FP32.
-void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s);
+void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
 
-// Computes x and writes it as out says. (So quantize() also evaluates a Lazy, or converts between BF16 and
-// FP32, where out is not FP8.)
-//   FP8 per tensor               The scale is computed from the amax in amax_and_scale(out.view); if
+// Computes x and writes it as out says. (So quantize() also evaluates a LazyTensor, or converts between BF16
+// and FP32, where out is not FP8.)
+//   FP8 per tensor               The scale is computed from the amax in tensor_scale(out.view); if
 //                                out.delayed, it is that of the history.
 //   FP8 per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
 //   E4M3 in 1x16 groups          x must be a tensor that is stored in BF16.
@@ -171,11 +171,11 @@ void amax(const Lazy& x, AmaxAndScale* out_amax, cudaStream_t s);
 //   loads its elements before it stores their codes.
 // - quant_stats: what quantizing loses is added to it. It may be null.
 // - out may have more rows than x: these are left as they are.
-void quantize(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // quantize(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
 // (section 6), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
-void quantize_and_sum(const Lazy& x, const Operand& out, const View& gradient, float* workspace,
+void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
@@ -186,7 +186,7 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 // next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
 // groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               AmaxAndScale* amax, QuantStats* quant_stats, cudaStream_t s);
+                               TensorScale* amax, QuantStats* quant_stats, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
 void convert(const View& x, const View& out, cudaStream_t s);
@@ -207,7 +207,7 @@ void convert(const View& x, const View& out, cudaStream_t s);
 //                         next.in is not in groups
 //   y_amax                the amax of the norm's output, computed from the same values
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
-                  bool forward_reads_saved, AmaxAndScale* y_amax, cudaStream_t s,
+                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);
 
 // The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
@@ -221,7 +221,7 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 //   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
 //   workspace          of norm_backward_workspace(C) bytes
 size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
 
 // ===========================================================================================================
@@ -235,7 +235,7 @@ struct Rope {
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
 // Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
 // amax is not null.
-void rope(const Rope& r, const View& qkv, bool inverse, AmaxAndScale* amax, cudaStream_t s);
+void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s);
 
 // In how many parts sums over rows are first added up: the rows of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
@@ -282,7 +282,8 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
                      const View& second = {});
 // gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* amax, cudaStream_t s);
+void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+                 cudaStream_t s);
 
 // Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
 struct TokenRows {
@@ -330,7 +331,7 @@ struct Segment {
     int64_t offset, size;  // elements; offset: in the rank's order
     MomentView m, v;
     bool decays;
-    AmaxAndScale* amax;         // of the new weights; may be null
+    TensorScale* amax;          // of the new weights; may be null
     int64_t to_flat_order = 0;  // an element's number in the flat order, minus that in the rank's order
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
@@ -354,7 +355,7 @@ struct GradientState {
 
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
-void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 // Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
 // give the same norm for any number of ranks.
 //   gradients       begin with the element `first` of the rank's order
@@ -393,20 +394,20 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 
 // What quantize() calls. Codes per row, 1x128 or 128x128, with scales of their own, just in time (*out.amax
 // is updated); and codes per tensor with a delayed scale, while the amax is taken for later.
-void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
-void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // Delayed scaling, after a step. The amax of each of scales (n) enters its history, a row of histories (n,
 // length), as the newest. The scale of the next step is from_history = max(history) / FMAX. If that maximum
 // is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything stays as it was.
 // *empty += the number of scales whose from_history is still 0.
-void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
+void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / FMAX, or the delayed scale.
-void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s);
 
 // ===========================================================================================================
@@ -416,7 +417,7 @@ void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
 // Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
 // the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of
 // scales: row-major, and transposed (128x128 once: these are equal). Nothing where quant_stats is null.
-void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void measure(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a

@@ -12,10 +12,10 @@ namespace coat::gpu {
 // as adamw_element() wants it.
 static __device__ float load_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m)) {
-        EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
+        EitherDense{m.data, m.format == Format::FP32}.load_values(i, x);
         return 1.0f;
     }
-    if (m.format == Format::F16) {
+    if (m.format == Format::FP16) {
         alignas(16) __half fp16[CHUNK];
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
         for (int j = 0; j < CHUNK; j++) x[j] = __half2float(fp16[j]);
@@ -28,9 +28,9 @@ static __device__ float load_moment(const MomentView& m, float fmax, int64_t i, 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
 static __device__ void store_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m))
-        return EitherDense{m.data, m.format == Format::F32}.round_in_place_and_store(i, x, true);
+        return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
-    if (m.format != Format::F16)
+    if (m.format != Format::FP16)
         return put(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
     alignas(16) __half fp16[CHUNK];
     for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);

@@ -16,7 +16,7 @@ constexpr int LOG_128 = 7, ALL = 62;
 static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
-    const Granularity& g = v.quant.granularity;
+    const Granularity& g = v.storage.granularity;
     const void* const codes = transposed ? out.transposed : v.data;
     void* const scales = transposed ? out.transposed_scales : v.scales;
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols;
@@ -24,14 +24,14 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     // Along N and along K: log2 of a block's side, and the distance from one block's scale to the next one's.
     // With one scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t step_n = square ? round_up(v.quant.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
+    const int64_t step_n = square ? round_up(v.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
     // Rows of the tensor run along N, or (transposed) along K.
     return {.scales = codes ? static_cast<float*>(scales) : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
             .across = transposed ? step_n : step_k,
-            .count = v.quant.operand_scales(N, K)};
+            .count = v.storage.operand_scale_count(N, K)};
 }
 
 // One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.
@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
-static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* whole) {
+static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* whole) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
@@ -78,7 +78,7 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
 }
 
 // The scales of x, of both sets that out wants; *out.amax is updated.
-static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
+static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s) {
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
@@ -89,7 +89,7 @@ static void block_scales(const Lazy& x, const Operand& out, cudaStream_t s) {
     for (const ScaleGrid& g : grids)
         if (g.scales)
             launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales, g.count,
-                   info(out.view.quant.format).max, out.amax);
+                   info(out.view.storage.format).max, out.amax);
 }
 
 // The second pass: codes with a scale for each row or block. Either of codes and transposed may be null.
@@ -122,7 +122,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         });
 }
 
-void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
     measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<BF16_ONLY>(x, [&](auto producer) {
@@ -130,7 +130,7 @@ void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_sta
         auto kernel = quantize_in_blocks_kernel<P, false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, true>;
         launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, scale_grid(out, false), scale_grid(out, true), out.view.quant.format == Format::E5M2,
+               x.rows, scale_grid(out, false), scale_grid(out, true), out.view.storage.format == Format::E5M2,
                static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -141,11 +141,11 @@ void quantize_in_blocks(const Lazy& x, const Operand& out, QuantStats* quant_sta
 // While the history is empty, the scale follows just in time from the amax, which another kernel has taken.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
+    quantize_delayed_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
                             uint8_t* codes, uint8_t* transposed) {
-    const bool delayed = amax_and_scale->from_history > 0;
-    const float just_in_time = scale_of(fmax, amax_and_scale->amax);
-    const float scale = delayed ? amax_and_scale->from_history : just_in_time;
+    const bool delayed = tensor_scale->from_history > 0;
+    const float just_in_time = scale_of(fmax, tensor_scale->amax);
+    const float scale = delayed ? tensor_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
     float top = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
@@ -156,30 +156,30 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                                 const uint2 eight_codes = encode(e5m2, v, inverse);
                                 return {.by_row = eight_codes, .transposed = eight_codes};
                             });
-    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(top));
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
-void quantize_delayed(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    const Format fp8 = out.view.quant.format;
+void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+    const Format fp8 = out.view.storage.format;
     measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, true>;
         launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, amax_and_scale(out.view), info(fp8).max, fp8 == Format::E5M2,
+               x.rows, tensor_scale(out.view), info(fp8).max, fp8 == Format::E5M2,
                static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     });
 }
 
 // A thread has one operand's history, which moves up by one from its end on.
 constexpr int HISTORY_THREADS = 32;
-static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, float* histories, int length,
+static __global__ void end_delayed_step_kernel(TensorScale* scales, int64_t n, float* histories, int length,
                                                float fmax, const uint32_t* skipped, uint32_t* empty) {
     const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
-    AmaxAndScale& mine = scales[i];
+    TensorScale& mine = scales[i];
     float* const history = histories + i * length;
     uint32_t most = 0;
     for (int j = length - 1; j >= 0; j--) {
@@ -192,7 +192,7 @@ static __global__ void end_delayed_step_kernel(AmaxAndScale* scales, int64_t n, 
     else mine.scale = mine.from_history;  // a rank without a part of this weight receives only codes
 }
 
-void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, Format fp8,
+void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
            scales, n, histories, length, info(fp8).max, skipped, empty);

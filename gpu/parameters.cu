@@ -18,7 +18,7 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
     if (i >= padded) return;
     const float value = i < own.count ? first_value(init_std, ones, used, seed, param, own.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
-    if (w.format == Format::F32) static_cast<float*>(w.values)[to] = value;
+    if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
     else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
@@ -140,15 +140,14 @@ void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    checked_loss_kernel(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked) {
+    checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
     bool finite = true;
     for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
 }
 
-void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
-                  cudaStream_t s) {
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
     launch("checked_loss", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
 }
 
@@ -179,18 +178,18 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
            rank, ranks);
 }
 
-static __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
+static __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
                                              int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     uint32_t top = 0;
     for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude_bits(theirs[r * n + i].amax));
-    AmaxAndScale& mine = scales[i];
+    TensorScale& mine = scales[i];
     mine.amax = __uint_as_float(top);
     mine.scale = mine.from_history > 0 ? mine.from_history : scale_of(fmax, mine.amax);
 }
 
-void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s) {
     launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, s, scales, theirs, n, ranks,
            info(fp8).max);

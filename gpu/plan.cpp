@@ -74,17 +74,20 @@ int64_t gradients_offset(const Setup& s) {
 
 int64_t saved_layer_bytes(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s)) bytes += round_up(t.bytes(gpu_tokens(s)), GPU_ALIGNMENT);
+    for (const SavedTensor& t : saved_per_layer(s))
+        bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
     return bytes;
 }
 
-bool caches_weights(const Setup& s) { return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1; }
+bool should_cache_weights(const Setup& s) {
+    return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
+}
 
 // Whether cuBLASLt has a GEMM of two such operands.
-static bool has_gemm(const Quant& a, const Quant& b) {
+static bool has_gemm(const Storage& a, const Storage& b) {
     if (!a.fp8() || !b.fp8()) return a == b;
     if (a.format == Format::E5M2 && b.format == Format::E5M2) return false;
-    const auto in_blocks = [](const Quant& q) {
+    const auto in_blocks = [](const Storage& q) {
         return q.granularity == PER_1x128 || q.granularity == PER_128x128;
     };
     if (in_blocks(a) && in_blocks(b)) return a.granularity == PER_1x128 || b.granularity == PER_1x128;
@@ -98,12 +101,12 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
                     ", which no GEMM of a GPU multiplies; give all of them one scale per tensor, ",
                     "per row or per 128 elements, at most one of them E5M2.");
     Recipe changed = r;
-    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
+    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Storage{r.compute};
     if (changed.x.fp8() && r.x.granularity != PER_TENSOR && capability != 90)
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe colossal, or --device cpu.");
-    for (const Quant& q : {r.nonlinear, r.attention})
+    for (const Storage& q : {r.nonlinear, r.attention})
         if (q.fp8() && q != E4M3_GROUP)
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;

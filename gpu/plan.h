@@ -22,7 +22,7 @@ std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weigh
 // The bytes that it needs, by a dry run of its step, which needs no GPU; 0 in a program without CUDA.
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 // Whether it pays off to make all FP8 weights once per step, if memory allows.
-bool caches_weights(const Setup& s);
+bool should_cache_weights(const Setup& s);
 
 // A GPU maps what the other ranks of its machine have allocated, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
@@ -76,7 +76,7 @@ inline int64_t gathered_bytes(const Setup& s, const Param& p) {
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // FP8 GEMMs need a multiple of so many rows
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (Where GEMMs are FP8, B * T is a multiple
 // already: coat.h, linear_formats().)
-inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
+inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient. With one micro-batch per step, a layer's
 // gradients may lie where later layers' activations were: those are not needed when gradients are written.

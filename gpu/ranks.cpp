@@ -130,8 +130,9 @@ private:
         device_attribute(cudaDevAttrCanFlushRemoteWrites) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
     // Sets a flag; waits until a flag is at least the value.
     using StreamFlag = decltype(cuStreamWriteValue32);
-    StreamFlag* const write_ = library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", NEWER_DRIVER);
-    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", NEWER_DRIVER);
+    StreamFlag* const write_ =
+        library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", CURE_OLD_DRIVER);
+    StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", CURE_OLD_DRIVER);
 
     void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
         if (operation(stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
@@ -261,7 +262,7 @@ public:
     // --- Gradients
     View gradient_to_write(size_t i) const override {
         const Param& p = parameters_.params[i];
-        return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_quant};
+        return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_storage};
     }
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_);
@@ -286,7 +287,7 @@ public:
         for (size_t i = b.first; i < b.last; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
                           gradient_from(i, own(i, me).first), received(i, me == 0 ? 1 : 0, me),
-                          parameters_.gradient_quant.format, padded(own(i, me)), me, setup_.ranks, stream_);
+                          parameters_.gradient_storage.format, padded(own(i, me)), me, setup_.ranks, stream_);
         is_sent_[buffer_of(bucket)].record(stream_);
     }
     void wait_for_transfers() override {
@@ -375,9 +376,9 @@ private:
     // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
     // scaling those of a step. The codes of weights get their scale.
     void combine_amaxes() {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.param_tensors;
-        const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
-        AmaxAndScale* const all = memory_.scales_of_ranks;
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
+        const int64_t bytes = n * int64_t(sizeof(TensorScale));
+        TensorScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_);
         all_gather(all, bytes);
         gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_);
@@ -410,20 +411,20 @@ private:
         for (size_t i : matrices_[size_t(stage)]) {
             const Param& p = parameters_.params[i];
             const bool codes = sends_codes() && p.role.linear;
-            const Quant quant = codes ? setup_.recipe.w : parameters_.weight_quant;
-            AmaxAndScale* const scale =
+            const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
+            TensorScale* const scale =
                 codes ? scales_.of_weight(i, parameters_.linear_layer_number(i)) : nullptr;
-            const int64_t each = info(quant.format).bytes;
+            const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {
                 return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};
             };
             const Range mine = part(setup_.rank);
             const View kept = parameters_.owned_weight(i);
-            const View sent{to + mine.first, scale, kept.rows, kept.cols, quant};
+            const View sent{to + mine.first, scale, kept.rows, kept.cols, storage};
             if (codes) quantize_pieces(kept, sent);
             else copy(sent.data, kept.data, mine.count, stream_);
             add_gather(to, part, transfers);
-            gathered_[i] = {to, scale, p.rows, p.cols, quant};
+            gathered_[i] = {to, scale, p.rows, p.cols, storage};
             to += gathered_bytes(setup_, p);
         }
         send(transfers);

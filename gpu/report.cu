@@ -5,11 +5,11 @@
 namespace coat::gpu {
 
 // Adds to quant_stats what x loses if it is quantized. An element's scale is that of the tensor, from
-// amax_and_scale; or that of its scale block, from `blocks`; or, where both are null, that of its 1x16 group,
+// tensor_scale; or that of its scale block, from `blocks`; or, where both are null, that of its 1x16 group,
 // which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    measure_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks, bool e5m2,
+    measure_kernel(Producer x, int64_t rows, const TensorScale* tensor_scale, ScaleGrid blocks, bool e5m2,
                    float fmax, QuantStats* quant_stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
@@ -17,9 +17,9 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group compute it
-            if (amax_and_scale) {
-                scale = amax_and_scale->from_history;
-                if (!(scale > 0)) scale = scale_of(fmax, amax_and_scale->amax);
+            if (tensor_scale) {
+                scale = tensor_scale->from_history;
+                if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);
             }
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
@@ -49,18 +49,18 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-void measure(const Lazy& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void measure(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     if (!quant_stats) return;
-    const Quant& q = out.view.quant;
-    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
+    const Storage& q = out.view.storage;
+    auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
         with_producer<BF16_ONLY>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-                   TILE_THREADS, 0, s, producer, x.rows, amax_and_scale, blocks, q.format == Format::E5M2,
+                   TILE_THREADS, 0, s, producer, x.rows, tensor_scale, blocks, q.format == Format::E5M2,
                    info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_GROUP) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale(out.view), {});
+    if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.view), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones

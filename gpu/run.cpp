@@ -22,7 +22,7 @@ Arena::Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
 uint8_t* Arena::take_bytes(int64_t bytes) {
     uint8_t* const here = memory_ + used_;
     used_ += round_up(bytes, GPU_ALIGNMENT);
-    most_ = std::max(most_, used_);
+    peak_ = std::max(peak_, used_);
     if (used_ > limit_) throw Error("A step on the GPU needs more memory than its dry run found.");
     return here;
 }
@@ -151,13 +151,13 @@ Memory take_memory(Device& device) {
     m.received_gradients = arena.take(received.gradients);
     for (uint8_t*& stage : m.gathered_weights) stage = arena.take(received.weights);
     m.squares = arena.take<double>(s.ranks * (1 + shards.back().first_shard_unit));
-    m.scales_of_ranks = arena.take<AmaxAndScale>(several ? s.ranks * scales : 0);
+    m.scales_of_ranks = arena.take<TensorScale>(several ? s.ranks * scales : 0);
 
     m.weights.values = arena.take(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
-    if (s.master && s.recipe.compute != Format::F32) m.weights.remainder = arena.take<int16_t>(owned);
+    if (s.master && s.recipe.compute != Format::FP32) m.weights.remainder = arena.take<int16_t>(owned);
     m.segments = arena.take<Segment>(int64_t(params.size()));
-    m.scales = arena.take<AmaxAndScale>(scales);
+    m.scales = arena.take<TensorScale>(scales);
     m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history : 0);
     take_moments(m, s, arena, shards);
     take_activations_and_gradients(m, s, arena, shards);
@@ -167,9 +167,9 @@ Memory take_memory(Device& device) {
     m.targets = arena.take<int32_t>(tokens);
     m.token_order = arena.take<int32_t>(tokens);
     m.token_rows = arena.take<TokenRows>(tokens);
-    m.dresidual = arena.take(gpu_tokens(s) * c.C * compute_bytes);
+    m.dresidual = arena.take(padded_tokens(s) * c.C * compute_bytes);
     m.norm_partials = arena.take<float>(int64_t(norm_backward_workspace(c.C) / sizeof(float)));
-    m.norm_statistics = arena.take<RowStatistics>(gpu_tokens(s));
+    m.norm_statistics = arena.take<RowStatistics>(padded_tokens(s));
     m.losses = arena.take<float>(tokens);
     m.rope_table = arena.take<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
     return m;
@@ -179,7 +179,7 @@ std::vector<View> pieces_for_grids(const View& v) {
     constexpr int64_t MOST_ROWS = 65535 * 128;
     std::vector<View> pieces;
     for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
-        pieces.push_back(rows(v, first, std::min(MOST_ROWS, v.rows - first)));
+        pieces.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
         pieces.back().scales = v.scales;
     }
     return pieces;
@@ -189,13 +189,13 @@ std::vector<View> pieces_for_grids(const View& v) {
 // Scales
 
 Scales::Scales(const Device& device, const Memory& memory)
-    : param_tensors(int64_t(parameters(device.setup.config).size())),
+    : parameter_count(int64_t(parameters(device.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
       stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operands() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[param_tensors].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
@@ -207,7 +207,7 @@ void Scales::end_step(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
         end_delayed_step(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
-                         quant_of(setup_.recipe, o).format, &outcome->gradients.skip,
+                         storage_of(setup_.recipe, o).format, &outcome->gradients.skip,
                          &outcome->empty_histories, stream_);
 }
 
@@ -216,8 +216,9 @@ void Scales::end_step(StepOutcome* outcome) const {
 
 Parameters::Parameters(const Device& device, const Memory& memory, Scales& scales)
     : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
-      shards(shard_places(setup)), weight_quant{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
-      weight_bytes(info(weight_quant.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
+      shards(shard_places(setup)), weight_storage{setup.recipe.compute}, gradient_storage{gradient_format(
+                                                                             setup)},
+      weight_bytes(info(weight_storage.format).bytes), gradient_bytes(info(gradient_storage.format).bytes),
       device_(device), memory_(memory), scales_(scales), stream_(device.stream) {
     int64_t linear_layers = 0;
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
@@ -263,7 +264,7 @@ void Parameters::note_delayed_scales(size_t i) {
 
 // Weights as model.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
 void Parameters::initialize() {
-    clear(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
+    clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
         clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history * 4,
@@ -315,12 +316,12 @@ void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& e
     GradientState* const state = &outcome->gradients;
 
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
-    gradient_squares(segments, count, gradients, gradient_quant.format, range.first, first_unit, units,
+    gradient_squares(segments, count, gradients, gradient_storage.format, range.first, first_unit, units,
                      &outcome->checked_loss, own_squares, stream_);
     exchange.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
     gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
     adamw(a, setup.optimizer, segments, count, range, memory_.weights,
-          rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state, stream_);
+          rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_storage.format, state, stream_);
 }
 
 // measure_moments() copies the moments to the host: it must not have to wait for another rank.
@@ -330,7 +331,7 @@ void Parameters::measure_moments_of(int64_t bucket, const Exchange& exchange, Qu
         const Range& own = shards[i].own;
         const uint8_t* const gradient = static_cast<const uint8_t*>(exchange.gradient_to_write(i).data);
         measure_moments(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
-                        gradient + own.first * gradient_bytes, gradient_quant.format, own.count, report,
+                        gradient + own.first * gradient_bytes, gradient_storage.format, own.count, report,
                         stream_);
     }
 }
@@ -350,9 +351,9 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
 // Computes the amax of weights that were written. (The optimizer leaves the amax of those that it updates.)
 void Parameters::refresh_amax(size_t i) {
     if (!params[i].role.linear) return;
-    AmaxAndScale* const scale = scales_.of_parameter(i);
-    clear(scale, sizeof(AmaxAndScale), stream_);
-    if (weight_quant.format == Format::F32) return;
+    TensorScale* const scale = scales_.of_parameter(i);
+    clear(scale, sizeof(TensorScale), stream_);
+    if (weight_storage.format == Format::FP32) return;
     for (const View& piece : pieces_for_grids(owned_weight(i))) amax(stored(piece), scale, stream_);
 }
 
@@ -380,7 +381,7 @@ void Parameters::write(const std::string& name, const void* in) {
 void Parameters::transfer(const std::string& name, void* out, const void* in) const {
     const auto& [i, data, bytes] = find(name);
     const bool remainder = name == params[i].name + ".remainder";
-    if (weight_quant.format == Format::F32 && (remainder || name == params[i].name))
+    if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
         transfer_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
     else if (out) device_.fetch(out, data, bytes);
     else device_.send(data, in, bytes);
@@ -459,7 +460,7 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     int64_t needed = 0;
-    for (const bool cached : {caches_weights(s), false}) {
+    for (const bool cached : {should_cache_weights(s), false}) {
         const int64_t bytes = arena_bytes(s, cached);
         needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
         if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));

@@ -36,7 +36,7 @@ public:
     template <class T = uint8_t> T* take(int64_t count) {
         return reinterpret_cast<T*>(take_bytes(count * int64_t(sizeof(T))));
     }
-    int64_t most() const { return most_; }  // bytes in use at one time, so far
+    int64_t peak() const { return peak_; }  // bytes in use at one time, so far
 
     class Scope {
     public:
@@ -63,7 +63,7 @@ private:
     // because a null View is no tensor.
     uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
     const int64_t limit_;
-    int64_t used_ = 0, most_ = 0;
+    int64_t used_ = 0, peak_ = 0;
 
     uint8_t* take_bytes(int64_t bytes);
 };
@@ -96,12 +96,12 @@ struct Memory {
     uint8_t* received_gradients;    // of a bucket
     uint8_t* gathered_weights[2];   // the matrices of an even and of an odd stage
     double* squares;                // (ranks, 1 + shard units): sums of squares of gradients
-    AmaxAndScale* scales_of_ranks;  // (ranks, number of scales)
+    TensorScale* scales_of_ranks;   // (ranks, number of scales)
 
     // What this rank owns, in the rank's order
     Weights weights;
     Segment* segments;                   // AdamW's table of parameters
-    AmaxAndScale* scales;                // see Scales
+    TensorScale* scales;                 // see Scales
     float* histories;                    // of amaxes: (operands, linear layers, Recipe::history)
     std::vector<MomentView> moments[2];  // the first and the second, by parameter
     void* moments_begin;
@@ -167,19 +167,19 @@ class Scales {
 public:
     Scales(const Device& device, const Memory& memory);
 
-    const int64_t param_tensors;  // how many parameters there are: tensors, not elements
+    const int64_t parameter_count;  // how many parameters there are: tensors, not elements
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return param_tensors + OPERAND_COUNT * linear_layer_count; }
-    AmaxAndScale* all() const { return scales_; }
-    AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
-    AmaxAndScale* of_operand(LinearOperand o, int64_t linear_layer) const {
-        return scales_ + param_tensors + number_of(o, linear_layer);
+    int64_t count() const { return parameter_count + OPERAND_COUNT * linear_layer_count; }
+    TensorScale* all() const { return scales_; }
+    TensorScale* of_parameter(size_t i) const { return scales_ + i; }
+    TensorScale* of_operand(LinearOperand o, int64_t linear_layer) const {
+        return scales_ + parameter_count + number_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
-    AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
+    TensorScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(LinearOperand::W, linear_layer) : of_parameter(i);
     }
     float* history(LinearOperand o, int64_t linear_layer) const {
@@ -199,7 +199,7 @@ public:
 private:
     const Setup& setup_;
     const cudaStream_t stream_;
-    AmaxAndScale* const scales_;
+    TensorScale* const scales_;
     float* const histories_;
 
     // The number of an operand among those of all linear layers.
@@ -220,7 +220,7 @@ public:
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
     const std::vector<ShardPlace> shards;  // by parameter: what this rank owns; and one where the last ends
-    const Quant weight_quant, gradient_quant;
+    const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // of one element
 
     // The number of the parameter with this name.
@@ -238,18 +238,18 @@ public:
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
     // and Exchange::weight() the whole.
     View whole_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_quant};
+        return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
     // The part that this rank owns. It need not be whole rows, so this view has MOMENT_GROUP columns.
     View owned_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, shards[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
-                weight_quant};
+                weight_storage};
     }
     // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
     View whole_gradient(size_t i) const {
-        return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_quant};
+        return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_storage};
     }
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes

@@ -131,7 +131,7 @@ static Setup setup_to_generate(Setup s, int64_t T) {
     s.B = 1;
     s.accumulate = 1;
     s.T = T;
-    s.master = s.recipe.compute == Format::F32;
+    s.master = s.recipe.compute == Format::FP32;
     s.keep_gradients = s.ranks > 1;
     validate(s);
     return s;

@@ -43,7 +43,7 @@ void validate(const Setup& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::F32 && (s.recipe.attention.fp8() || !s.master))
+    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.master))
         throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
                     " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
@@ -64,7 +64,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const std::string none = "-";
     // The formats, as they are printed.
     const std::string compute = info(recipe.compute).name;
-    const std::string fp32 = info(Format::F32).name;
+    const std::string fp32 = info(Format::FP32).name;
     const std::string nonlinear = recipe.nonlinear.text();
     const std::string attention = recipe.attention.text();
     const std::string x = linear.x.text();
@@ -78,7 +78,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const std::string falls = linear.fallback ? " (falls back)" : "";
     const auto saves = [&](Saved which) {
         const SavedTensor t = saved_per_layer(s)[int(which)];
-        return concat(t.name, " ", t.quant.text());
+        return concat(t.name, " ", t.storage.text());
     };
     const auto moment = [&](const char* name, Format f) {
         std::string writes = info(f).name;
@@ -144,7 +144,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const int64_t gradients =
         s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
     const auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
-    const bool fp32 = compute == Format::F32;  // such a weight is its own master
+    const bool fp32 = compute == Format::FP32;  // such a weight is its own master
     using C = Category;
     // Each row: its category, its name, its bytes, what an item is, and how many items there are.
     std::vector<MemoryRow> plan = {
@@ -161,7 +161,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
+        plan.push_back({C::Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * c.L,
                         "token and layer", N * c.L});
     return plan;
 }
@@ -197,7 +197,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     int64_t overlap = 0;
     if (s.keep_gradients)
         overlap = std::clamp<int64_t>(s.config.L * saved_layer_bytes(s) - gradients_offset(s), 0, gradients);
-    const int64_t arena = arena_bytes(s, caches_weights(s));
+    const int64_t arena = arena_bytes(s, should_cache_weights(s));
     const int64_t allocated = arena ? arena : known - overlap;  // without CUDA, no working memory is known
     const auto add = [&](const char* name, int64_t bytes) {
         plan.push_back({Category::Workspace, name, bytes, "GPU", 1});

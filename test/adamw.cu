@@ -17,17 +17,17 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
         const char* distribution;  // that they are drawn from; null: each in turn
     } rows[] = {
         {.compute = Format::BF16, .has_master = true, .gradients = Format::BF16, .distribution = nullptr},
-        {.compute = Format::BF16, .has_master = true, .gradients = Format::F32, .distribution = "normal"},
+        {.compute = Format::BF16, .has_master = true, .gradients = Format::FP32, .distribution = "normal"},
         {.compute = Format::BF16,
          .has_master = false,
          .gradients = Format::BF16,
          .distribution = "mostly zeros"},
-        {.compute = Format::BF16, .has_master = false, .gradients = Format::F32, .distribution = "normal"},
-        {.compute = Format::F32,
+        {.compute = Format::BF16, .has_master = false, .gradients = Format::FP32, .distribution = "normal"},
+        {.compute = Format::FP32,
          .has_master = true,
-         .gradients = Format::F32,
+         .gradients = Format::FP32,
          .distribution = "exp of normal"},
-        {.compute = Format::F32, .has_master = true, .gradients = Format::F32, .distribution = "normal"}};
+        {.compute = Format::FP32, .has_master = true, .gradients = Format::FP32, .distribution = "normal"}};
     for (const auto& row : rows)
         for (const OptimizerFormat& o : optimizers())
             for (const Distribution& d : distributions()) {
@@ -39,7 +39,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 }
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
-    const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
+    const Buffer<TensorScale> amax(std::vector<TensorScale>{{1, OLD_AMAX, 0, 0}});
     const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});
@@ -101,9 +101,9 @@ TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
                    gpu::DRY_RUN);
     };
     CHECK_NOTHROW(update(Format::E4M3, Format::E5M2));
-    CHECK_NOTHROW(update(Format::BF16, Format::F32));
+    CHECK_NOTHROW(update(Format::BF16, Format::FP32));
     CHECK_THROWS_AS(update(Format::E4M3, Format::BF16), Error);
-    CHECK_THROWS_AS(update(Format::E4M3, Format::F16), Error);
-    CHECK_THROWS_AS(update(Format::F16, Format::F16), Error);
+    CHECK_THROWS_AS(update(Format::E4M3, Format::FP16), Error);
+    CHECK_THROWS_AS(update(Format::FP16, Format::FP16), Error);
     CHECK_THROWS_AS(update(Format::BF16, Format::E4M3), Error);
 }

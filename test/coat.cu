@@ -55,9 +55,9 @@ static void check_groups(const Floats& x, const Tensor& groups) {
 // Checks codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 static void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, BF16);
-    std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
+    std::vector<Storage> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
     formats.push_back(E4M3_GROUP);
-    for (Quant q : formats) {
+    for (Storage q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
         quantize(in.view(), out, stats.get());
@@ -80,7 +80,7 @@ static void check_all_formats(const Floats& x, Shape s) {
 static void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values,
                              const Floats& d) {
     const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
-    const Tensor dact(d, s, Quant{formats.compute});
+    const Tensor dact(d, s, Storage{formats.compute});
     const Floats x = gate_up.values();
     auto forward = [&](const auto& in) {
         auto act = in;
@@ -122,14 +122,14 @@ GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
 GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an error") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
-        const Floats x = heavy(rng, Format::F32, s.n());
+        const Floats x = heavy(rng, Format::FP32, s.n());
         const Tensor in(x, s, FP32);
-        for (Quant q : {FP32, BF16}) {
+        for (Storage q : {FP32, BF16}) {
             const Tensor out(s, q);
             quantize(in.view(), out);
             check_quantized(out, x);
         }
-        for (Quant q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
+        for (Storage q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
             const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
         }
@@ -141,7 +141,7 @@ GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an
 GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     FRESH_RANDOM(rng);
     const int64_t rows = 300, cols = 272;
-    for (Quant q : {E4M3_TENSOR, E5M2_TENSOR}) {
+    for (Storage q : {E4M3_TENSOR, E5M2_TENSOR}) {
         CAPTURE(q.text());
         const float fmax = info(q.format).max, scale = 0x1p-8f;
         const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa - 1);
@@ -165,7 +165,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, {rows, cols}, BF16);
     x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
-    for (Quant q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
+    for (Storage q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
@@ -237,12 +237,12 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
-        for (Quant q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {
+        for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {
             CAPTURE(s.rows);
             CAPTURE(q.text());
-            const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::F32, s.cols);
-            const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::F32),
-                sums(before, Format::F32);
+            const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::FP32, s.cols);
+            const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::FP32),
+                sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::column_sums(gpu::stored(in.view()), wanted_sums.view(), workspace.get(), nullptr, 0);
             if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
@@ -271,7 +271,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             dact[i] = 0x1p-14f;
         }
         const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
-        const Lazy x = gpu::lazy_activation_backward(true, in.view(), gradient.view());
+        const LazyTensor x = gpu::lazy_activation_backward(true, in.view(), gradient.view());
         const Tensor exact({rows, 2 * F}, FP32);
         gpu::quantize(x, exact.operand(), nullptr, 0);
         const Floats values = exact.values();
@@ -296,7 +296,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
         for (Format format : {Format::E4M3, Format::E5M2}) {
             CAPTURE(length);
             std::vector<reference::DelayedScale> wanted(SCALES);
-            std::vector<AmaxAndScale> scales(SCALES);
+            std::vector<TensorScale> scales(SCALES);
             Buffer<float> histories(SCALES * length);
             auto wanted_histories = [&] {
                 Floats all;
@@ -310,7 +310,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 scales[i].from_history = wanted[i].scale = float(rng.uniform());
             }
             histories.write(wanted_histories());
-            Buffer<AmaxAndScale> device_scales(SCALES);
+            Buffer<TensorScale> device_scales(SCALES);
             Buffer<uint32_t> empty(1);
             for (bool skipped : {false, true, false, false}) {
                 for (int i = 1; i < SCALES; i++) scales[i].amax = wanted[i].amax = random_amax();

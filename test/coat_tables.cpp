@@ -10,7 +10,7 @@ using namespace coat;
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
         std::string text = concat(r.name, ": ", info(r.compute).name);
-        for (const Quant& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
+        for (const Storage& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
         text += r.scaling == Scaling::Delayed ? "; delayed; " : "; ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         return text + r.optimizer + (r.forward_reads_groups ? "" : ", forward reads values");
@@ -33,8 +33,8 @@ TEST_CASE("recipes: each row of the table is the published method") {
         const Recipe& r = recipes()[i];
         CHECK(row(r) == expected[i]);
         CHECK(r.history == 1024);
-        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::F32);
-        CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
+        for (const Storage& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::FP32);
+        CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::FP32));
     }
 }
 

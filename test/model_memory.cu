@@ -9,7 +9,7 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::AmaxAndScale;
+using gpu::TensorScale;
 using gpu::View;
 
 namespace coat::test {
@@ -48,7 +48,7 @@ TEST_CASE("Arena: what is taken lies behind what was taken before and is aligned
         CHECK(arena.take(5) == third + 10 * GPU_ALIGNMENT);  // where the inner scope had its 5 bytes
     }
     CHECK(arena.take(1) == third);
-    CHECK(arena.most() == 14 * GPU_ALIGNMENT);  // at the end of the scope, though less is in use now
+    CHECK(arena.peak() == 14 * GPU_ALIGNMENT);  // at the end of the scope, though less is in use now
 }
 
 TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken after it") {
@@ -67,14 +67,14 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken 
 TEST_CASE("pieces_for_grids: the rows in their order; no piece has more than a grid") {
     constexpr int64_t MOST = 65535 * 128, COLS = 4;
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
-    AmaxAndScale scale{};
+    TensorScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
-        const View v{.data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .quant = BF16};
+        const View v{.data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = BF16};
         int64_t next = 0;
         for (const View& piece : gpu::pieces_for_grids(v)) {
             CHECK(piece.data == begin.data() + next * COLS * 2);
             CHECK((piece.rows > 0 && piece.rows <= MOST && piece.cols == COLS));
-            CHECK((piece.scales == &scale && piece.quant == BF16));
+            CHECK((piece.scales == &scale && piece.storage == BF16));
             next += piece.rows;
         }
         CHECK(next == rows);
@@ -137,7 +137,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
             setup.rank = ranks - 1;
             if (!supported(setup)) continue;
             const std::vector<MemoryRow> plan = gpu_memory_plan(setup);
-            const int64_t bytes = arena_bytes(setup, caches_weights(setup));
+            const int64_t bytes = arena_bytes(setup, should_cache_weights(setup));
             CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_tables(ranks, bytes));
             // At least cuBLASLt's scratch, and the logits.
             const int64_t logits = setup.B * setup.T * setup.config.padded_V() * 2;
@@ -181,7 +181,7 @@ TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of ke
 
 GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and mode") {
     for_every_setup([](const Setup& setup) {
-        const bool cached = caches_weights(setup);
+        const bool cached = should_cache_weights(setup);
         const int64_t bytes = arena_bytes(setup, cached);
         Training t(make_reference, setup);
         t.model = gpu_model(setup, bytes - GPU_ALIGNMENT, cached);

@@ -35,7 +35,7 @@ static void check_logits(Random& rng, Training& gpu, Training& cpu) {
     const Setup& s = gpu.setup();
     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
     const bool codes = s.recipe.x.fp8() || s.recipe.nonlinear.fp8() || s.recipe.attention.fp8();
-    const double bound = s.recipe.compute == Format::F32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
+    const double bound = s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
     for (int64_t n : {int64_t(1), 1 + rng.below(s.T), s.T})
         CHECK(relative_error(gpu.next_logits(n), cpu.next_logits(n)) <= bound);
 }
@@ -80,7 +80,7 @@ static void check_step(Random& rng, const Setup& s) {
     }
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), of_fp32 = exact.step();
     auto bound = [&](double own) {  // BF16's rounding is always allowed
-        return s.recipe.compute == Format::F32 ? fp32_bound(s.config) : TWO_IMPLEMENTATIONS * own + 0x1p-9;
+        return s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
     CHECK((!on_gpu.skipped && on_gpu.targets == on_cpu.targets));
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
@@ -119,7 +119,7 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
 
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
     FRESH_RANDOM(rng);
-    const std::tuple<const char*, Quant, Quant, Quant, Quant> rows[] = {
+    const std::tuple<const char*, Storage, Storage, Storage, Storage> rows[] = {
         {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_GROUP},  // groups beside other operands
         {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_GROUP},
         {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_GROUP},
@@ -174,7 +174,7 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         s.accumulate = 1;
         Training gpu(make_gpu, s), cpu(make_reference, s);
         std::vector<Training> others;  // 2^-17: the error of a gradient in FP32
-        for (float change : s.recipe.compute == Format::F32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
+        for (float change : s.recipe.compute == Format::FP32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
             others.emplace_back(make_reference, s);
             others.back().adamw.lr *= 1 + 0x1p-17f * change;
         }

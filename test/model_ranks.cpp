@@ -29,7 +29,7 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
         const Setup s = small(recipe, arch, each);
         const Setup one = small(recipe, arch, each * ranks);
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
-        REQUIRE(gradient_format(one) == Format::F32);
+        REQUIRE(gradient_format(one) == Format::FP32);
         const RankRun got = train_ranks(make, s, ranks, 3, masked);
         check_same(got, train_ranks(make, one, 1, 3, masked));
     }

@@ -298,7 +298,7 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
         });
         CHECK(ours == x);
     }
-    for (Quant Recipe::*saved : {&Recipe::nonlinear, &Recipe::attention}) {
+    for (Storage Recipe::*saved : {&Recipe::nonlinear, &Recipe::attention}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
         CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);
@@ -306,9 +306,9 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
 }
 
 TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sentence that shows them") {
-    constexpr Quant E4M3_32{.format = Format::E4M3, .granularity = {1, 32}};
+    constexpr Storage E4M3_32{.format = Format::E4M3, .granularity = {1, 32}};
     struct Row {
-        Quant x, w, g;
+        Storage x, w, g;
         bool refused;
     };
     for (const auto& [x, w, g, refused] : {Row{E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, false},

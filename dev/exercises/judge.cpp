@@ -316,7 +316,7 @@ constexpr const char* ZERO_SCALE = "A scale of 0 cannot be divided by: where all
 
 }  // namespace
 
-static Matrix quantized_as(const Matrix& x, const Quant& q) {
+static Matrix quantized_as(const Matrix& x, const Storage& q) {
     return {x.rows, x.cols, dequantize(reference::quantize(x.values.data(), x.rows, x.cols, q))};
 }
 Matrix given::quantized(const Matrix& x) { return quantized_as(x, {Format::E4M3}); }
@@ -1230,8 +1230,8 @@ std::array<Floats, 6> tensors_to_store() {
 // The RMS of the relative errors of x when it is stored so.
 double error_of(const Floats& x, const judge::Choice& choice) {
     const Format format = format_of(*choice.format);
-    const Quant quant = choice.groups ? Quant{format, PER_GROUP, Format::BF16} : Quant{format};
-    const Floats stored = dequantize(reference::quantize(x.data(), 64, 256, quant));
+    const Storage storage = choice.groups ? Storage{format, PER_GROUP, Format::BF16} : Storage{format};
+    const Floats stored = dequantize(reference::quantize(x.data(), 64, 256, storage));
     double sum = 0;
     for (size_t i = 0; i < x.size(); i++) sum += std::pow(stored[i] / double(x[i]) - 1, 2);
     return std::sqrt(sum / double(x.size()));

@@ -74,7 +74,7 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
 // write-back.
 template <class Run> float milliseconds(int repeats, Run run) {
     static Buffer<uint16_t> other(128 << 20);
-    static Buffer<gpu::AmaxAndScale> scale(1);
+    static Buffer<gpu::TensorScale> scale(1);
     other.fill(0x3F);
     cudaEvent_t start, stop;
     gpu::check(cudaEventCreate(&start), "Creating an event failed");

@@ -46,7 +46,7 @@ namespace {
 struct Matrix {
     int64_t rows, cols;
     const bf16* x;             // (rows, cols)
-    gpu::AmaxAndScale* scale;  // has the amax
+    gpu::TensorScale* scale;   // has the amax
     uint8_t* codes;            // (rows, cols)
     uint8_t* transposed;       // (cols, rows)
 };
@@ -459,7 +459,7 @@ private:
     std::vector<uint16_t> bits_;
     Buffer<uint16_t> x_;
     Buffer<uint8_t> codes_, transposed_;
-    Buffer<gpu::AmaxAndScale> scale_;
+    Buffer<gpu::TensorScale> scale_;
 
 public:
     const Matrix m;

@@ -368,7 +368,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     const std::vector<Param> params = parameters(model.setup().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
-        const float half = float(definition(Format::F16).value(int(embedding.codes[i])));
+        const float half = float(definition(Format::FP16).value(int(embedding.codes[i])));
         wrong += bits_of(model.master(params.front(), i)) != bits_of(half);
         wrong += bits_of(model.master(params.back(), i)) != head.codes[i];
     }

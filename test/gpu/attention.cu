@@ -105,7 +105,7 @@ Bounds bounds(const AttentionShape& s, const Floats& qkv, const Floats& out, con
 
 // Every element within its bound. Both results are rounded to their format, maybe in opposite directions.
 void check_close(const Tensor& got, const Floats& wanted, Doubles bounds) {
-    const double rounding = got.quant.format == Format::BF16 ? 0x1p-8 : 0x1p-22;
+    const double rounding = got.storage.format == Format::BF16 ? 0x1p-8 : 0x1p-22;
     for (size_t i = 0; i < wanted.size(); i++) bounds[i] += rounding * std::abs(wanted[i]) + 1e-37;
     check_within(got.values(), doubles(wanted), bounds);
 }
@@ -143,7 +143,9 @@ struct RopeTable : Buffer<float2> {
 };
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
-gpu::AmaxAndScale* amax_of(const Tensor& x) { return x.quant.format == Format::F32 ? nullptr : x.slot.get(); }
+gpu::TensorScale* amax_of(const Tensor& x) {
+    return x.storage.format == Format::FP32 ? nullptr : x.slot.get();
+}
 
 // What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is
 // checked on its own.
@@ -152,10 +154,10 @@ struct Run {
 
     Run(const AttentionShape& s, const AttentionKernels& kernels, const Floats& qkv, const Floats& exact_out,
         const Floats& exact_lse, const Floats& dout)
-        : out({1, s.B * s.T * s.NH * s.HS}, Quant{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
-          dqkv({s.B * s.T, s.qkv_cols()}, Quant{s.format}),
-          rotated_dqkv({s.B * s.T, s.qkv_cols()}, Quant{s.format}) {
-        const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::F32), g(dout, s.format);
+        : out({1, s.B * s.T * s.NH * s.HS}, Storage{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
+          dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}),
+          rotated_dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}) {
+        const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::FP32), g(dout, s.format);
         const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
         const RopeTable table(s);
         kernels.forward(s, in.codes.get(), out.codes.get(), floats(lse), amax_of(out), nullptr);
@@ -181,7 +183,7 @@ struct Run {
 
 // RoPE's inverse and the amaxes have the bits of passes over what was written.
 void check_epilogues(const AttentionShape& s, const Run& run) {
-    const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.quant);
+    const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.storage);
     const RopeTable table(s);
     gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
               wanted.view(), /*inverse=*/true, /*amax=*/nullptr, nullptr);
@@ -246,7 +248,7 @@ void check_long(Format f, int64_t HS, Implementation implementation) {
 
 // Head sizes that fill the columns of a tile, and others; in BF16 those that have no Hopper kernels.
 void check_on_any_gpu(void (*check_sizes)(Format, int64_t, Implementation)) {
-    for (int64_t HS : {8, 32, 64, 80, 128}) check_sizes(Format::F32, HS, any_gpu_attention);
+    for (int64_t HS : {8, 32, 64, 80, 128}) check_sizes(Format::FP32, HS, any_gpu_attention);
     for (int64_t HS : {32, 80}) check_sizes(Format::BF16, HS, any_gpu_attention);
 }
 
@@ -254,7 +256,7 @@ void check_on_any_gpu(void (*check_sizes)(Format, int64_t, Implementation)) {
 
 GPU_TEST_CASE("attention_forward and attention_backward on any GPU: fp32 and bf16 with many head sizes") {
     check_on_any_gpu(check_short);
-    check({1, 257, 2, 1, 64, Format::F32}, any_gpu_attention);  // several tiles, also under racecheck
+    check({1, 257, 2, 1, 64, Format::FP32}, any_gpu_attention);  // several tiles, also under racecheck
 }
 GPU_TEST_CASE(
     "long attention_forward and attention_backward on any GPU: fp32 and bf16 with many head sizes") {

@@ -33,13 +33,13 @@ struct Operands {
     const Tensor a, b;
     Doubles left, right;  // (M, K) and (K, N)
 
-    Operands(const GemmCase& p, const Floats& x, Quant qa, const Floats& y, Quant qb)
+    Operands(const GemmCase& p, const Floats& x, Storage qa, const Floats& y, Storage qb)
         : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == Gemm::Wgrad)),
           right(values(y, p.b, qb, p.kind != Gemm::Fprop)) {
         if (p.kind == Gemm::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
         if (p.kind == Gemm::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
-    static Doubles values(const Floats& x, Shape s, Quant q, bool over_rows) {
+    static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
         using reference::ReduceOver;
         const ReduceOver which = over_rows ? ReduceOver::Rows : ReduceOver::Columns;
         return doubles(reference::decoded_operand(x, s.rows, s.cols, q, which));
@@ -54,13 +54,13 @@ struct Operands {
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.
-void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Quant qb, Format out_format,
+void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, Storage qb, Format out_format,
                 bool accumulate, bool with_bias) {
     Operands operands(p, rng.normals<float>(p.a.n()), qa, rng.normals<float>(p.b.n()), qb);
     const Floats before = normals(rng, out_format, p.M() * p.N()), bias = normals(rng, out_format, p.N());
     const Tensor device_bias(bias, out_format);
-    Tensor out({p.M(), p.N()}, Quant{out_format});
-    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.quant).codes);
+    Tensor out({p.M(), p.N()}, Storage{out_format});
+    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).codes);
     gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), nullptr,
               {.accumulate = accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 
@@ -93,15 +93,15 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
     gpu::Gemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;
-        Quant x, w, g;
+        Storage x, w, g;
         Format out;
-    } formats[] = {{"fp32", FP32, FP32, FP32, Format::F32},
+    } formats[] = {{"fp32", FP32, FP32, FP32, Format::FP32},
                    {"bf16", BF16, BF16, BF16, Format::BF16},
-                   {"bf16 to fp32", BF16, BF16, BF16, Format::F32},
+                   {"bf16 to fp32", BF16, BF16, BF16, Format::FP32},
                    {"fp8", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::BF16},
-                   {"fp8 to fp32", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::F32},
-                   {"fp8 per row to fp32", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::F32},
-                   {"fp8 1x128 and 128x128 to fp32", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::F32},
+                   {"fp8 to fp32", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::FP32},
+                   {"fp8 per row to fp32", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::FP32},
+                   {"fp8 1x128 and 128x128 to fp32", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::FP32},
                    {"fp8 per row", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::BF16},
                    {"fp8 per row, gradients e5m2", E4M3_ROW, E4M3_ROW, ROW_E5M2, Format::BF16},
                    {"fp8 1x128 and 128x128", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::BF16},
@@ -115,12 +115,12 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
             if (f.x.fp8() && !fits) continue;
             gpu::Gemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
-                const Quant qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
+                const Storage qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out,
                      " x ", size.in);
                 check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
                 if (p.kind == Gemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
-                const Format compute = f.x.format == Format::F32 ? Format::F32 : Format::BF16;
+                const Format compute = f.x.format == Format::FP32 ? Format::FP32 : Format::BF16;
                 if (p.kind == Gemm::Fprop && f.out == compute)
                     check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
@@ -174,7 +174,7 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
         blocks(ones, s, E4M3_128x128), out(s, BF16), narrow({64, 32}, BF16);
     const gpu::Operand row_major{e4m3.view()};
     gpu::Operand groups = e4m3.operand();
-    groups.view.quant = E4M3_GROUP;
+    groups.view.storage = E4M3_GROUP;
     const struct {
         const char* why;
         Gemm kind;

@@ -77,7 +77,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     if (!forward_reads_saved && !f.nonlinear.fp8()) continue;
                     INFO(s.cols, rms ? " RMSNorm" : " LayerNorm",
                          forward_reads_saved ? "" : " reads the sum");
-                    const Quant compute{f.compute};
+                    const Storage compute{f.compute};
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                         branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
                     const NormCase c(rng, f, rms, s);
@@ -89,7 +89,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
                     const Tensor& read = forward_reads_saved ? c.in : x_out;
-                    const Lazy norm = gpu::lazy_norm(c.norm(read.view()));
+                    const LazyTensor norm = gpu::lazy_norm(c.norm(read.view()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::quantize(norm, values.operand(), nullptr, 0);
                     CHECK(y.amax() == reference::amax(values.values().data(), s.n()));
@@ -105,7 +105,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
             for (Shape s : all) {
                 INFO(s.rows, " x ", s.cols, rms ? " RMSNorm" : " LayerNorm");
                 const int64_t n = s.n();
-                const Quant compute{f.compute};
+                const Storage compute{f.compute};
                 const NormCase c(rng, f, rms, s);
                 const Tensor in(heavy(rng, f.compute, n), s, f.nonlinear),
                     dy(heavy(rng, f.compute, n), s, compute), g(normals(rng, f.compute, n), s, compute);
@@ -136,7 +136,7 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool positions : {true, false}) {
             const int64_t B = 3, T = 111, N = B * T, C = 272, V = 128, live = 100;
-            const Quant compute{f.compute};
+            const Storage compute{f.compute};
             const Floats e = normals(rng, f.compute, V * C), p = normals(rng, f.compute, T * C),
                          g = heavy(rng, f.compute, N * C);
             std::vector<int32_t> tokens(N);  // three of them are frequent
@@ -162,8 +162,8 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
                 CHECK(std::is_sorted(&order.order[t.first], &order.order[t.first] + t.count));
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
-            for (Format format : {f.compute, Format::F32}) {  // of the gradients
-                const Tensor de(e, {V, C}, Quant{format}), dp(p, {T, C}, Quant{format});
+            for (Format format : {f.compute, Format::FP32}) {  // of the gradients
+                const Tensor de(e, {V, C}, Storage{format}), dp(p, {T, C}, Storage{format});
                 gpu::embedding_backward(device_g.view(), device_order.get(), token_rows.get(), distinct,
                                         order.frequent, de.view(), 0);
                 gpu::positions_backward(device_g.view(), T, dp.view(), 0);
@@ -175,7 +175,7 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
 
 GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward takes the amax") {
     FRESH_RANDOM(rng);
-    for (Format compute : {Format::BF16, Format::F32})
+    for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
             ModelConfig c{"rope", LLAMA, 1, 4 * HS, 4, 2, 64, 64, 256, true};
@@ -199,8 +199,8 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 Floats in_float = x;
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
-                const Tensor got(x, {N, cols}, Quant{compute});
-                AmaxAndScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
+                const Tensor got(x, {N, cols}, Storage{compute});
+                TensorScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
                 gpu::rope(rope, got.view(), direction != FORWARD, amax, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
@@ -212,12 +212,12 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
 GPU_TEST_CASE(
     "head_norm_and_rope and head_norm_backward: heads of q and of k have norms; those of v do not") {
     FRESH_RANDOM(rng);
-    for (Format compute : {Format::BF16, Format::F32})
+    for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
             const ModelConfig c{"heads", QWEN3, 1, 64, 4, 2, 64, 64, 256, true, 1e-5f, 1e4f, HS};
             const int64_t T = 157, N = 2 * T, cols = c.qkv_cols(), normed = c.q_cols() + c.kv_cols();
-            const Quant dense{compute};
+            const Storage dense{compute};
             const Floats x = normals(rng, compute, N * cols), dy = normals(rng, compute, N * cols),
                          w = normals(rng, compute, 2 * HS), before = normals(rng, compute, 2 * HS);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
@@ -245,10 +245,10 @@ GPU_TEST_CASE(
             const auto in_float = backward(x, w, dy, before);
             Bytes first;
             for (int again : {0, 1}) {
-                const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::F32);
+                const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::FP32);
                 gpu::head_norm_backward(n, in.view(), dx.view(), dweight.view(), workspace.get(), 0);
                 check_as_float(dx.values(), exact.first, in_float.first, HS, compute);
-                check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::F32);
+                check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::FP32);
                 if (again) CHECK(same_bytes(first, dweight.codes.read()));
                 first = dweight.codes.read();
             }
@@ -260,7 +260,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
     FRESH_RANDOM(rng);
     // A row of the last one does not fit the shared memory of a block.
     const auto all = shapes({{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}});
-    for (Format compute : {Format::BF16, Format::F32})
+    for (Format compute : {Format::BF16, Format::FP32})
         for (Shape s : all)
             for (double spread : {1.0, 30.0}) {
                 const int64_t N = s.rows, V = s.cols, stride = round_up(V, 64);
@@ -272,7 +272,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                 for (int32_t& t : targets) t = int32_t(rng.below(V));
                 targets[1] = NO_TARGET;
                 const Buffer<int32_t> device_targets(targets);
-                const Tensor x(logits, {N, stride}, Quant{compute});
+                const Tensor x(logits, {N, stride}, Storage{compute});
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
                 Buffer<double> loss_weight(Doubles{0.125});
@@ -294,7 +294,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                         float(reference::cross_entropy(1, V, stride, in_float.data(), &target, 0.125f));
                     const double lse = target == NO_TARGET ? 0 : loss + first[target];
                     // lse is the largest logit plus log(sum), which is wrong by what part of itself sum is.
-                    check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::F32, {1 + std::abs(lse)});
+                    check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::FP32, {1 + std::abs(lse)});
                     check_loss_gradient({row, row + stride}, exact, in_float, target, 0.125, lse, compute);
                 }
                 const Buffer<double> total(Doubles{2});

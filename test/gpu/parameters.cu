@@ -9,10 +9,10 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
     c.V = 65, c.L = 1;
     const std::vector<Param> params = parameters(c);
     const int64_t total = params.back().offset + params.back().padded_size();
-    for (Format f : {Format::F32, Format::BF16}) {
-        const Tensor values({1, total}, Quant{f});
+    for (Format f : {Format::FP32, Format::BF16}) {
+        const Tensor values({1, total}, Storage{f});
         const Buffer<int16_t> remainder(total);
-        int16_t* const rest = f == Format::F32 ? nullptr : remainder.get();
+        int16_t* const rest = f == Format::FP32 ? nullptr : remainder.get();
         Floats expected(total);
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
@@ -43,7 +43,7 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         gpu::gradient_norm(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];
     };
-    for (Format f : {Format::F32, Format::BF16})
+    for (Format f : {Format::FP32, Format::BF16})
         for (Shape shape : shapes({{1, 128}, {1001, 128}, {40000, 128}}))
             for (double size : {1e-25, 1e-6, 1.0, 1e25}) {
                 const Floats g = normals(rng, f, shape.n(), size);
@@ -65,7 +65,7 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         CHECK(state_of(g, Format::BF16, 1.0, 1.0f).skip == 1);
         const Buffer<double> loss(Doubles{1}), checked(Doubles{0});
         for (float amax : {1.0f, bad, 1.0f}) {  // of three micro-batches
-            const Buffer<AmaxAndScale> scale({AmaxAndScale{1, amax, 0, 0}});
+            const Buffer<TensorScale> scale({TensorScale{1, amax, 0, 0}});
             gpu::checked_loss(scale.get(), 1, loss.get(), checked.get(), 0);
         }
         CHECK(std::isnan(checked.read()[0]));
@@ -75,7 +75,7 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
 GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks are rounded once") {
     FRESH_RANDOM(rng);
     constexpr int64_t N = 128 * 77;
-    for (Format f : {Format::F32, Format::BF16})
+    for (Format f : {Format::FP32, Format::BF16})
         for (int64_t ranks : {2, 3, 8})
             for (int64_t rank : {int64_t(0), int64_t(1), ranks - 1})
                 for (bool assign : {true, false}) {

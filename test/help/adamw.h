@@ -103,8 +103,8 @@ struct AdamWRun {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(fp32 ? Format::F32 : o.m, o.expand, size, o.per_tensor);
-            p.v.init(fp32 ? Format::F32 : o.v, o.expand, size, o.per_tensor);
+            p.m.init(fp32 ? Format::FP32 : o.m, o.expand, size, o.per_tensor);
+            p.v.init(fp32 ? Format::FP32 : o.v, o.expand, size, o.per_tensor);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
@@ -143,13 +143,13 @@ struct AdamWRun {
     };
     Result on_gpu(const AdamW& a, bool skip = false) const {
         const int64_t total = int64_t(master.size());
-        const Buffer<AmaxAndScale> amaxes(std::vector<AmaxAndScale>(params.size(), {1, OLD_AMAX, 0, 0}));
+        const Buffer<TensorScale> amaxes(std::vector<TensorScale>(params.size(), {1, OLD_AMAX, 0, 0}));
         std::deque<DeviceMoment> m, v;
         std::vector<gpu::Segment> table;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
-            AmaxAndScale* const amax = amaxes.get() + table.size();
+            TensorScale* const amax = amaxes.get() + table.size();
             table.push_back({p.offset, p.size, m.back().view(), v.back().view(), p.decays, amax});
         }
         const Buffer<gpu::Segment> segments(table);
@@ -181,7 +181,7 @@ struct AdamWRun {
         lower = remainder.read();
         for (int64_t i = 0; splits && i < total; i++)
             r.master[i] = reference::join_master(reference::to_bf16(r.stored[i]), lower[i]);
-        for (const AmaxAndScale& s : amaxes.read()) r.amax.push_back(s.amax);
+        for (const TensorScale& s : amaxes.read()) r.amax.push_back(s.amax);
         for (const auto& moment : m) r.m.push_back(moment.read());
         for (const auto& moment : v) r.v.push_back(moment.read());
         return r;
@@ -272,9 +272,9 @@ struct MomentCheck {
     // The codes of a group. Returns how many are wrong.
     int64_t wrong_codes(const Group& g, bool keep_positive) const {
         const double fmax = info(got.format).max;
-        const uint16_t sign = got.format == Format::F16 ? 0x8000 : 0x80;
+        const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
         const float max = got.max[g.number], k = got.expands ? got.k[g.number] : 1;
-        const float scale = reference::scale_of(Quant{got.format}, max);
+        const float scale = reference::scale_of(Storage{got.format}, max);
         const bool expands = got.expands && max > 0;
         // Magnitudes as they become codes.
         Doubles y(g.last - g.first);
@@ -321,7 +321,7 @@ inline void check_adamw(AdamWRun run, const AdamW& a) {
     INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
     const AdamWRun::Result r = run.on_gpu(a), skipped = run.on_gpu(a, true);
     run.cuts = {2, 3, 8};
-    run.gradients = Format::F32;
+    run.gradients = Format::FP32;
     CHECK(r == run.on_gpu(a));  // in several launches, and with the same gradients in FP32
     CHECK(same_bytes(skipped.master, run.master));
     for (size_t i = 0; i < run.params.size(); i++) {

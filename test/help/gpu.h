@@ -21,9 +21,9 @@
 
 namespace coat::test {
 
-using gpu::AmaxAndScale;
-using gpu::Lazy;
+using gpu::LazyTensor;
 using gpu::Operand;
+using gpu::TensorScale;
 using gpu::View;
 using Bytes = std::vector<uint8_t>;
 
@@ -114,10 +114,10 @@ inline Bytes bytes_of(const Floats& x) {
 // that neighbours belong to neighbouring rows; each row of 128x128 scales is padded to a multiple of four,
 // and the kernels fill the padding with 1.
 inline Bytes stored_scales(const reference::Quantized& q) {
-    const Granularity& g = q.quant.granularity;
+    const Granularity& g = q.storage.granularity;
     if (g == PER_TENSOR) return {};
     if (g.cols != 128) return q.scales;
-    const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);
+    const int64_t rows = q.storage.scale_rows(q.rows), cols = q.storage.scale_cols(q.cols);
     const int64_t padded = g.rows == 1 ? cols : round_up(cols, 4);
     Floats to(rows * padded, 1.0f);
     for (int64_t r = 0; r < rows; r++)
@@ -135,36 +135,37 @@ struct Shape {
 class Tensor {
 public:
     const int64_t rows, cols;
-    const Quant quant;
+    const Storage storage;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
-    Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
+    Buffer<TensorScale> slot;  // the scale of a tensor, or only the amax
     const bool delayed_scaling;
 
-    Tensor(Shape s, Quant q, float delayed = 0)  // 0: without a delayed scale
-        : rows(s.rows), cols(s.cols), quant(q), codes(q.code_bytes(rows, cols)),
+    Tensor(Shape s, Storage q, float delayed = 0)  // 0: without a delayed scale
+        : rows(s.rows), cols(s.cols), storage(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
-          scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
+          scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols), q.operand_scale_count(rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(transposes() ? q.operand_scales(cols, rows) * 4 : 0), slot(1),
+          transposed_scales(transposes() ? q.operand_scale_count(cols, rows) * 4 : 0), slot(1),
           delayed_scaling(delayed > 0) {
-        slot.write({AmaxAndScale{0, 0, delayed, 0}});
+        slot.write({TensorScale{0, 0, delayed, 0}});
     }
-    Tensor(const Floats& x, Shape s, Quant q) : Tensor(s, q) {
+    Tensor(const Floats& x, Shape s, Storage q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
             if (transpose && !transposes()) continue;
             const reference::Quantized from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.codes);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
-            if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+            if (per_tensor()) slot.write({TensorScale{from.scale(0, 0), 0, 0, 0}});
         }
     }
-    Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Quant{f}) {}
+    Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Storage{f}) {}
 
-    bool per_tensor() const { return quant.fp8() && quant.granularity == PER_TENSOR; }
-    bool for_gemm() const { return quant.fp8() && quant.granularity != PER_GROUP; }
+    bool per_tensor() const { return storage.fp8() && storage.granularity == PER_TENSOR; }
+    bool for_gemm() const { return storage.fp8() && storage.granularity != PER_GROUP; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     View view() const {
-        return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols, quant};
+        return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols,
+                storage};
     }
     Operand operand() const {
         Operand out{.view = view(), .amax = slot.get(), .delayed = delayed_scaling};
@@ -176,7 +177,7 @@ public:
     float scale() const { return slot.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
         return reference::dequantize(
-            {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, quant});
+            {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, storage});
     }
     template <class Real> std::vector<Real> as() const {
         const Floats x = values();
@@ -184,9 +185,9 @@ public:
     }
     // The codes and scales of x (rows, cols), row-major or transposed.
     reference::Quantized quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
-        if (!transpose) return reference::quantize(x.data(), rows, cols, quant, nullptr, delayed);
+        if (!transpose) return reference::quantize(x.data(), rows, cols, storage, nullptr, delayed);
         const Floats t = test::transposed(x, rows, cols);
-        return reference::quantize(t.data(), cols, rows, quant, nullptr, delayed);
+        return reference::quantize(t.data(), cols, rows, storage, nullptr, delayed);
     }
 };
 
@@ -199,18 +200,19 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
 
 // Codes and scales in both orientations, and the amax, against the reference, just in time or delayed.
 inline void check_quantized(const Tensor& out, const Floats& x, const float* delayed = nullptr) {
-    INFO(out.quant.text(), " ", out.rows, "x", out.cols);
+    INFO(out.storage.text(), " ", out.rows, "x", out.cols);
     for (bool transpose : {false, true}) {
         if (transpose && !out.transposes()) continue;
         const reference::Quantized wanted = out.quantized(x, transpose, delayed);
         const Bytes codes = (transpose ? out.transposed : out.codes).read();
-        CHECK((out.quant.fp8() ? same_codes(out.quant.format, codes, wanted.codes) : codes == wanted.codes));
+        CHECK((out.storage.fp8() ? same_codes(out.storage.format, codes, wanted.codes)
+                                 : codes == wanted.codes));
         CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
     if (!out.for_gemm()) return;
     const float amax = reference::amax(x.data(), out.rows * out.cols), got = out.amax();
     CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
-    if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.quant, amax)));
+    if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.storage, amax)));
 }
 
 // Each value against the exact one, with a bound of its own; both limits are rounded by stored(i, x).
@@ -254,7 +256,7 @@ void check_limits(const Floats& got, const Doubles& exact, const Floats& in_floa
     check_within(got, exact, bounds, stored);
 }
 inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
-                           Format stored = Format::F32, const Doubles& terms = {}) {
+                           Format stored = Format::FP32, const Doubles& terms = {}) {
     const auto round = [&](size_t, float x) { return reference::round_to(stored, x); };
     check_limits(got, exact, in_float, cols, round, terms);
 }
@@ -270,15 +272,15 @@ inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
 // A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
 struct RecipeFormats {
     Format compute;
-    Quant nonlinear;
+    Storage nonlinear;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
-    {Format::BF16, E4M3_GROUP}, {Format::BF16, BF16}, {Format::F32, FP32}};
+    {Format::BF16, E4M3_GROUP}, {Format::BF16, BF16}, {Format::FP32, FP32}};
 
-constexpr Quant ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
+constexpr Storage ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
-constexpr Quant GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
-                                  E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
+constexpr Storage GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
+                                    E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>
@@ -290,14 +292,14 @@ void check_row_sums(const Tensor& got, const Floats& before, const Floats& x, Ro
         exact[at] += x[i];
         in_float[at] += x[i];
     }
-    check_as_float(got.values(), exact, in_float, got.cols, got.quant.format);
+    check_as_float(got.values(), exact, in_float, got.cols, got.storage.format);
 }
 
 // Column sums of x, whose FP32 values are given, added to 0.5.
-inline void check_column_sums(const Lazy& x, const Floats& values) {
+inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     const Floats before(x.cols, 0.5f);
     for (bool with_amax : {true, false}) {
-        const Tensor sums(before, Format::F32);
+        const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
         gpu::column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
         CHECK(sums.amax() == (with_amax ? reference::amax(values.data(), x.rows * x.cols) : 0));
@@ -307,20 +309,20 @@ inline void check_column_sums(const Lazy& x, const Floats& values) {
 
 // A lazily computed tensor: its FP32 values against the exact ones; then what is made of it against these
 // values: BF16, column sums, and codes and scales in every format and orientation, delayed too.
-inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, const Floats& in_float) {
+inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
     const Tensor fp32(s, FP32), bf16(s, BF16);
     gpu::quantize(x, fp32.operand(), nullptr, 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
-    if (compute == Format::F32) {
+    if (compute == Format::FP32) {
         CHECK_THROWS_AS(gpu::amax(x, bf16.slot.get(), 0), Error);
         return;
     }
     gpu::quantize(x, bf16.operand(), nullptr, 0);
     check_quantized(bf16, values);
-    for (Quant q : GEMM_FORMATS) {
+    for (Storage q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
         const Tensor both(s, q), row_major(s, q), column_major(s, q);
         for (const Tensor* t : {&both, &row_major, &column_major}) {

@@ -32,10 +32,10 @@ template <class Check> static void over_all_floats(Random& rng, Check check) {
     CHECK_MESSAGE(failed == 0, "the bits ", failed - 1);
 }
 
-static std::vector<Quant> fp8_quants() {
-    std::vector<Quant> table;
+static std::vector<Storage> fp8_quants() {
+    std::vector<Storage> table;
     for (Format f : {Format::E4M3, Format::E5M2})
-        for (Format scale : {Format::F32, Format::BF16})
+        for (Format scale : {Format::FP32, Format::BF16})
             for (Granularity g :
                  {PER_TENSOR, PER_GROUP, PER_1x128, PER_128x128, PER_ROW, Granularity{0, 1}, {16, 16}})
                 table.push_back({f, g, scale});
@@ -57,11 +57,11 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Red
     return result;
 }
 
-static float scale_by_definition(const Quant& q, float amax) {
+static float scale_by_definition(const Storage& q, float amax) {
     if (amax == 0) return 1;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
-    return q.scale_format == Format::F32 ? s : float(bf16.value(bf16.nearest(s)));
+    return q.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
 
 TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
@@ -82,7 +82,7 @@ TEST_CASE("decode: every code has the value of its definition and encode gives t
         CHECK(wrong == 0);
         CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa == d.M));
     }
-    CHECK((info(Format::F32).max == float_of(0x7F7FFFFF) && info(Format::F32).min == float_of(1)));
+    CHECK((info(Format::FP32).max == float_of(0x7F7FFFFF) && info(Format::FP32).min == float_of(1)));
 }
 
 TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate; NaN stays") {
@@ -92,7 +92,7 @@ TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate
         INFO(std::string(info(d.format).name));
         int wrong = 0;
         auto check = [&](float x) { wrong += !encodes(d, x) + !encodes(d, -x); };
-        for (float x : {INFINITY, info(Format::F32).max, top, std::nextafter(top, INFINITY)}) check(x);
+        for (float x : {INFINITY, info(Format::FP32).max, top, std::nextafter(top, INFINITY)}) check(x);
         for (uint32_t nan : {0x7FC00000u, 0x7F800001u, 0x7F80FFFFu, 0x7FFFFFFFu}) check(float_of(nan));
         for (int code = 0; code < d.top; code++) {
             const float tie = float((d.value(code) + d.value(code + 1)) / 2);  // exact: one more bit
@@ -118,7 +118,7 @@ TEST_CASE("split_master and join_master: exact; the weight is the master rounded
 
 TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored so; 1 for zeros") {
     FRESH_RANDOM(rng);
-    for (const Quant& q : fp8_quants()) {
+    for (const Storage& q : fp8_quants()) {
         INFO(q.text());
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
@@ -156,7 +156,7 @@ TEST_CASE(
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
-    for (const Quant& q : fp8_quants())
+    for (const Storage& q : fp8_quants())
         for (const auto& [rows, cols] : shapes)
             for (const Distribution& d : distributions()) {
                 INFO(q.text(), " ", rows, "x", cols, ", ", d.name);
@@ -166,7 +166,7 @@ TEST_CASE(
                 const Quantized z = quantize(x.data(), rows, cols, q, &stats);
                 check_stats(stats, x, dequantize(z));
                 CHECK(int64_t(z.codes.size()) == rows * cols);
-                CHECK(int64_t(z.scales.size()) == q.scales(rows, cols) * info(q.scale_format).bytes);
+                CHECK(int64_t(z.scales.size()) == q.scale_count(rows, cols) * info(q.scale_format).bytes);
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
                                  got = decoded_operand(x, rows, cols, q, over, &stats);
@@ -187,7 +187,7 @@ TEST_CASE(
 
 TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
     FRESH_RANDOM(rng);
-    for (const Quant& q : fp8_quants()) {
+    for (const Storage& q : fp8_quants()) {
         INFO(q.text());
         Floats x = rng.normals<float>(4 * 32);
         const Quantized before = quantize(x.data(), 4, 32, q);

@@ -59,7 +59,7 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
             int code = encode(f, expands ? coat::reference::expand(f, x[i], max, k) : x[i] * (1 / s));
             if (positive && x[i] > 0 && decode(f, uint16_t(code)) == 0) code = 1;
             const int stored =
-                f == Format::F16 ? moment.codes[2 * i] | moment.codes[2 * i + 1] << 8 : moment.codes[i];
+                f == Format::FP16 ? moment.codes[2 * i] | moment.codes[2 * i + 1] << 8 : moment.codes[i];
             right = stored == code && got * exact >= 0 && (!positive || (got > 0) == (exact > 0));
             if (!expands) right &= values[i] == decode(f, uint16_t(code)) * (max > 0 ? s : 0);
             else if (exact == 0) right &= got == 0;
@@ -90,7 +90,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_factor(f, info(Format::F32).max, 0x1p-149f) == rounded(log2_range(f) / 277));
+        CHECK(expansion_factor(f, info(Format::FP32).max, 0x1p-149f) == rounded(log2_range(f) / 277));
         CHECK(expansion_factor(f, info(f).max, info(f).min) == 1.0f);
         CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
@@ -100,7 +100,7 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
 
 TEST_CASE("Moment: max and k and codes of every format with and without expansion by group or tensor") {
     FRESH_RANDOM(rng);
-    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2})
+    for (Format f : {Format::FP32, Format::BF16, Format::FP16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true})
             for (bool per_tensor : {false, true})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})

@@ -59,7 +59,7 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
     const double h = 1e-5;
     for (const ModelConfig& c : configs()) {
         validate(c);
-        std::vector<Doubles> weights = random_weights(c, rng, Format::F32, 0.3), gradients;
+        std::vector<Doubles> weights = random_weights(c, rng, Format::FP32, 0.3), gradients;
         Tokens tokens, targets;
         Text(rng.bits(), c.V).next(B, T, &tokens, &targets);
         loss_in_double(c, B, T, weights, tokens.data(), targets.data(), &gradients);
@@ -114,7 +114,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         Tokens tokens, targets;
         Text(rng.bits(), c.V).next(B, T, &tokens, &targets);
         // fp32 computes with master weights, the others with these rounded to BF16: `start` is both.
-        const std::vector<Doubles> master = random_weights(c, rng, Format::F32, 0),
+        const std::vector<Doubles> master = random_weights(c, rng, Format::FP32, 0),
                                    start = random_weights(c, rng, Format::BF16, 0);
         const GradientRun fp32 = step_with(setup_of("fp32", c, B, T), master, tokens, targets);
         std::vector<Doubles> in_double;
