@@ -527,9 +527,9 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = settings.B * settings.T;  // tokens of a micro-batch
         reset_amaxes();
-        const double loss_weight = 1.0 / divisor_of_mean(targets, N);
+        const double divisor = divisor_of_mean(targets, N);  // step() divides likewise: the same bits
         const double loss =
-            run(tokens, targets, settings.B, settings.T, loss_weight, /*backward=*/false) * loss_weight;
+            run(tokens, targets, settings.B, settings.T, 1.0 / divisor, /*backward=*/false) / divisor;
         return finite ? loss : NAN;
     }
 
