@@ -122,8 +122,7 @@ class GpuModel final : public Model {
     // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
     // overwrite them under two conditions, which both hold in recipes without FP8:
     // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
-    // has
-    //    read (gpu/operators.h, quantize()).
+    //    has read (gpu/operators.h, quantize()).
     // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,
     //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
@@ -370,8 +369,8 @@ private:
         }
     }
 
-    // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle,
-    // is attention alone.
+    // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle, is
+    // attention alone.
     void attention_block_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);

@@ -55,8 +55,8 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
 
 // Parts of a matrix are cut only between shard units. So no moment group of 128 is cut, and sums that are
 // added within shard units first are the same for any number of ranks. If a matrix has fewer shard units than
-// there are ranks, some ranks own nothing of it. A matrix that is smaller than a shard unit
-// belongs to the last rank.
+// there are ranks, some ranks own nothing of it. A matrix that is smaller than a shard unit belongs to the
+// last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 
 struct Range {  // consecutive elements
@@ -352,7 +352,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // BF16 step count on average. rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the
 // flat order of all parameters, from the lowest bits on.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, below).
+// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, above).
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }

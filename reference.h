@@ -1,5 +1,6 @@
-// reference.h - the COAT training step on the CPU: every operator that reference.cpp implements,
-// and the whole step in double. (The step that trains is a Model: make_reference() in model.h.)
+// reference.h - the COAT training step on the CPU: its operators, which reference.cpp implements (matmul() is
+// in reference_matmul.cpp), and the whole step in double (in reference_model.cpp). The step that trains is a
+// Model: make_reference() in model.h.
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
 // step stand in reference.cpp. All pointers are to row-major arrays; a shape (a, b) stands with each. The
@@ -14,7 +15,7 @@ uint16_t encode(Format f, float x);     // FP32 to FP8 or FP16; saturates, never
 float decode(Format f, uint16_t code);  // FP8 or FP16 to FP32
 uint16_t to_bf16(float x);              // the bits; overflows to infinity
 float from_bf16(uint16_t bits);
-float round_to(Format f, float x);  // x as the nearest value of f, which is F32 or BF16
+float round_to(Format f, float x);  // x as the nearest value of f, which is FP32 or BF16
 
 // An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder,
 // modulo 2^32. The weight is the master rounded to nearest, ties away from zero, so that the remainder fits.

@@ -251,8 +251,7 @@ struct HeadNorm {
 void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
                         cudaStream_t s);
 // The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
-// in place. dweight (2, HS). workspace:
-// (COLUMN_PARTIALS, q_cols + k_cols) floats.
+// in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
 void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
                         float* workspace, cudaStream_t s);
 

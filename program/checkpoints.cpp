@@ -148,7 +148,7 @@ static bool save_in(Run& run, const std::string& folder) {
         if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
-    run.unsaved = false;
+    run.at_savable_step = false;
     std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->checkpoint).c_str());
     return true;
 }
@@ -191,7 +191,7 @@ void read_on_all_ranks(Run& run, const std::function<void()>& read) {
     }
     for (const std::string& found : run.processes->all_gather(error)) {
         if (found.empty()) continue;
-        if (run.unsaved) save_last(run);
+        if (run.at_savable_step) save_last(run);
         throw Error(found);
     }
 }

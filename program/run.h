@@ -29,7 +29,8 @@ struct Run {
     RunLog log;                            // of rank 0
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool out_is_locked = false;            // --out existed before this run, and is locked
-    bool unsaved = false;  // the model is at the end of a step that may be saved, and is in no checkpoint
+    // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
+    bool at_savable_step = false;
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
     int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }

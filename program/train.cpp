@@ -79,7 +79,7 @@ static void take_step(Run& run, const Loader& loader, Progress& progress) {
                       .clip = float(flags.clip),
                       .skipped = state.step - state.updates};
     read_step(run, loader);
-    run.unsaved = false;  // an error within the step leaves weights of two steps
+    run.at_savable_step = false;  // an error within the step leaves weights of two steps
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
 
     // A skipped step counts for the schedule and the data, or it would come again. It does not count for the
@@ -91,8 +91,9 @@ static void take_step(Run& run, const Loader& loader, Progress& progress) {
     } else if (result.targets) {
         progress.skipped_in_a_row++;
     }
-    // A skip may mean that weights have overflowed. They must not replace a good checkpoint.
-    run.unsaved = progress.skipped_in_a_row == 0 || run.processes->checkpoint.empty();
+    // A skip may mean that weights have overflowed. They must not replace a good checkpoint. (The last step
+    // of the run has a better proof: finish().)
+    run.at_savable_step = progress.skipped_in_a_row == 0 || run.processes->checkpoint.empty();
 
     const double took = now() - before;
     const double made = double(state.step - progress.first_step);
@@ -118,7 +119,7 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 
 // Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
 static int end_at_signal(Run& run, int signal) {
-    if (run.unsaved) save_last(run);
+    if (run.at_savable_step) save_last(run);
     std::string what = "; nothing was saved.";
     const fs::path checkpoint = run.processes->checkpoint;
     if (!checkpoint.empty()) what = ": continue with --resume " + checkpoint.parent_path().string();
@@ -127,7 +128,8 @@ static int end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: 1 if --out could not
-// be written.
+// be written. The step is saved also if it was skipped: the validation comes before, and is an Error if its
+// loss is not finite, as with weights that have overflowed. So no such weights replace a good checkpoint.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validation_loss(run);
     const bool saved = save_last(run);

@@ -73,6 +73,17 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
                 check_one_sentence(train(folder, "--device cpu --resume out --out out"), "20 steps in a row",
                                    checkpoint);
         }
+    {  // the last steps of a run are skipped: the last one is validated before it would be saved
+        RunFolder folder;
+        const Ended ended = tiny(folder,
+                                 "--lr 1000 --weight-decay 1000 --warmup 0 --eval-every 0 --steps 20 "
+                                 "--save-every 2 --keep 1 --out out");
+        const size_t bad = ended.out.find("skipped: not finite"), last = ended.out.rfind("saved | step ");
+        REQUIRE((bad != std::string::npos && contains(ended.out.substr(bad), "step 20/20")));
+        const std::string checkpoint = last_checkpoint(folder);
+        CHECK((last < bad && ended.out.find(checkpoint, last) < bad));
+        check_one_sentence(ended, "not finite after step 20", checkpoint);
+    }
     RunFolder folder;
     require_success(tiny(folder, "--steps 1 --out good"));
     fs::copy(folder.path / "good/step-000001", folder.path / "bad");
