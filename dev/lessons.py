@@ -95,27 +95,33 @@ def granularity():
     _, of_tensor = scaled(E4M3, GROUP, coat.scales_of(E4M3, TENSOR_AMAX))
     rows = [(number(x), number(a), percent(a / x - 1), number(b), percent(b / x - 1))
             for x, a, b in zip(GROUP[SHOWN], of_group[SHOWN], of_tensor[SHOWN])]
-    table(("x", "with the group's scale", "error", "with the tensor's scale", "error"), rows)
+    x, a, b = (values[SHOWN].sum() for values in (GROUP, of_group, of_tensor))
+    rows.append((f"their sum, {number(x)}", number(a), percent(a / x - 1), number(b), percent(b / x - 1)))
+    table(("x", "with a scale for the 16 values", "error", "with the tensor's scale", "error"), rows)
+    outliers()
+
+
+def outliers():
     random = np.random.default_rng(1)  # a linear layer of 256 features, of which one is multiplied
     x, w, dy = (random.standard_normal((64, 256)).astype(F32) for _ in ("x", "w", "dy"))
     w8, ones, other = coat.gemm_operand(E4M3, w), np.ones(256, F32), np.arange(256) != 39
-    linear, norms, cancelled = [], [], []
+    gemm, alone, behind_norm = [], [], []
     for times in (1, 100, 10000, 100000):
         outlier = np.where(other, x, x * F32(times))
         reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
-        linear.append([relative_error(a @ w8.T, outlier @ w.T) for a in reads] +
-                      [coat.rms((a / outlier - 1)[:, other]) for a in reads])
-        # The same x through a norm, and a GEMM behind it. The norm's weight may make the outlier small again.
+        gemm.append([relative_error(a @ w8.T, outlier @ w.T) for a in reads])
         exact = coat.rms_norm_backward(outlier, ones, dy)[1][other]
-        gradients = [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads]
-        for rows, weight in ((norms, ones), (cancelled, np.where(other, ones, ones / F32(times)))):
+        alone.append([coat.rms((a / outlier - 1)[:, other]) for a in reads] +
+                     [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads])
+        behind_norm.append([])
+        for weight in (ones, np.where(other, ones, ones / F32(times))):  # the second makes the outlier small again
+            exact = coat.rms_norm(outlier, weight) @ w.T
             y = [coat.gemm_operand(E4M3, coat.rms_norm(a, weight)) @ w8.T for a in reads]
-            rows.append([relative_error(a, coat.rms_norm(outlier, weight) @ w.T) for a in y])
-        norms[-1] = gradients + norms[-1]
-    heads = (("error of y: one scale", "1x16", "error of each other value: one scale", "1x16"),
-             ("gradients of the other weights: one scale", "1x16", "GEMM: one scale", "1x16"),
-             ("GEMM: one scale", "1x16"))
-    for head, rows in zip(heads, (linear, norms, cancelled)):
+            behind_norm[-1] += [relative_error(a, exact) for a in y]
+    heads = (("error of y: one scale", "1x16"),
+             ("error of each other value: one scale", "1x16", "of the gradient of its norm weight: one scale", "1x16"),
+             ("all norm weights 1: one scale", "1x16", "the outlier's weight 1 / times: one scale", "1x16"))
+    for head, rows in zip(heads, (gemm, alone, behind_norm)):
         table(("one feature times", *head),
               [(times, *(f"{error:.1%}" for error in row))
                for times, row in zip(("1", "100", "10,000", "100,000"), rows)])
@@ -175,8 +181,8 @@ def noise():
         of_wgrad.append((name, f"{of_g8:.1%}", f"{of_x8:.1%}", f"{np.hypot(of_g8, of_x8):.1%}", f"{of_dw:.1%}",
                          f"{coat.rms(dw) / coat.rms(random_signs):.1f}"))
     table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), of_dgrad)
-    table(("linear layer", "error of g in E5M2", "of x in E4M3", "together", "of dw = g^T x",
-           "dw beside a sum with random signs"), of_wgrad)
+    table(("linear layer", "error of g as wgrad reads it", "of x as wgrad reads it", "together", "of dw = g^T x",
+           "size of dw: a sum with random signs is 1"), of_wgrad)
     rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
             for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients))]
     table(("gradient of", "COAT against FP32", "a batch against another"), rows)

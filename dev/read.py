@@ -52,12 +52,15 @@ def what_begins(header, original):
     while found := re.match(r"\s*template\s*(?=<)", header):
         end = closing(header, found.end()) + 1
         header, original = header[end:], original[end:]
+    if found := re.search(r"__launch_bounds__(?=\()", header):  # its brackets may contain calls
+        end = closing(header, found.end()) + 1
+        header = header[:found.start()] + " " * (end - found.start()) + header[end:]
     if re.match(r"\s*(inline\s+)?namespace\b", header):
         return "", "scope"
     if found := re.match(r"\s*(struct|class|union|enum(?: class)?)\s+(?:alignas\([^)]*\)\s*)?(\w+)", header):
         return found.group(2), "type" if found.group(1).startswith("enum") else "scope"
     for found in re.finditer(r"([\w:~]+|operator\S+)\s*\(", header):
-        if found.group(1) in ("__launch_bounds__", "alignas", "decltype"):
+        if found.group(1) in ("alignas", "decltype"):
             continue
         if "=" in header[:found.start()]:
             break
