@@ -66,13 +66,13 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 
 namespace {
 
-enum class Moment : uint8_t { First, Second };
+enum class WhichMoment : uint8_t { First, Second };
 
 // How the codes of a moment are made. It is known when a kernel is compiled, so that nothing branches on it.
-template <Moment WHICH, Format FORMAT, bool EXPANDED> struct MomentCodes {
+template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
-    static constexpr bool EXPAND = EXPANDED;
-    static constexpr bool SIGNED = WHICH == Moment::First;
+    static constexpr bool EXPANDS = EXPANSION;
+    static constexpr bool SIGNED = WHICH == WhichMoment::First;
     static constexpr float FMAX = info(FORMAT).max;  // the largest value of the format: 448 for E4M3
     static constexpr float FMIN = info(FORMAT).min;  // the smallest positive one: 2^-9
     static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
@@ -117,12 +117,12 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
 template <class Codes> static __device__ bool is_wide(const MomentScaling& scaling) {
-    return Codes::EXPAND && Codes::LOG_RANGE > 120.0f * scaling.k;
+    return Codes::EXPANDS && Codes::LOG_RANGE > 120.0f * scaling.k;
 }
 // Encoding divides by max, so that also 1 / max must be normal.
 template <class Codes> static __device__ bool is_wide_or_small(const MomentScaling& scaling) {
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
-    return Codes::EXPAND && (is_wide<Codes>(scaling) || !normal);
+    return Codes::EXPANDS && (is_wide<Codes>(scaling) || !normal);
 }
 template <class Codes> static __device__ float expand_carefully(const MomentScaling& scaling, float x) {
     return Codes::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
@@ -156,7 +156,7 @@ template <class Codes> static __device__ uint2 encode_moments(const MomentScalin
     const float inverse_scale = __frcp_rn(scale_of(Codes::FMAX, scaling.max));  // without expansion
     Values y;
     for (int j = 0; j < CHUNK; j++) {
-        if (Codes::EXPAND) y[j] = expand_magnitude<Codes>(scaling.k, inverse_max, x[j]);
+        if (Codes::EXPANDS) y[j] = expand_magnitude<Codes>(scaling.k, inverse_max, x[j]);
         else y[j] = at_least_fmin<Codes>(fabsf(x[j]) * inverse_scale, x[j]);
     }
     return encode_with_signs<Codes>(y, x);
@@ -178,7 +178,7 @@ constexpr int MAGNITUDES = 128;  // codes without a sign
 template <class Codes> static __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
         const float y = decode2(Codes::E5M2, code).x;
-        table[code] = Codes::EXPAND ? log2f(y) - log2f(Codes::FMAX) : y;
+        table[code] = Codes::EXPANDS ? log2f(y) - log2f(Codes::FMAX) : y;
     }
 }
 
@@ -198,9 +198,9 @@ static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
         const float entry = table[code % MAGNITUDES];
-        x[j] = with_sign<Codes>(Codes::EXPAND ? contract_to_ratio(inverse_k, entry) : entry, code);
+        x[j] = with_sign<Codes>(Codes::EXPANDS ? contract_to_ratio(inverse_k, entry) : entry, code);
     }
-    return Codes::EXPAND ? scaling.max : scale_of(Codes::FMAX, scaling.max);
+    return Codes::EXPANDS ? scaling.max : scale_of(Codes::FMAX, scaling.max);
 }
 template <class Codes>
 static __device__ float decode_carefully(const MomentScaling& scaling, uint2 codes, const float* table,
@@ -231,7 +231,7 @@ template <class Codes> static __device__ MomentScaling scaling_of_new_moments(co
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
     const float largest = __uint_as_float(top), smallest = __uint_as_float(low_minus_1 + 1);
-    return {.max = largest, .k = Codes::EXPAND ? expansion_factor<Codes>(largest, smallest) : 1.0f};
+    return {.max = largest, .k = Codes::EXPANDS ? expansion_factor<Codes>(largest, smallest) : 1.0f};
 }
 
 namespace {
@@ -274,7 +274,7 @@ static __device__ float field_of_step(float kept, int step, int which) {
 // ===========================================================================================================
 // 4. The kernel
 //
-// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentCodes M and V of each
+// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits M and V of each
 // optimizer's first and second moments.
 
 constexpr int WARPS = 8, BLOCKS_PER_SM = 2;  // of a block; a thread may then have 128 registers
@@ -465,19 +465,19 @@ static AdamWFactors factors(const AdamW& a) {
             .scaled_eps = static_cast<float>(bias1 * a.eps)};
 }
 
-// Calls f<M, V>() with the MomentCodes of first moments in the format OF_M and second moments in OF_V.
-template <Format OF_M, Format OF_V, bool EXPANDED, class F> static void call_with_codes(F f) {
-    using M = MomentCodes<Moment::First, OF_M, EXPANDED>;
-    using V = MomentCodes<Moment::Second, OF_V, EXPANDED>;
+// Calls f<M, V>() with the MomentTraits of first moments in the format OF_M and second moments in OF_V.
+template <Format OF_M, Format OF_V, bool EXPANSION, class F> static void call_with_codes(F f) {
+    using M = MomentTraits<WhichMoment::First, OF_M, EXPANSION>;
+    using V = MomentTraits<WhichMoment::Second, OF_V, EXPANSION>;
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 groups.
 template <class F> static void with_moment_codes(const OptimizerFormat& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
-    if (both_e4m3 && o.expand) call_with_codes<E4M3, E4M3, /*EXPANDED=*/true>(f);
-    else if (both_e4m3) call_with_codes<E4M3, E4M3, /*EXPANDED=*/false>(f);
-    else if (o.m == E4M3 && o.v == E5M2 && o.expand) call_with_codes<E4M3, E5M2, /*EXPANDED=*/true>(f);
+    if (both_e4m3 && o.expansion) call_with_codes<E4M3, E4M3, /*EXPANSION=*/true>(f);
+    else if (both_e4m3) call_with_codes<E4M3, E4M3, /*EXPANSION=*/false>(f);
+    else if (o.m == E4M3 && o.v == E5M2 && o.expansion) call_with_codes<E4M3, E5M2, /*EXPANSION=*/true>(f);
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 

@@ -255,11 +255,11 @@ constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
 struct OptimizerFormat {
     const char* name;
     Format m, v;              // of first and of second moments
-    bool expand = false;      // dynamic range expansion of FP8 moments
+    bool expansion = false;   // dynamic range expansion of FP8 moments
     bool per_tensor = false;  // the whole parameter is one moment group; else 128 elements are
     const char* about = "";   // a line of --help
 
-    bool expands(Format f) const { return expand && is_fp8(f); }
+    bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
     int64_t moment_group_count(Format f, int64_t n) const {
         return coat::moment_group_count(f, per_tensor, n);
     }
@@ -271,9 +271,9 @@ struct OptimizerFormat {
 inline const std::vector<OptimizerFormat>& optimizers() {
     // clang-format off
     static const std::vector<OptimizerFormat> table = {
-        {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expand = true,
+        {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expansion = true,
          .about = "FP8 moments with dynamic range expansion (paper, section 4)"},
-        {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expand = true,
+        {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expansion = true,
          .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
          .about = "FP8 moments, one scale per moment group of 128, not expanded"},

@@ -831,9 +831,9 @@ private:
     }
 
     template <class Value> Value sum_of_ranks(const Value& mine) const {
-        if (!setup_.all_ranks) return mine;
+        if (!setup_.communicator) return mine;
         Value sum{};
-        for (const Value& theirs : setup_.all_ranks->all_gather(mine)) sum += theirs;
+        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
         return sum;
     }
 };
@@ -847,7 +847,7 @@ std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weigh
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {
     Setup alone = s;
-    alone.all_ranks = nullptr;  // the ranks do not meet in a dry run
+    alone.communicator = nullptr;  // the ranks do not meet in a dry run
     return GpuModel(alone, 0, cache_weights, nullptr).dry_step();
 }
 

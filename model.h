@@ -19,7 +19,7 @@
 
 namespace coat {
 
-class Ranks;  // how the ranks of a run exchange values: below
+class Communicator;  // how the ranks of a run exchange values: below
 
 // -----------------------------------------------------------------------------------------------------------
 // The settings of a training run. A run has one or more ranks: processes with a GPU each, or with a part of
@@ -38,7 +38,7 @@ struct Setup {
     // each bucket within backward.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
-    Ranks* all_ranks = nullptr;  // how they exchange values; null with one rank, and for a plan
+    Communicator* communicator = nullptr;  // how they exchange values; null with one rank, and for a plan
 };
 
 inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; }  // of a step, on all ranks
@@ -193,7 +193,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
             if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
-            if (s.optimizer.expands(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
+            if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
@@ -284,9 +284,9 @@ int gpu_capability();
 
 using Bytes = std::vector<uint8_t>;
 
-class Ranks {
+class Communicator {
 public:
-    virtual ~Ranks() = default;
+    virtual ~Communicator() = default;
     virtual int local() const = 0;  // this rank's number among those of its machine
     bool threads = false;           // ranks are threads of one process, as in tests, and share its addresses
 
@@ -302,7 +302,7 @@ public:
     [[noreturn]] virtual void fail(const std::string& sentence) = 0;
 };
 
-template <class T> std::vector<T> Ranks::all_gather(const T& mine) {
+template <class T> std::vector<T> Communicator::all_gather(const T& mine) {
     std::vector<T> all;
     if constexpr (std::is_trivially_copyable_v<T>) {
         for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);

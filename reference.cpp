@@ -337,15 +337,15 @@ float contract(Format fp8, float y, float max, float k) {
 // Without expansion: the scale of a moment group whose amax is max.
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
-void Moment::init(Format f, bool expand, int64_t n, bool per_tensor) {
+void Moment::init(Format f, bool expansion, int64_t n, bool per_tensor) {
     format = f;
-    expands = expand && is_fp8(f);
+    expanded = expansion && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
     const int64_t groups = moment_group_count(f, per_tensor, n);
     codes.assign(n * info(f).bytes, 0);
     max.assign(groups, 0.0f);
-    k.assign(expands ? groups : 0, 1.0f);
+    k.assign(expanded ? groups : 0, 1.0f);
 }
 
 // Element i, decoded.
@@ -353,7 +353,7 @@ float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
     if (!scales_moments(format)) return y;
     const int64_t g = i / group_size();
-    if (expands) return contract(format, y, max[g], k[g]);
+    if (expanded) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
 }
 
@@ -371,10 +371,10 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
     }
     max[g] = largest;
-    if (expands) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
-    const float inverse = expands ? 0.0f : 1.0f / moment_scale(format, largest);
+    if (expanded) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+    const float inverse = expanded ? 0.0f : 1.0f / moment_scale(format, largest);
     for (int64_t i = first; i < end; i++) {
-        const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
+        const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
         // A second moment that became zero would make the next update explode: its code is at least FMIN.
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;

@@ -80,15 +80,15 @@ float contract(Format fp8, float y, float max, float k);  // its inverse, with t
 //   else:            code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::FP32;
-    bool expands = false;
+    bool expanded = false;
     int64_t n = 0;
     bool per_tensor = false;     // all n elements are one moment group
     std::vector<uint8_t> codes;  // n elements of format
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. expand, per_tensor: as in coat.h, OptimizerFormat.
-    void init(Format f, bool expand, int64_t n, bool per_tensor = false);
+    // A moment of n zeros. expansion, per_tensor: as in coat.h, OptimizerFormat.
+    void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
     // x: (n). second: x are second moments. A positive one in a moment group of 128 gets at least the
     // smallest code: if it became zero, the next update would explode. If `stats` is given, the errors are

@@ -427,8 +427,8 @@ public:
             const OptimizerFormat& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), own = owned(setup, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment_format(o.m), o.expand, own, o.per_tensor);
-            s.v.init(p.moment_format(o.v), o.expand, own, o.per_tensor);
+            s.m.init(p.moment_format(o.m), o.expansion, own, o.per_tensor);
+            s.v.init(p.moment_format(o.v), o.expansion, own, o.per_tensor);
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
@@ -468,12 +468,12 @@ private:
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
-            if (a == 0 || settings.all_ranks) clear_gradients();
+            if (a == 0 || settings.communicator) clear_gradients();
             losses.push_back(
                 run(tokens + a * N, targets + a * N, settings.B, settings.T, loss_weight, /*backward=*/true));
-            if (settings.all_ranks) sum_over_ranks(a == 0);
+            if (settings.communicator) sum_over_ranks(a == 0);
         }
-        if (settings.all_ranks) gradients.swap(sums_);
+        if (settings.communicator) gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
         for (int64_t a = 0; a < accumulate; a++)
@@ -589,7 +589,7 @@ private:
 
     // A value, or a vector of values, of all ranks in their order.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return settings.all_ranks ? settings.all_ranks->all_gather(mine) : std::vector<Element>{mine};
+        return settings.communicator ? settings.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
     // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The

@@ -139,7 +139,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         error = failure.what();
         if (writes) fs::remove_all(temporary, ignored);
     }
-    if (setup.all_ranks) error = setup.all_ranks->all_gather(error).front();
+    if (setup.communicator) error = setup.communicator->all_gather(error).front();
     if (!error.empty()) throw Error(error);
     return folder;
 }

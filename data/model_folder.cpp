@@ -444,12 +444,12 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
         if (setup.ranks == 1) return mine;
         whole.reserve(setup.rank ? 0 : t.total_bytes());
         const bool on_all = false;
-        for (const Bytes& part : setup.all_ranks->gather(mine, on_all))
+        for (const Bytes& part : setup.communicator->gather(mine, on_all))
             if (setup.rank == 0 && std::ssize(whole) < t.total_bytes())
                 whole.insert(whole.end(), part.begin(), part.end());
     } catch (const std::exception& error) {
-        if (!setup.all_ranks) throw;
-        setup.all_ranks->fail(error.what());  // the others would take what is sent next for this tensor
+        if (!setup.communicator) throw;
+        setup.communicator->fail(error.what());  // the others would take what is sent next for this tensor
     }
     return whole;
 }

@@ -25,7 +25,7 @@ struct Address {
 class MappedMemory {
 public:
     MappedMemory(const Setup& s, uint8_t* mine)
-        : rank_(s.rank), processes_(*s.all_ranks), mine_(mine), others_(size_t(s.ranks)) {}
+        : rank_(s.rank), processes_(*s.communicator), mine_(mine), others_(size_t(s.ranks)) {}
     // Memory must not be freed while another process has it open (the manual of cudaIpcOpenMemHandle): all
     // ranks have closed it before one goes on. After an error no rank goes on.
     ~MappedMemory() {
@@ -59,7 +59,7 @@ public:
 
 private:
     const int64_t rank_;
-    Ranks& processes_;
+    Communicator& processes_;
     uint8_t* const mine_;
     std::vector<void*> others_;  // by rank; null if it is not mapped
 
@@ -84,7 +84,7 @@ public:
     ~CopyEngines() override {
         if (!memory_ || std::uncaught_exceptions()) return;
         // Copies may be in flight, which wait for another rank.
-        setup_.all_ranks->wait_until([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; });
+        setup_.communicator->wait_until([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
     }
 
@@ -150,7 +150,7 @@ public:
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
         if (s.rank == 0) succeed(function<int(UniqueId*)>("ncclGetUniqueId")(&id), "ncclGetUniqueId");
-        id = s.all_ranks->all_gather(id)[0];
+        id = s.communicator->all_gather(id)[0];
         const auto init = function<int(void**, int, UniqueId, int)>("ncclCommInitRank");
         succeed(init(&communicator_, int(s.ranks), id, int(s.rank)), "ncclCommInitRank");
     }
@@ -190,7 +190,7 @@ public:
                                      .receive = mine + other,
                                      .receive_bytes = 1});
         send(transfers, stream);
-        setup_.all_ranks->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        setup_.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), "NCCL cannot send");
     }
 
@@ -255,7 +255,7 @@ public:
     QuantStats weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
         QuantStats sum;
-        for (const QuantStats& theirs : setup_.all_ranks->all_gather(mine)) sum += theirs;
+        for (const QuantStats& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
         return sum;
     }
 
@@ -334,9 +334,9 @@ private:
     // loads a kernel. So where ranks are threads, their hosts meet before and after they launch transfers.
     void send(const std::vector<Transfer>& transfers) {
         if (!transport_) return;
-        if (setup_.all_ranks->threads) setup_.all_ranks->all_gather(0);
+        if (setup_.communicator->threads) setup_.communicator->all_gather(0);
         transport_->send(transfers, stream_);
-        if (setup_.all_ranks->threads) setup_.all_ranks->all_gather(0);
+        if (setup_.communicator->threads) setup_.communicator->all_gather(0);
     }
     // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
@@ -454,7 +454,7 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
     const char* const set = std::getenv("COAT_NCCL");
     const std::string library = set ? set : "";
     bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
-    for (const std::string& theirs : s.all_ranks->all_gather(library)) chosen = chosen || !theirs.empty();
+    for (const std::string& theirs : s.communicator->all_gather(library)) chosen = chosen || !theirs.empty();
     if (!chosen && reach_each_other(s)) return std::make_shared<CopyEngines>(s);
     const int64_t before = free_memory();
     auto nccl = std::make_shared<Nccl>(s, library.empty() ? "libnccl.so.2" : library);

@@ -29,8 +29,8 @@ uint8_t* Arena::take_bytes(int64_t bytes) {
 
 void Device::wait(const char* what) const {
     enqueue(stream, [&] {
-        if (setup.all_ranks)
-            setup.all_ranks->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        if (setup.communicator)
+            setup.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);
     });
 }
@@ -64,7 +64,7 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
                               .k = nullptr,
                               .format = f};
             if (scales_moments(f)) moment.max = arena.take<float>(groups * places);
-            if (o.expands(f)) moment.k = arena.take<float>(groups);
+            if (o.uses_expansion(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
         }
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
@@ -473,14 +473,14 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
 }
 
 std::unique_ptr<Model> make_gpu(const Setup& setup) {
-    int local = setup.all_ranks ? setup.all_ranks->local() : 0;  // number of the GPU
+    int local = setup.communicator ? setup.communicator->local() : 0;  // number of the GPU
     const std::string missing = why_no_gpu(local);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
     if (std::getenv("COAT_SHARE_GPU")) local = 0;  // slow: for tests of several ranks on one GPU
     check(cudaSetDevice(local),
           concat("Choosing GPU number ", local, " failed; each rank needs a GPU of its own").c_str());
     const int capability = gpu_capability();
-    for (int theirs : setup.all_ranks ? setup.all_ranks->all_gather(capability) : std::vector<int>())
+    for (int theirs : setup.communicator ? setup.communicator->all_gather(capability) : std::vector<int>())
         if (theirs != capability)
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     Setup s = setup;

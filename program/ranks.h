@@ -32,7 +32,7 @@ struct Launch {
 Launch find_launch(int64_t ranks_flag);
 
 // The ranks of a run that are processes.
-class ProcessGroup : public Ranks {
+class ProcessGroup : public Communicator {
 public:
     // Starts or finds the other ranks; Error if they have not connected within `seconds`. Without an address
     // it forks, so it must come before CUDA and before the first parallel loop.

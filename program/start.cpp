@@ -38,7 +38,7 @@ void start_ranks(Run& run) {
     run.processes = ProcessGroup::start(several ? launch : Launch());
     run.setup.ranks = launch.ranks;
     run.setup.rank = run.processes->rank();
-    run.setup.all_ranks = several ? run.processes.get() : nullptr;
+    run.setup.communicator = several ? run.processes.get() : nullptr;
     const bool prints = launch.rank == 0 && run.setup.rank == 0;  // by torchrun, and by --ranks
     if (!prints && !std::freopen("/dev/null", "w", stdout))
         throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");

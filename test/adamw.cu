@@ -78,7 +78,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(i ? o.v : o.m, o.expand, int64_t(measured.size()), o.per_tensor);
+                expected.init(i ? o.v : o.m, o.expansion, int64_t(measured.size()), o.per_tensor);
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got = report.kinds[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
@@ -95,7 +95,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
 TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     // A dry run calls the same functions without a GPU.
     auto update = [](Format m, Format v) {
-        const OptimizerFormat optimizer{.name = "", .m = m, .v = v, .expand = true};
+        const OptimizerFormat optimizer{.name = "", .m = m, .v = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
         gpu::adamw(STEP, optimizer, nullptr, 0, {0, 0}, none, 0, nullptr, Format::BF16, nullptr,
                    gpu::DRY_RUN);

@@ -21,7 +21,7 @@ static Floats masters(const Snapshot& state, const std::string& name) {
 static reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
-    moment.init(p.moment_format(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
+    moment.init(p.moment_format(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expansion, p.size(),
                 s.optimizer.per_tensor);
     moment.codes = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
@@ -89,7 +89,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
         t.adamw.weight_decay = 2;
         // A first step has second moments below the smallest code, if they are not expanded.
-        if (s.optimizer.expand || !s.recipe.nonlinear.fp8()) t.losses(2);
+        if (s.optimizer.expansion || !s.recipe.nonlinear.fp8()) t.losses(2);
         t.adamw.skipped = 1 + rng.below(3);
         const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();

@@ -42,7 +42,8 @@ inline Doubles load_exactly(const Moment& m) {
     const double fmax = info(m.format).max;
     for (const Group& g : groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
-            const double code = reference::decode(m.format, code_of(m, i)), k = m.expands ? m.k[g.number] : 1;
+            const double code = reference::decode(m.format, code_of(m, i)),
+                         k = m.expanded ? m.k[g.number] : 1;
             x[i] = std::copysign(m.max[g.number] * std::pow(std::abs(code) / fmax, 1 / k), code);
         }
     return x;
@@ -69,7 +70,7 @@ struct DeviceMoment {
         k.write(m.k);
     }
     gpu::MomentView view() const {
-        return {codes.get(), max.get(), of.expands ? k.get() : nullptr, of.format};
+        return {codes.get(), max.get(), of.expanded ? k.get() : nullptr, of.format};
     }
     Moment read() const {
         Moment m = of;
@@ -103,8 +104,8 @@ struct AdamWRun {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(fp32 ? Format::FP32 : o.m, o.expand, size, o.per_tensor);
-            p.v.init(fp32 ? Format::FP32 : o.v, o.expand, size, o.per_tensor);
+            p.m.init(fp32 ? Format::FP32 : o.m, o.expansion, size, o.per_tensor);
+            p.v.init(fp32 ? Format::FP32 : o.v, o.expansion, size, o.per_tensor);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
@@ -251,7 +252,7 @@ struct MomentCheck {
         }
         REQUIRE(got.max[g.number] >= top.lower - 0x1p-149);
         REQUIRE(got.max[g.number] <= top.upper + 0x1p-149);
-        if (!got.expands) return;
+        if (!got.expanded) return;
         const double k = got.k[g.number];
         if (got.max[g.number] == 0) {
             REQUIRE(k == 1);
@@ -273,9 +274,9 @@ struct MomentCheck {
     int64_t wrong_codes(const Group& g, bool keep_positive) const {
         const double fmax = info(got.format).max;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
-        const float max = got.max[g.number], k = got.expands ? got.k[g.number] : 1;
+        const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(Storage{got.format}, max);
-        const bool expands = got.expands && max > 0;
+        const bool expands = got.expanded && max > 0;
         // Magnitudes as they become codes.
         Doubles y(g.last - g.first);
         Floats y_in_float(g.last - g.first);

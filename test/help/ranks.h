@@ -47,7 +47,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
             Setup own = setup;
             own.rank = rank;
             own.ranks = ranks;
-            own.all_ranks = processes.get();
+            own.communicator = processes.get();
             body(own);
         });
     for (std::thread& thread : threads) thread.join();
