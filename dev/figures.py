@@ -61,20 +61,22 @@ def formats():
 
 # --- A scale, and the staircase of rounding
 
-GROUP = np.array([0.31, 0.52, 0.08, 1.1, 0.24, 0.67, 0.05, 0.43, 0.91, 0.16, 0.02, 0.38, 0.75, 0.13, 24, 0.57])  # of lesson 2
+# The group of lesson 2.
+GROUP = np.array([0.31, -0.52, 0.08, 1.1, -0.24, 0.67, -0.05, 0.43, -0.91, 0.16, 0.02, -0.38, 0.75, -0.13, 24, 0.57])
 
 
 def scale():
     """The group's magnitudes before and after they are divided by the scale, and the error of every magnitude."""
     _, (lines, errors) = plt.subplots(2, 1, figsize=(6.4, 5.6), sharex=True, height_ratios=[3, 2])
-    divided = GROUP / (24 / 448)
+    magnitudes = np.abs(GROUP)
+    divided = magnitudes / (24 / 448)
     regions = ((2.0**-13, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless precise"),
                (2.0**-6, 448, theme["blue"], "normal: error at most 6.25%"))
     for low, high, color, words in regions:
         lines.fill_between([low, high], -0.35, 0, color=color, alpha=0.25, linewidth=0)
         lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=9.5)
         errors.axvspan(low, high, color=color, alpha=0.12, linewidth=0)
-    for x, y in zip(GROUP, divided):
+    for x, y in zip(magnitudes, divided):
         color = theme["green"] if x < 24 else theme["red"]
         lines.plot([x, y], [1, 0], color=color, linewidth=1, marker="o", markersize=4)
     for y in (0, 1):
@@ -136,7 +138,7 @@ def expansion(v):
     _, grid = plt.subplot_mosaic([["values", "errors"], ["codes", "codes"]], figsize=(6.4, 5.4))
     axes = [grid[name] for name in ("values", "codes", "errors")]
     axes[0].plot(group[0], color=theme["green"], linewidth=2)
-    axes[0].set(yscale="log", title="128 second moments v", xlabel="sorted by size", ylabel="value")
+    axes[0].set(yscale="log", title="a moment group of v", xlabel="sorted by size", ylabel="value")
     for name, code, decoded, color, side in ways:
         error = (decoded / group - 1)[0]
         axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color,
@@ -153,7 +155,7 @@ def expansion(v):
 
 
 def factors(m, v):
-    """How many groups have which k. Where the bars of both moments overlap, the lower one is drawn in a third color."""
+    """How many moment groups have which k. Where the bars of both moments overlap, the lower one is drawn in a third color."""
     _, ax = plt.subplots(figsize=(6.4, 3.5))
     edges = np.geomspace(0.75, 16, 80)
     k_of_m, k_of_v = (coat.store_moment(x[np.abs(x).max(axis=1) > 0], False)[2][:, 0] for x in (m, v))
@@ -162,8 +164,8 @@ def factors(m, v):
                                  (of_v, theme["red"], f"second moments: median {np.median(k_of_v):.1f}"),
                                  (np.minimum(of_m, of_v), theme["violet"], "both: the two overlap here")):
         ax.stairs(heights, edges, fill=True, color=color, label=name)
-    ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the group)", ylabel="% of groups",
-           title="k of all groups of a small model (k = 1 stretches nothing)")
+    ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the moment group)",
+           ylabel="% of moment groups", title="k of all moment groups of a small model (k = 1 stretches nothing)")
     ax.annotate("v of the\ndown matrices", (2.45, 2.9), (2.85, 5.6), color=theme["text"],
                 arrowprops={"arrowstyle": "-", "color": theme["text"]})
     ax.set_ylim(0, 10.5)
@@ -174,11 +176,11 @@ def factors(m, v):
 
 # --- The three GEMMs of a linear layer
 
-# (name, what it sums over, result, its operands: (name, sizes, format, how a GPU reads its codes)). Sizes: T tokens,
-# I input features, O output features.
-GEMMS = [("fprop", "input features", "y", ("x", "TI", "E4M3", "as stored"), ("w$^T$", "IO", "E4M3", "as stored")),
-         ("dgrad", "output features", "dx", ("g", "TO", "E5M2", "as stored"), ("w", "OI", "E4M3", "transposed")),
-         ("wgrad", "tokens", "dw", ("g$^T$", "OT", "E5M2", "transposed"), ("x", "TI", "E4M3", "transposed"))]
+# (name, what it sums over, result, its operands: (name, sizes, format, the matrix whose rows lie in memory)). Sizes:
+# T tokens, I input features, O output features. The first operand is stored as it is drawn, the second transposed.
+GEMMS = [("fprop", "input features", "y", ("x", "TI", "E4M3", "x"), ("w$^T$", "IO", "E4M3", "w")),
+         ("dgrad", "output features", "dx", ("g", "TO", "E5M2", "g"), ("w", "OI", "E4M3", "w$^T$")),
+         ("wgrad", "tokens", "dw", ("g$^T$", "OT", "E5M2", "g$^T$"), ("x", "TI", "E4M3", "x$^T$"))]
 
 
 def gemms():
@@ -190,7 +192,7 @@ def gemms():
     ax.set(xlim=(0, 8.6), ylim=(-0.85, 8.2), aspect="equal")
     ax.axis("off")
 
-    def matrix(left, middle, name, sizes, format, read=""):
+    def matrix(left, middle, name, sizes, format, in_memory=""):
         high, wide = length[sizes[0]], length[sizes[1]]
         bottom = middle - high / 2
         ax.add_patch(plt.Rectangle((left, bottom), wide, high, facecolor=theme["pale"], edgecolor=colors[format], linewidth=1.4))
@@ -198,7 +200,9 @@ def gemms():
         ax.text(left + wide / 2, middle - 0.25, format, ha="center", va="center", color=colors[format])
         ax.text(left + wide / 2, bottom + high + 0.1, words[sizes[1]], ha="center", va="bottom", fontsize=9.2, color=theme["soft"])
         ax.text(left - 0.1, middle, words[sizes[0]], ha="right", va="center", fontsize=9.2, rotation=90, color=theme["soft"])
-        ax.text(left + wide / 2, bottom - 0.1, read, ha="center", va="top", fontsize=9.2, color=theme["soft"])
+        if in_memory:
+            ax.text(left + wide / 2, bottom - 0.1, f"in memory: {in_memory}", ha="center", va="top", fontsize=9.2,
+                    color=theme["soft"])
         return left + wide
 
     for row, (name, over, result, first, second) in enumerate(GEMMS):
@@ -215,8 +219,9 @@ def gemms():
         ax.plot([left] * 2, [middle - high, middle + high], color=theme["gold"], linewidth=4, solid_capstyle="butt")
         ax.text(right + 0.3, middle, "=", ha="center", va="center", fontsize=12)
         matrix(right + 0.9, middle, result, first[1][0] + second[1][1], "BF16")
-    ax.text(0, -0.05, "Each operand has one scale. As stored or transposed: in this order a Hopper GPU needs\n"
-            "its codes, so that those that it adds up lie one after the other in memory.", va="top", fontsize=9.2)
+    ax.text(0, -0.05, "Each operand has one scale. Golden: the dimension that is summed over. In memory:\n"
+            "the matrix whose rows lie there, one after the other. A Hopper GPU adds up only codes\n"
+            "that are neighbours in memory, so it needs rows that run along the sum.", va="top", fontsize=9.2)
 
 
 # --- The flow of one layer
@@ -313,6 +318,44 @@ def flow():
     note(ax, 13.9, -1.72, "saved: 16.3 C bytes a token\n(BF16: 22.8 C)", "right", color=theme["text"], weight="bold")
 
 
+# --- Where an amax comes from
+
+def amax():
+    """A kernel makes a tensor and takes its amax, and a second one makes the codes. Four threads with the group of
+    lesson 2 stand for the 32 of a warp."""
+    codes, _ = coat.quantize_tensor(coat.E4M3, GROUP[None, :])
+    _, ax = plt.subplots(figsize=(6.4, 7.3))
+    ax.set(xlim=(0, 12.8), ylim=(-0.1, 14.7))
+    ax.axis("off")
+    threads, middle, words_at = (1.4, 3.7, 6.0, 8.3), 3.7, 9.65
+    green, blue, gold = (theme[color] for color in ("green", "blue", "gold"))
+
+    for low, high, title, color in ((7.55, 14.6, "A kernel makes the tensor and takes its amax", green),
+                                    (0, 5.05, "quantize makes the codes", blue)):
+        ax.add_patch(FancyBboxPatch((0.1, low), 12.6, high - low, boxstyle="round,pad=0,rounding_size=0.2", linewidth=1.2,
+                                    edgecolor=color, facecolor="none"))
+        ax.text(0.4, high - 0.45, title, weight="bold", fontsize=10.5, va="center", color=color)
+    for y, words in ((12.3, "values that it has\nin registers"), (10.45, "largest magnitude\nof each thread"),
+                     (8.6, "largest of the warp:\none instruction"), (6.3, "atomicMax: the larger\nstays, in any order"),
+                     (3.55, "every thread divides\nby the same scale"), (1.05, "codes of x / s")):
+        note(ax, words_at, y, words)
+    for i, (x, values, of_thread) in enumerate(zip(threads, GROUP.reshape(4, 4), codes.reshape(4, 4))):
+        note(ax, x, 13.35, f"thread {i}", "center")
+        box(ax, x, 12.3, 2.05, 1.3, "{:g}, {:g}\n{:g}, {:g}".format(*values), green)
+        path(ax, (x, 11.65), (x, 10.85))
+        box(ax, x, 10.45, 2.05, 0.8, f"{np.abs(values).max():g}", green)
+        path(ax, (x, 10.05), (x, 9.55), (middle, 9.55), (middle, 9.0))
+        path(ax, (x, 3.15), (x, 1.7))
+        box(ax, x, 1.05, 2.05, 1.3, "{:02X}, {:02X}\n{:02X}, {:02X}".format(*of_thread), blue)
+    note(ax, 7.6, 9.22, "other warps", "center")
+    for x, words in ((middle, f"{np.abs(GROUP).max():g}"), (6.85, "3.5"), (8.35, "8.2")):
+        box(ax, x, 8.6, 2.05 if x == middle else 1.2, 0.8, words, green if x == middle else theme["grey"])
+        path(ax, (x, 8.2), (x, 6.8))
+    box(ax, (threads[0] + threads[3]) / 2, 6.3, 8.95, 1.0, f"amax, one number in memory:  {np.abs(GROUP).max():g}", gold)
+    path(ax, (threads[3], 5.8), (threads[3], 3.95))
+    box(ax, (threads[0] + threads[3]) / 2, 3.55, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
+
+
 # --- Granularity
 
 def granularity(x):
@@ -406,6 +449,7 @@ def main(train, run, folder):
     draw(folder, "k", factors, m, v)
     draw(folder, "gemms", gemms)
     draw(folder, "flow", flow)
+    draw(folder, "amax", amax)
     draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
     if any("operands, one layer" in line for line in plans["coat"]):
