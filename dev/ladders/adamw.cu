@@ -1,28 +1,13 @@
 // adamw.cu - a ladder: one AdamW step whose moments are E4M3 codes with dynamic range expansion (paper
 // section 4), from the equations as they read to the kernel that trains (adamw.cu). Each rung makes one
-// change to the rung before it. Its text says what changes and why, what limits it, and a prediction. Cover
-// the measured times with a hand, predict, and then look. If you have never seen CUDA, read README.md in this
-// folder first: one page.
+// change to the rung before it. Its text says what changes and why, what limits it, and a prediction.
+// Predict, and then look: the measured times are at the end of this file. If you have never seen CUDA, read
+// README.md in this folder first: one page.
 //
 //   make build/ladder_adamw && build/ladder_adamw       all rungs: each is compared with the CPU reference
 //   build/ladder_adamw 5                                rung 5 alone, for instance under a profiler
 //
-// H200, 2^28 parameters. The program prints this table:
-//
-//   rung                                                           us  % of copy  speed-up  codes
-//    1  a block for a group, a thread for an element, powf      7759.3        12%         -  6 by one
-//    2  a warp for a group, four elements a lane                5110.2        17%     1.52x  5 by one
-//    3  powers on the special function unit                     2288.5        39%     2.23x  5 by one
-//    4  reciprocals in place of divisions, no branches          1104.7        81%     2.07x  4 by one
-//    5  half a warp for a group, eight elements a lane          1024.6        87%     1.08x  4 by one
-//    6  logarithms of codes from a table                         977.7        91%     1.05x  4 by one
-//    7  loads of the next group while this one is computed      1106.4        81%     0.88x  4 by one
-//    8  eight groups a warp: scales fill whole sectors           987.9        90%     1.12x  4 by one
-//    9  adamw.cu, which trains                                  1030.5        87%     0.96x  7 by one
-//
-// In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code, and
-// in how many groups k differs by 1/256 (in none here), because a power differs in its last bits. More than
-// that is called WRONG.
+// The program prints the time of each rung for 2^28 parameters, and compares codes with the CPU reference.
 //
 // What is stored: for each parameter a BF16 weight (2 bytes), what it lacks of its FP32 master (2), a BF16
 // gradient (2), a code of m and one of v (1 each); for each group of 128 parameters max and k of m and of v
@@ -41,8 +26,10 @@
 // 2^28 / (132 x 16 x 1.8e9) = 71 us. A rung's time is at least the largest of the three: that of memory, its
 // instructions times 8.8 us, its special functions times 71 us.
 //
-// How many instructions a rung has was counted in its machine code (cuobjdump -sass build/ladder_adamw, made
-// by nvcc 12.9), along the path that nearly every element takes.
+// How many instructions a rung has was counted in its machine code, which cuobjdump -sass build/ladder_adamw
+// prints (here that of nvcc 12.9): one follows a thread from the first line of a kernel to EXIT, along the
+// branches that nearly every thread takes, counts a loop as often as it runs, and divides by the elements of
+// the thread.
 #include "ladder.h"
 
 using namespace ladder;
@@ -494,10 +481,6 @@ struct Table : Reciprocals {
 // use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
 //
 // Limit: memory. Prediction: 1,000 to 1,050 us.
-//
-// Measured: 1,106 us, 13% slower than rung 6. Not every change pays at once. Two blocks of 256 threads are a
-// quarter of what a multiprocessor can hold, and half of the accesses are still for scales. The next rung
-// needs a warp that goes through many groups, so the change stays.
 constexpr int CHUNK = 8;         // elements of a lane
 constexpr unsigned ON_EACH = 2;  // blocks that a multiprocessor has at once
 
@@ -554,12 +537,6 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 // So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
 //
 // Limit: memory. Prediction: faster than rung 7 by a tenth.
-//
-// Measured: 988 us. That wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If
-// this were all, one would stop there. adamw.cu, which trains, goes through windows as rung 8 does, and takes
-// 1,031 us, for it does more: several parameters in one launch, groups that are extremely wide or small,
-// other formats, the amax of the new weights. Whether it would be faster in the manner of rung 6 has not been
-// measured.
 constexpr int STEPS = 4;
 constexpr int WINDOW = 2 * STEPS;  // groups
 
@@ -865,3 +842,30 @@ int main(int argc, char** argv) try {
 // 6. Look at the instructions that load and store scales: how many bytes does each move?
 // 7. Beyond rung 8 there is something left: two values become two codes with one instruction
 //    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp (redux.sync).
+
+// ===========================================================================================================
+// Measured on an H200, 2^28 parameters:
+//
+//   rung                                                           us  % of copy  speed-up  codes
+//    1  a block for a group, a thread for an element, powf      7759.3        12%         -  6 by one
+//    2  a warp for a group, four elements a lane                5110.2        17%     1.52x  5 by one
+//    3  powers on the special function unit                     2288.5        39%     2.23x  5 by one
+//    4  reciprocals in place of divisions, no branches          1104.7        81%     2.07x  4 by one
+//    5  half a warp for a group, eight elements a lane          1024.6        87%     1.08x  4 by one
+//    6  logarithms of codes from a table                         977.7        91%     1.05x  4 by one
+//    7  loads of the next group while this one is computed      1106.4        81%     0.88x  4 by one
+//    8  eight groups a warp: scales fill whole sectors           987.9        90%     1.12x  4 by one
+//    9  adamw.cu, which trains                                  1030.5        87%     0.96x  7 by one
+//
+// In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code, and
+// in how many groups k differs by 1/256 (in none here), because a power differs in its last bits. More than
+// that is called WRONG.
+//
+// Rung 7 is 13% slower than rung 6. Not every change pays at once. Two blocks of 256 threads are a quarter
+// of what a multiprocessor can hold, and half of the accesses are still for scales. Rung 8 needs a warp that
+// goes through many groups, so the change stayed.
+//
+// Rung 8 wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If this were all,
+// one would stop there. adamw.cu, which trains, goes through windows as rung 8 does, and takes 1,031 us, for
+// it does more: several parameters in one launch, groups that are extremely wide or small, other formats, the
+// amax of the new weights. Whether it would be faster in the manner of rung 6 has not been measured.

@@ -1,23 +1,15 @@
 // attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
-// says what changes and why, what limits a rung, and a prediction. Cover the measured times with a hand,
-// predict, and then look. Up to rung 4 each makes one change. Tensor cores change the whole kernel: what they
-// need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of CUDA are explained in
+// says what changes and why, what limits a rung, and a prediction. Predict, and then look: the measured times
+// are at the end of this file. Up to rung 4 each makes one change. Tensor cores change the whole kernel: what
+// they need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of CUDA are explained in
 // README.md, in this folder.
 //
 //   make build/ladder_attention && build/ladder_attention                        all rungs
 //   build/ladder_attention 4                           rung 4 alone, for instance under a profiler
 //
-// H200, B 4, T 2048, 32 heads of 128. The program prints this table. In the last column: the largest
-// difference to the CPU reference in FP32, divided by the largest output. BF16 alone may make it
+// The program prints the time of each rung for B 4, T 2048, 32 heads of 128, and in the last column the
+// largest difference to the CPU reference in FP32, divided by the largest output. BF16 alone may make it
 // 2^-8, 3.9e-03.
-//
-//   rung                                                           us  % of GEMM  speed-up  codes
-//    1  as the formula reads: three kernels, T x T scores     317522.6         0%         -  2.6e-03
-//    2  online softmax: a thread for a query                   51809.5         0%     6.13x  2.6e-03
-//    3  keys and values through shared memory                  16349.8         1%     3.17x  2.6e-03
-//    4  four lanes for a query                                  9755.3         2%     1.68x  2.6e-03
-//    5  tensor cores (mma.sync): attention.cu                    723.7        23%    13.48x  2.6e-03
-//    6  Hopper (wgmma, TMA): attention_sm90.cu                   246.5        68%     2.94x  2.6e-03
 //
 // The work is 4 B NH T^2 HS / 2 = 137 GFLOP: two matmuls, q k^T and p v, without the half that is masked.
 //
@@ -371,6 +363,17 @@ int main(int argc, char** argv) try {
 // 2. Where can a block keep 32 keys and values? A thread has 255 registers at most: what does it hold?
 // 3. Which numbers of q and of the output must be in one thread? A sum over a head can be added up by lanes.
 // 4. Which numbers of a key should a lane have, so that neighbouring lanes load neighbouring bytes?
+
+// ===========================================================================================================
+// Measured on an H200, B 4, T 2048, 32 heads of 128:
+//
+//   rung                                                           us  % of GEMM  speed-up  codes
+//    1  as the formula reads: three kernels, T x T scores     317522.6         0%         -  2.6e-03
+//    2  online softmax: a thread for a query                   51809.5         0%     6.13x  2.6e-03
+//    3  keys and values through shared memory                  16349.8         1%     3.17x  2.6e-03
+//    4  four lanes for a query                                  9755.3         2%     1.68x  2.6e-03
+//    5  tensor cores (mma.sync): attention.cu                    723.7        23%    13.48x  2.6e-03
+//    6  Hopper (wgmma, TMA): attention_sm90.cu                   246.5        68%     2.94x  2.6e-03
 
 // Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //

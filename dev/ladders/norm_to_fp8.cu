@@ -1,22 +1,13 @@
 // norm_to_fp8.cu - a ladder: RMSNorm, from saved FP8 groups (E4M3 1x16, BF16 scales) to the FP8 operand of a
 // linear layer (E4M3, one scale for the tensor). Each rung makes one change to the rung before it. Its text
-// says what changes and why, what limits it, and a prediction. Cover the measured times with a hand, predict,
-// and then look. The words of CUDA are explained in README.md, in this folder.
+// says what changes and why, what limits it, and a prediction. Predict, and then look: the measured times are
+// at the end of this file. The words of CUDA are explained in README.md, in this folder.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8                    all rungs
 //   build/ladder_norm_to_fp8 5                         rung 5 alone, for instance under a profiler
 //
-// H200, 16384 x 4096. The program prints this table. Codes are compared with the CPU reference: a value that
-// differs in the last bits of FP32 may round to a neighbouring code.
-//
-//   rung                                                           us  % of copy  speed-up  codes
-//    1  a kernel for each operator, a thread for a row          2489.4         2%         -  2 by one
-//    2  a block for a row                                       1191.1         4%     2.09x  equal
-//    3  dequantization, norm and amax in one kernel              348.8        15%     3.41x  equal
-//    4  the normalized row is not stored                         332.7        15%     1.05x  equal
-//    5  eight elements a thread                                  116.7        44%     2.85x  equal
-//    6  a row stays in registers                                 109.6        47%     1.06x  equal
-//    7  norm.cu and coat.cu, which train                         132.8        39%     0.83x  equal
+// The program prints the time of each rung for a matrix of 16384 x 4096. Codes are compared with the CPU
+// reference: a value that differs in the last bits of FP32 may round to a neighbouring code.
 //
 // The amax of a tensor must be known before its first code can be written, so there are two passes over the
 // input. The question is how many bytes each pass moves.
@@ -424,3 +415,15 @@ int main(int argc, char** argv) try {
 // 4. What does pass one of rung 4 compute twice, and where could it stay in between?
 // 5. Beyond rung 6: a thread could have a whole group, 16 codes in one load. Does each thread need the
 //    division in inverse_scale()?
+
+// ===========================================================================================================
+// Measured on an H200, 16384 x 4096:
+//
+//   rung                                                           us  % of copy  speed-up  codes
+//    1  a kernel for each operator, a thread for a row          2489.4         2%         -  2 by one
+//    2  a block for a row                                       1191.1         4%     2.09x  equal
+//    3  dequantization, norm and amax in one kernel              348.8        15%     3.41x  equal
+//    4  the normalized row is not stored                         332.7        15%     1.05x  equal
+//    5  eight elements a thread                                  116.7        44%     2.85x  equal
+//    6  a row stays in registers                                 109.6        47%     1.06x  equal
+//    7  norm.cu and coat.cu, which train                         132.8        39%     0.83x  equal

@@ -1,23 +1,14 @@
 // quantize_transpose.cu - a ladder: a BF16 matrix is quantized to FP8 with one scale, and its codes are
 // written by rows and also transposed, from the simplest kernels to those that train (coat.cu). Each rung
 // makes one change to the rung before it. Its text says what changes and why, what limits it, and a
-// prediction. Cover the measured times with a hand, predict, and then look. This is the easiest ladder. If
-// you have never seen CUDA, read README.md in this folder first: one page.
+// prediction. Predict, and then look: the measured times are at the end of this file. This is the easiest
+// ladder. If you have never seen CUDA, read README.md in this folder first: one page.
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose      all rungs
 //   build/ladder_quantize_transpose 5                  rung 5 alone, for instance under a profiler
 //
-// H200, 16384 x 4096. The program prints this table; codes must equal those of the CPU reference:
-//
-//   rung                                                           us  % of copy  speed-up  codes
-//    1  two kernels, a thread for an element                    1214.7         5%         -  equal
-//    2  the transpose goes through shared memory                 330.8        19%     3.67x  equal
-//    3  one kernel                                               211.9        30%     1.56x  equal
-//    4  a byte of padding: other banks                           204.3        31%     1.04x  equal
-//    5  eight elements a thread                                   78.4        81%     2.60x  equal
-//    6  8 x 8 elements a thread, transposed in registers          71.7        88%     1.09x  equal
-//    7  swizzled words: no bank twice                             70.6        90%     1.02x  equal
-//    8  coat.cu, which trains                                     71.1        89%     0.99x  equal
+// The program prints the time of each rung for a matrix of 16384 x 4096. Codes must equal those of the CPU
+// reference.
 //
 // Training does this to every gradient. FP8 GEMMs on Hopper reduce over contiguous elements only: dgrad reads
 // the codes by rows, and wgrad reads them transposed. The amax is already known.
@@ -31,11 +22,14 @@
 //   shared memory    32 banks of 4 bytes a clock: 8.8 us for each access that every element takes, if the
 //                    lanes of a warp use different banks or the same word; twice that if two lanes need
 //                    different words of a bank, and so on
-//   latency          a load takes about 0.8 us. Half of the bytes are loaded, at 2.1 TB/s: so 1.7 MB must be
-//                    on their way at any moment
+//   latency          a load takes about 0.8 us. Half of the bytes are loaded, at 2.1 TB/s: so
+//                    2.1e12 x 0.8e-6 = 1.7 MB must be on their way at any moment
 //
-// How many instructions a rung has was counted in its machine code (cuobjdump -sass, nvcc 12.9), along the
-// path that nearly every element takes.
+// How many instructions a rung has was counted in its machine code, which cuobjdump -sass
+// build/ladder_quantize_transpose prints (here that of nvcc 12.9): one follows a thread from the first line
+// of a kernel to EXIT, along the branches that nearly every thread takes, counts a loop as often as it runs,
+// and divides by the elements of the thread. On this path the two kernels of rung 1 have 47 and 56
+// instructions, for one element: 103.
 #include "ladder.h"
 
 using namespace ladder;
@@ -51,9 +45,13 @@ struct Matrix {
     uint8_t* transposed;       // (cols, rows)
 };
 
-__device__ float inverse_scale(const Matrix& m) {  // FMAX of E5M2 is 57,344
+// 1 / scale, where scale = amax / FMAX; FMAX of E5M2 is 57,344. __fdiv_rn divides and __frcp_rn takes a
+// reciprocal, both rounded to the nearest FP32 number, whatever the compiler is told about fast arithmetic.
+// So the GPU has the bits of the reference.
+__device__ float inverse_scale(const Matrix& m) {
     return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f));
 }
+// The code nearest to x / scale: one instruction converts, and __NV_SATFINITE saturates what is too large.
 __device__ uint8_t encode(bf16 x, float inverse) {
     return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2);
 }
@@ -74,8 +72,7 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 // from other rows, of other blocks: if they come too late, the sector travels to memory more than once. Were
 // it 32 bytes each time, that would be 2.1 GB, or 500 us. 103 instructions take 230 us.
 //
-// Prediction: 600 us or more. (It took twice that. A profiler, ncu, shows how many sectors memory wrote, and
-// how many it had to read first.)
+// Prediction: 600 us or more.
 __global__ void quantize_rung1(Matrix m) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < m.rows * m.cols) m.codes[i] = encode(m.x[i], inverse_scale(m));
@@ -137,7 +134,7 @@ __global__ void transpose_rung2(Matrix m) {
 // of the code, because for all that the compiler knows `codes` could be where `x` is. 2,048 threads on each
 // of 132 multiprocessors: 0.54 MB. Loading 134 MB takes 250 times 0.8 us.
 //
-// Prediction: 200 us. (It was made after measuring: the first one saw the instructions alone, and said 130.)
+// Prediction: 200 us. (It was made after measuring: see the end of the file.)
 
 // Rungs 3 and 4. PADDING: bytes behind each row of the tile. The grid is that of rung 2.
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
@@ -187,12 +184,19 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //   transposed       bytes 0 - 7     8 - 15   ...    56 - 63      8 lanes: 64 bytes of a row
 //
 // Inside the block codes still go to the tile and come back one byte at a time: 16 accesses for 8 elements,
-// each with two lanes in a bank.
+// each with two lanes in a bank. (A row of the tile has 68 bytes, 17 whole words, so byte c of row r is in
+// bank 17 r + c / 4 modulo 32. With 65 bytes, as in rung 4, reading would need no bank twice, but writing
+// still would.)
 //
 // Limit: memory, 63 us; 19 instructions take 42 us, shared memory 35 us. A thread still has one load on its
 // way, but now of 16 bytes: 4.3 MB in all.
 //
 // Prediction: 75 us.
+//
+// Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
+// load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is
+// eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight codes of them, two
+// with each instruction that converts; they are a uint2, two words of four codes.
 constexpr unsigned THREADS = 256;  // of a block, here and in the next rungs
 constexpr int CHUNK = 8;
 
@@ -491,3 +495,20 @@ int main(int argc, char** argv) try {
 // 6. Draw the banks that a warp writes at once. Which bits of a thread's number are not in the bank's number?
 // 7. Beyond rung 7 little is left: what would the time be if only memory counted? Then look at the first and
 //    the last microseconds: 4,096 tiles are 7.8 times as many as run at once.
+
+// ===========================================================================================================
+// Measured on an H200, 16384 x 4096:
+//
+//   rung                                                           us  % of copy  speed-up  codes
+//    1  two kernels, a thread for an element                    1214.7         5%         -  equal
+//    2  the transpose goes through shared memory                 330.8        19%     3.67x  equal
+//    3  one kernel                                               211.9        30%     1.56x  equal
+//    4  a byte of padding: other banks                           204.3        31%     1.04x  equal
+//    5  eight elements a thread                                   78.4        81%     2.60x  equal
+//    6  8 x 8 elements a thread, transposed in registers          71.7        88%     1.09x  equal
+//    7  swizzled words: no bank twice                             70.6        90%     1.02x  equal
+//    8  coat.cu, which trains                                     71.1        89%     0.99x  equal
+//
+// Rung 1 took twice as long as predicted. A profiler, ncu, shows how many sectors memory wrote, and how many
+// it had to read first. The prediction of rung 3 is the second one: the first one saw the instructions alone,
+// and said 130 us.
