@@ -50,8 +50,9 @@ def bf16(x):
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
 # --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
-# operands the block is the whole tensor: the GEMM multiplies codes, and its result with s once. Norms and
-# activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
+# operands the block is the whole tensor: a GPU multiplies codes, and the sum by both scales. (Here operands
+# are decoded first: the same but for rounding.) Norms and activation functions decode every value they read,
+# so their inputs can have a scale for each 1x16 group.
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
 
@@ -232,15 +233,20 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
 
 def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
 
+def run(text, fp8, seed):  # -> losses of 200 steps; gradients, saved and moments of the first and last step
+    global FP8  # the switch at the top
+    FP8, losses, states = fp8, [], []
+    for loss, *state in train(text, 200, seed):
+        losses.append(loss)
+        states = states[:1] + [state]
+    FP8 = True
+    return losses, states[0], states[-1]
+
 if __name__ == "__main__":
     text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "coat.h"), np.uint8) & 127
-    losses, first = [], []
-    for FP8, seed in ((False, 2), (True, 1), (False, 1)):           # FP8 is the switch at the top
-        for loss, *others in train(text, 200, seed):
-            if len(losses) % 200 == 0: first.append(others)
-            losses.append(loss)
-    (coat, saved, _), (exact, _, _), (_, _, moments) = first[1], first[2], others
-    FP8 = True
+    fp32, (exact, _, _), (_, _, moments) = run(text, fp8=False, seed=1)
+    fp8, (coat, saved, _), _ = run(text, fp8=True, seed=1)
+    other_seed, _, _ = run(text, fp8=False, seed=2)
     print("The gradients of the first step in COAT: RMS error against FP32")
     for name in exact:
         print(f"  {name:14} {rms(coat[name] - exact[name]) / rms(exact[name]):6.1%}")
@@ -256,5 +262,5 @@ if __name__ == "__main__":
     print(f"A layer saves {(in_fp8 + in_bf16) / heads.size} C bytes a token; in BF16 16 C")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     for step in range(20, 201, 20):
-        means = np.mean(np.reshape(losses, (3, 200))[::-1, step - 20:step], axis=1)
+        means = (np.mean(losses[step - 20:step]) for losses in (fp32, fp8, other_seed))
         print(f"  {step:4}", *(f"{mean:6.3f}" for mean in means))

@@ -1,8 +1,8 @@
-// 7 - A step of AdamW with FP8 moments (lesson 8; about 30 minutes)
+// 7 - A step of AdamW with FP8 moments (lessons 8 and 9; about 30 minutes)
 //
 // n <= 128 parameters share max and k of each moment. Load both moments of each parameter, update them and
 // the weight as lesson 8 says (s has the constants; s.bias1 and s.bias2 are 1 - beta^t), and store both
-// moments again: max, the largest magnitude of the group; k of exercise 6; and the codes.
+// moments again: max, the largest magnitude of the group; k, equation 4 of lesson 9; and the codes.
 //
 // Find out: does the weight move by the moments before or after they are quantized again?
 //
@@ -10,7 +10,8 @@
 //   The codes belong to the new max and k.
 //   Zeros do not count in the smallest magnitude. A group of zeros has max = 0, k = 1 and codes 0.
 //
-// m.codes[i], *m.max and *m.k are read, then overwritten. given:: has encode, decode and those of exercise 6.
+// m.codes[i], *m.max and *m.k are read, then overwritten. given:: has encode(x), decode(code),
+// expansion_factor(max, min), expand(x, max, k) and contract(y, max, k).
 #include "judge.h"
 
 void adamw(const Step& s, int n, const float* g, float* w, Moment m, Moment v) {

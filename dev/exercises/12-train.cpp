@@ -1,4 +1,4 @@
-// 12 - Train a small model with your functions (lessons 5 to 8; about 40 minutes)
+// 12 - Train a small model with your functions (lessons 5 to 9; about 40 minutes)
 //
 // y = linear(swiglu(linear(norm(x)))), and the loss is half the mean of (y - target)^2. Write one step of
 // training that calls what you wrote in the exercises before: quantize_groups (3), adamw (7), linear (8),

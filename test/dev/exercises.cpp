@@ -74,7 +74,7 @@ const std::vector<Mistake> MISTAKES = {
 
     {3, "scale not rounded", "Scales are stored in BF16"},
     {3, "scale cut off", "BF16 is rounded to the nearest, not cut off"},
-    {3, "code with the unrounded scale", "divide by the scale after it is rounded"},
+    {3, "code with the unrounded scale", "use the scale after it is rounded to BF16"},
     {3, "divides by s", "do not divide by s"},
     {3, "no smallest scale", "at least 2^-126"},
     {3, "groups cross rows", "A group does not cross to the next row"},
