@@ -337,7 +337,7 @@ def amax():
         ax.text(0.4, high - 0.45, title, weight="bold", fontsize=10.5, va="center", color=color)
     for y, words in ((12.3, "values that it has\nin registers"), (10.45, "largest magnitude\nof each thread"),
                      (8.6, "largest of the warp:\none instruction"), (6.3, "atomicMax: the larger\nstays, in any order"),
-                     (3.55, "every thread divides\nby the same scale"), (1.05, "codes of x / s")):
+                     (3.55, "every thread reads\nthe same scale"), (1.05, "codes of x / s")):
         note(ax, words_at, y, words)
     for i, (x, values, of_thread) in enumerate(zip(threads, GROUP.reshape(4, 4), codes.reshape(4, 4))):
         note(ax, x, 13.35, f"thread {i}", "center")

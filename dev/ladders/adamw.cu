@@ -364,7 +364,8 @@ template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constant
 //   - AdamW needs one reciprocal: m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps);
 //     root_factor = c1 / sqrt(c2) and scaled_eps = c1 eps come from the host;
 //   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0;
-//   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three instructions.
+//   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
+//   instructions.
 //
 // Limit: all three at once. 100 instructions take 880 us, 12.5 special functions 890 us, and memory 900 us.
 // They overlap, but never fully: where all lanes of a multiprocessor wait for memory nothing is computed.
@@ -477,8 +478,8 @@ struct Table : Reciprocals {
 // A load takes about 0.8 us. 8 of the 14.25 bytes are loaded, at 2.4 TB/s, so 1.9 MB must be on their way at
 // any moment, or memory is idle in between. Rung 6 has that while its warps start, and little while they
 // compute. Here each of 67,584 threads (132 x 512) always has 64 bytes under way: 4.3 MB. The price is
-// registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the compiler that it may
-// use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
+// registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the compiler that it
+// may use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
 //
 // Limit: memory. Prediction: 1,000 to 1,050 us.
 constexpr int CHUNK = 8;         // elements of a lane

@@ -39,18 +39,16 @@ namespace {
 // What a kernel is given. rows and cols are multiples of 16.
 struct Matrix {
     int64_t rows, cols;
-    const bf16* x;             // (rows, cols)
-    gpu::TensorScale* scale;   // has the amax
-    uint8_t* codes;            // (rows, cols)
-    uint8_t* transposed;       // (cols, rows)
+    const bf16* x;            // (rows, cols)
+    gpu::TensorScale* scale;  // has the amax
+    uint8_t* codes;           // (rows, cols)
+    uint8_t* transposed;      // (cols, rows)
 };
 
 // 1 / scale, where scale = amax / FMAX; FMAX of E5M2 is 57,344. __fdiv_rn divides and __frcp_rn takes a
 // reciprocal, both rounded to the nearest FP32 number, whatever the compiler is told about fast arithmetic.
 // So the GPU has the bits of the reference.
-__device__ float inverse_scale(const Matrix& m) {
-    return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f));
-}
+__device__ float inverse_scale(const Matrix& m) { return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f)); }
 // The code nearest to x / scale: one instruction converts, and __NV_SATFINITE saturates what is too large.
 __device__ uint8_t encode(bf16 x, float inverse) {
     return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2);
