@@ -317,8 +317,8 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 
-// f(x) / s = sign(x) FMAX (|x| / max)^k, with the sign of x. encode() rounds it to a code. The power is
-// computed with logarithms, because |x| / max alone may underflow.
+// The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
+// logarithms, because |x| / max alone may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);

@@ -471,7 +471,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
           0, amax);
         c("code", reference::quantize(x.data(), rows, cols, E4M3_GROUP).codes, codes,
           {{INVERSE, divided},
-           {"The scales are right: use the scale after it is rounded to BF16; multiply by its 1 / s.", inexact},
+           {"Scales are right: use the scale after it is rounded to BF16; multiply by 1 / s.", inexact},
            {"This is the code of x, without the scale.", unscaled}},
           0, x);
     });
