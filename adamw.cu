@@ -485,7 +485,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool fp8_moment_groups = optimizer.fp8_moment_groups();
-    const bool any_scales = scales_moments(optimizer.m) || scales_moments(optimizer.v);
+    const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
     const AdamArguments arguments{.f = factors(a),

@@ -53,9 +53,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
-    // Both owners of a group end, or neither. What lanes exchange later leaves out those that have ended.
-    // Lane 0, which updates the amax for its warp, has the warp's lowest row and column: if any lane is
-    // inside the tensor, lane 0 is.
+    // Both owners of a group end, or neither. What lanes exchange later leaves out those that have ended:
+    // their mask names all lanes, and CUDA lets it name lanes that have exited. Lane 0, which updates the
+    // amax for its warp, has the warp's lowest row and column: if any lane is inside the tensor, lane 0 is.
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {

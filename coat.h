@@ -72,7 +72,7 @@ inline constexpr FormatInfo FORMATS[] = {
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 // Whether moments in this format have moment scalings. Without, the range of FP8 and of FP16 is too short.
-constexpr bool scales_moments(Format f) { return f != Format::FP32 && f != Format::BF16; }
+constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
@@ -152,11 +152,9 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 // A GEMM multiplies codes. It sums the products of one scale block along the reduction, and multiplies this
 // sum by the scales. So scale blocks must be long along the reduction.
-// In this table, Granularity::cols of an operand counts elements along the reduction. An operand that is
-// reduced over its rows is transposed before it is quantized. In fprop, 1x128 is 128 features of one token of
-// x. For wgrad x^T is quantized, and 1x128 is 128 tokens of one feature. So x is quantized twice. Where scale
-// blocks are per tensor or 128x128, a matrix and its transpose have the same scale blocks: there once is
-// enough.
+// In this table, Granularity is written for the matrix as the GEMM reads it: cols runs along the reduction.
+// x (N, in) is read as x by fprop and as x^T by wgrad. With 1x128 blocks these are different blocks, so x is
+// quantized twice. With per-tensor or 128x128 blocks they are the same: once.
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -183,9 +181,9 @@ struct Recipe {
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Backward always reads the groups that were saved of `nonlinear` tensors. In the paper the forward pass
-    // reads the same groups. If this is false (coat-saved), it reads the values from which the groups were
-    // made. Then the x that fprop reads and the x that backward computes again for wgrad differ a little.
+    // Whether forward computes with the saved groups of `nonlinear` tensors, as in the paper. If not
+    // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
+    // cases: so in coat-saved the x of fprop and the x of wgrad differ a little.
     bool forward_reads_groups = true;
     int history = 1024;      // steps whose amaxes delayed scaling remembers
     const char* about = "";  // a line of --help
@@ -248,7 +246,7 @@ inline constexpr int MOMENT_GROUP = 128;
 // The number of moment groups, and so of moment scalings, of n elements of a moment in format f. A format
 // that is not scaled has none.
 constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
-    if (!scales_moments(f)) return 0;
+    if (!moments_need_scaling(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
 
@@ -518,14 +516,14 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Reci
 // Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decay = false;              // weight decay applies
-    bool optimizer_formats = false;  // its moments have the formats of the optimizer; else FP32
-    bool linear = false;             // it is the weight of a linear layer, which the recipe quantizes
-    bool ones = false;               // it starts at 1; else at random values, or at 0 (init_std)
+    bool decay = false;                        // weight decay applies
+    bool moments_in_optimizer_format = false;  // else its moments are in FP32
+    bool linear = false;  // it is the weight of a linear layer, which the recipe quantizes
+    bool ones = false;    // it starts at 1; else at random values, or at 0 (init_std)
 };
 // EMBEDDING is also the role of learned positions and of the head.
-inline constexpr Role EMBEDDING{.decay = true, .optimizer_formats = true};
-inline constexpr Role LINEAR{.decay = true, .optimizer_formats = true, .linear = true};
+inline constexpr Role EMBEDDING{.decay = true, .moments_in_optimizer_format = true};
+inline constexpr Role LINEAR{.decay = true, .moments_in_optimizer_format = true, .linear = true};
 inline constexpr Role NORM_WEIGHT{.ones = true};
 inline constexpr Role BIAS{};
 
@@ -545,7 +543,7 @@ struct Param {
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
     // The format of its first or second moments, where `of_optimizer` is the optimizer's.
     Format moment_format(Format of_optimizer) const {
-        return role.optimizer_formats ? of_optimizer : Format::FP32;
+        return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
     }
 };
 

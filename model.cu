@@ -174,7 +174,7 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A step
 
-    // Forward and backward of each micro-batch, then the update. (With --gradients none, complete_bucket()
+    // Forward and backward of each micro-batch, then the update. (With --gradients none, run_bucket()
     // updates the weights within backward.)
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
@@ -215,7 +215,7 @@ private:
     }
     // Delayed scaling: this step takes the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
-        scales_.clear_operands();
+        scales_.clear_operand_amaxes();
         cached_weights_are_valid_ = false;  // they are made again, which takes their amaxes
         exchange_->scales_changed();
     }
@@ -314,11 +314,10 @@ private:
     bool forward_reads_saved(const ResidualNorm& n) const {
         return recipe_.forward_reads_groups || !n.norm.in.storage.fp8();
     }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins at the head,
-    // and takes the place of final_norm_input().
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. Same memory as
+    // final_norm_input(): norm_backward() of the final norm overwrites its input with this.
     View dresidual() const { return view_at(memory_.dresidual, N_, config_.C); }
-    // The saved input of the final norm (N, C): the residual stream behind the last layer. norm_backward() of
-    // the final norm overwrites it.
+    // The saved input of the final norm (N, C): the residual stream behind the last layer.
     View final_norm_input() const { return view_at(memory_.dresidual, N_, config_.C); }
 
     // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
@@ -358,7 +357,7 @@ private:
         const Arena::Scope scope(arena_);
         if (recipe_.nonlinear.fp8()) residual_buffer_ = take_view(N_, config_.C);
         // Scaling just in time: the amaxes of each micro-batch are its own
-        if (!scales_.delayed()) scales_.clear_operands();
+        if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
         exchange_->gather_weights(Exchange::EMBEDDING_STAGE, Pass::Forward);
         const View positions = rotary_ ? View{} : exchange_->weight(parameters_.index("positions"));
@@ -473,7 +472,7 @@ private:
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
         exchange_->gather_weights(exchange_->head_stage(), Pass::Backward);
-        // The GEMMs of the pieces write this gradient earlier than complete_bucket() would wait for its place
+        // The GEMMs of the pieces write this gradient earlier than run_bucket() would wait for its place
         exchange_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // The sum goes on from what micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
@@ -481,9 +480,8 @@ private:
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
         // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
-        complete_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
-            norm_gradient(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax());
-        });
+        run_bucket(parameters_.params[final_norm_weight_].bucket,
+                   [&] { norm_gradient(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax()); });
     }
     // For the tokens of a piece, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight.
@@ -530,7 +528,7 @@ private:
     // part. Where backward is between two norms, it is the g of the linear layer that comes next. The
     // argument dresidual_amax is where the norm leaves its amax for that linear layer.
     //
-    // Gradients of parameters are computed by bucket: complete_bucket(), at the end of this section, runs
+    // Gradients of parameters are computed by bucket: run_bucket(), at the end of this section, runs
     // what it is given, with what must come before and after. Memory is given back as early as possible,
     // which can be in the middle of a bucket: there a Scope is ended by end(). What must outlive a Scope is
     // taken before it, because memory is a stack.
@@ -545,8 +543,8 @@ private:
         Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         View dact{};
-        complete_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
-        complete_bucket(layer.gate_up.bucket(), [&] {
+        run_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
+        run_bucket(layer.gate_up.bucket(), [&] {
             // activation
             layer.gate_up.write_g8(lazy_activation_backward(gated_, gate_up, dact),
                                    LinearLayer::AmaxIs::Unknown, dgate_up);
@@ -574,8 +572,8 @@ private:
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
         const View dout = take_view(N_, config_.q_cols());
-        complete_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
-        complete_bucket(layer.qkv.bucket(), [&] {
+        run_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
+        run_bucket(layer.qkv.bucket(), [&] {
             // attention with rotary positions, norms of heads
             qkv_gradient(layer, dout, dqkv);
             until_dqkv.end();
@@ -645,7 +643,7 @@ private:
         device_.send(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
         device_.send(memory_.token_rows, embedding_order_.tokens.data(),
                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
-        complete_bucket(parameters_.params[embedding_].bucket, [&] {
+        run_bucket(parameters_.params[embedding_].bucket, [&] {
             gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
                                     embedding_order_.frequent, exchange_->gradient_to_write(embedding_),
                                     stream_);
@@ -655,11 +653,12 @@ private:
         });
     }
 
-    // Completes the gradients of a bucket in this micro-batch (gpu/plan.h). compute() launches what adds to
+    // Completes the gradients of a bucket (gpu/plan.h) in this micro-batch: waits until they may be written,
+    // clears what is added to, runs compute(), and hands the gradients on. compute() launches what adds to
     // them, and is the last in backward to read the weights of the bucket. Afterwards the gradients go to the
     // GPUs that own them, and with --gradients none the weights are updated. While quantization is measured,
     // the gradients serve only to measure what storing the moments would lose: nothing is updated.
-    template <class Compute> void complete_bucket(int64_t bucket, Compute compute) {
+    template <class Compute> void run_bucket(int64_t bucket, Compute compute) {
         exchange_->wait_for_gradient_buffer(bucket);
         if (linear_.overwrites_gradients) clear_added_gradients(bucket);
         compute();

@@ -1,11 +1,8 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
 // contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
 // CPU and model.cu on the GPU, independently, so that each checks the other. Both use the first weights and
-// the random bits of stochastic rounding that are defined at the end of this file. (Besides, the errors of
-// the moments in the quantization report are measured by reference.cpp for both.)
-//
-// Of the first three sections of reference.cpp, only round_stochastically() and the arguments of AdamW need
-// this file: the equations of the paper can be read before it.
+// the random bits of stochastic rounding that are defined at the end of this file. You may read sections 1 to
+// 3 of reference.cpp first.
 #pragma once
 #include <algorithm>
 #include <cstring>

@@ -351,7 +351,7 @@ void Moment::init(Format f, bool expansion, int64_t n, bool per_tensor) {
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
-    if (!scales_moments(format)) return y;
+    if (!moments_need_scaling(format)) return y;
     const int64_t g = i / group_size();
     if (expanded) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
@@ -376,7 +376,9 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
     for (int64_t i = first; i < end; i++) {
         const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
-        // A second moment that became zero would make the next update explode: its code is at least FMIN.
+        // A second moment that became zero would make the next update explode: its code is at least FMIN. A
+        // per-tensor one (fp8lm) is in FP16, in which only less than about 2^-40 of the largest becomes
+        // zero: that may stay so.
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (second && !per_tensor && vanished) write_element(format, codes.data(), i, info(format).min);
     }
@@ -384,7 +386,7 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
 
 // Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool second, QuantStats* stats) {
-    if (!scales_moments(format)) {
+    if (!moments_need_scaling(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
         return;

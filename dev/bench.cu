@@ -572,9 +572,10 @@ private:
         const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes,
-                    scales_moments(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
-                    o.uses_expansion(f) ? upload(ones) : nullptr, f};
+            return {
+                codes,
+                moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
+                o.uses_expansion(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
@@ -587,7 +588,7 @@ private:
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = scales_moments(f) && !o.per_tensor
+            const double scales = moments_need_scaling(f) && !o.per_tensor
                                       ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP)
                                       : 0;
             return info(f).bytes + scales;

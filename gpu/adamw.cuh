@@ -131,8 +131,8 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// Whether a moment has moment scalings: scales_moments() of coat.h, for kernels. The FP32 moments of norm
-// weights and biases have none, in every optimizer.
+// Whether a moment has moment scalings: moments_need_scaling() of coat.h, for kernels. The FP32 moments of
+// norm weights and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentView& m) {
     return m.format != Format::FP32 && m.format != Format::BF16;
 }

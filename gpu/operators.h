@@ -1,5 +1,5 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
-// operator with the shapes and formats that it accepts.
+// operator with the shapes and formats that it accepts. Read sections 1 to 3 now, the rest where it is used.
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -62,10 +62,15 @@ inline View row_slice(const View& v, int64_t first, int64_t n) {
 }
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
-// GEMM wants scales aligned to that. A kernel that has the values updates the amax (coat.cu, part 2);
-// quantize() derives the scale from it.
+// GEMM wants scales aligned to that.
+//
+// Just in time: a kernel that has the values raises `amax` (coat.cu, part 2). quantize() reads it, makes the
+// codes with amax / FMAX, and writes that to `scale`, which the GEMM reads. Delayed: quantize() reads
+// `from_history`, writes that to `scale`, and raises `amax` in passing; while `from_history` is 0 it goes on
+// just in time. After the step, end_delayed_step() reads `amax`, for the history, and writes `from_history`
+// and `scale`. With several ranks, combine_amaxes() writes the amax and the scale of a weight on all ranks.
 struct alignas(16) TensorScale {
-    float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
+    float scale;  // codes are multiplied by it
     float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
     float unused;

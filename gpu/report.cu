@@ -75,7 +75,7 @@ void measure_moments(const OptimizerFormat& o, const MomentView& m, const Moment
                      Format format, int64_t count, QuantReport& report, cudaStream_t s) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
-    if (count == 0 || (!scales_moments(m.format) && !scales_moments(v.format))) return;
+    if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
     const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces;
     const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
     report.part_of_moments |= n < count;

@@ -63,7 +63,7 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
                               .max = nullptr,
                               .k = nullptr,
                               .format = f};
-            if (scales_moments(f)) moment.max = arena.take<float>(groups * places);
+            if (moments_need_scaling(f)) moment.max = arena.take<float>(groups * places);
             if (o.uses_expansion(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
         }
@@ -193,7 +193,7 @@ Scales::Scales(const Device& device, const Memory& memory)
       linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
       stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
-void Scales::clear_operands() const {
+void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
         check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),

@@ -189,7 +189,7 @@ public:
 
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (The amaxes of parameters stay.)
-    void clear_operands() const;
+    void clear_operand_amaxes() const;
     // To be called after the state has been set or written: histories may be empty now.
     void expect_empty_histories();
     // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 take no amaxes:

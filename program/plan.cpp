@@ -82,8 +82,8 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     };
     const auto moment = [&](const char* name, Format f) {
         std::string writes = info(f).name;
-        if (scales_moments(f)) writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        if (scales_moments(f))
+        if (moments_need_scaling(f)) writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
+        if (moments_need_scaling(f))
             writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
         return Operator{name, info(f).name, none, writes};
     };

@@ -48,6 +48,8 @@ void start_ranks(Run& run);    // the other processes; from here on only rank 0 
 void choose_device(Run& run);  // --device auto becomes cpu or gpu
 void make_setup(Run& run);     // the rows of tables that the flags choose
 Json load_data(Run& run);      // returns what the data are: sizes and hashes
+// Error if ranks differ in flags, data or model, or if this run has other data than the one that it
+// continues. Fills run.state.settings, which checkpoints keep.
 void require_same(Run& run, const Json& data);
 void make_model(Run& run);
 void log_settings(Run& run);
@@ -55,13 +57,13 @@ void log_settings(Run& run);
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-void find_resumed(Run& run);
-void take_checkpoint(Run& run);
+void find_resumed(Run& run);     // fills run.weights: the checkpoint; and --out, if it is not given
+void take_checkpoint(Run& run);  // fills run.state, and in run.flags those that are not given
 bool is_complete(const Run& run);
 std::string model_in(const std::string& folder);
 
 void check_out_folder(Run& run);
-void require_own_folder(const Run& run);
+void require_own_folder(const Run& run);  // fills nothing: Error if --out has another run's checkpoints
 void create_out_folder(const Run& run);
 
 bool save(Run& run);

@@ -12,6 +12,7 @@ namespace {
 struct Progress {
     int64_t first_step;        // the steps that the run had made when this program started
     double started, saved_at;  // when the loop began, and when it last saved
+    double save_interval;      // between saves, without --save-every
     double timed = 0;          // the duration of all steps but the first, which warms caches
     int skipped_in_a_row = 0;  // the number of steps that were skipped, up to the last one
 };
@@ -19,7 +20,7 @@ struct Progress {
 // What has happened during a step, from outside.
 struct Events {
     int signal;  // 0: none
-    bool half_hour_is_over;
+    bool save_is_due;
 };
 
 }  // namespace
@@ -29,6 +30,12 @@ static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
 
+// Half an hour, in seconds. Tests make it shorter, because no test can wait for it.
+static double half_hour() {
+    const char* const shorter = std::getenv("COAT_HALF_HOUR");
+    return shorter ? std::atof(shorter) : 30 * 60;
+}
+
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
@@ -36,7 +43,8 @@ int train(Run& run) {
     if (!flags.out.empty()) run.processes->checkpoint = find_checkpoint(flags.out);  // errors name it
     if (run.state.step == 0) run.state.first_validation = validation_loss(run);
     create_out_folder(run);
-    Progress progress{.first_step = run.state.step, .started = now(), .saved_at = now()};
+    Progress progress{
+        .first_step = run.state.step, .started = now(), .saved_at = now(), .save_interval = half_hour()};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
         take_step(run, loader, progress);
@@ -45,7 +53,7 @@ int train(Run& run) {
         if (events.signal && !last) return end_at_signal(run, events.signal);
         if (!last && every(flags.eval_every)) validation_loss(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) print_sample(run);
-        const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.half_hour_is_over;
+        const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
         if (!last && saves && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
@@ -107,10 +115,8 @@ static void take_step(Run& run, const Loader& loader, Progress& progress) {
 
 // All ranks must do the same. So a signal to one of them stops all, and the clock is that of rank 0.
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
-    // Tests make the half hour shorter, because no test can wait for it.
-    const char* const shorter = std::getenv("COAT_HALF_HOUR");
-    const double half_hour = shorter ? std::atof(shorter) : 30 * 60;
-    const Events mine{.signal = interrupted, .half_hour_is_over = now() - progress.saved_at >= half_hour};
+    const Events mine{.signal = interrupted,
+                      .save_is_due = now() - progress.saved_at >= progress.save_interval};
     const std::vector<Events> of_ranks = run.processes->all_gather(mine);
     Events all = of_ranks[0];
     for (const Events& theirs : of_ranks) all.signal = std::max(all.signal, theirs.signal);

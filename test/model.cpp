@@ -484,13 +484,14 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = scales_moments(t.setup().optimizer.m) ? ".m.max" : ".m";
+            const char* moment = moments_need_scaling(t.setup().optimizer.m) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.optimizer_formats ? moment : ".m")) CHECK(!same);
+                else if (tensor.name == p.name + (p.role.moments_in_optimizer_format ? moment : ".m"))
+                    CHECK(!same);
             }
         }
 }
@@ -636,13 +637,13 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {
             const QuantStats& stats = report.kinds[kind];
             INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
-            CHECK((stats.elements > 0) == scales_moments(of[kind]));
+            CHECK((stats.elements > 0) == moments_need_scaling(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scaling == Scaling::JustInTime) CHECK(stats.saturated == 0);
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.optimizer_formats)
+                    if (p.role.moments_in_optimizer_format)
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);

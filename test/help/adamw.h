@@ -38,7 +38,7 @@ inline Floats load(const Moment& m) {
 }
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
-    if (!scales_moments(m.format)) return x;
+    if (!moments_need_scaling(m.format)) return x;
     const double fmax = info(m.format).max;
     for (const Group& g : groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
@@ -305,7 +305,7 @@ struct MomentCheck {
 
     // keep_positive: what is above zero stays above zero.
     void check(bool keep_positive) const {
-        if (!scales_moments(got.format)) {
+        if (!moments_need_scaling(got.format)) {
             check_as_float(load(got), exact, in_float, MOMENT_GROUP, got.format, terms);
             return;
         }

@@ -27,7 +27,8 @@ static double expansion_bound(Format f, double ratio, double k) {
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
 static void check_moment(Format f, bool expand, bool per_tensor, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP;
-    const bool scaled = scales_moments(f), expands = expand && is_fp8(f), positive = second && !per_tensor;
+    const bool scaled = moments_need_scaling(f), expands = expand && is_fp8(f);
+    const bool positive = second && !per_tensor;
     Moment moment;
     moment.init(f, expand, n, per_tensor);
     CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
