@@ -122,8 +122,10 @@ TEST_CASE("train: a full disk in between is reported and training goes on to its
     // So it is after Ctrl-C. Where there is room again in between, the next checkpoint is saved.
     for (const std::string room : {"", "prlimit --fsize=unlimited: --pid $pid; "}) {
         const Ended interrupted =
-            run_with_action(folder, "--device cpu --resume out --steps 100000 --save-every 2", "step      8/",
-                            "prlimit --fsize=30000: --pid $pid; sleep 0.5; " + room + "kill -INT $pid");
+            run_with_action(folder, "--device cpu --resume out --steps 100000 --save-every 2", "continuing step",
+                            "prlimit --fsize=30000: --pid $pid; "
+                            "until grep -q 'was not saved' ${0%.sh}.err; do sleep 0.02; done; " +
+                                room + "kill -INT $pid");
         CHECK(interrupted.code == 130);
         CHECK(contains(interrupted.error, " was not saved: Cannot write "));
         CHECK(contains(interrupted.error, " is lost: ") == room.empty());
