@@ -71,7 +71,8 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format have moment scalings. Without, the range of FP8 and of FP16 is too short.
+// Whether moments in this format have moment scalings. Unscaled moments would not fit the range of FP8 and
+// FP16.
 constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
-// For fprop, dgrad and wgrad: whether the GEMM accumulates in Hopper's FP8 tensor cores, which have about 14
+// For fprop, dgrad and wgrad: whether the GEMM accumulates in Hopper's FP8 tensor cores, which keep about 14
 // bits. Otherwise the sums move to FP32 at intervals, which takes longer.
 using FastAccumulation = std::array<bool, 3>;
 inline constexpr FastAccumulation IN_NO_GEMM{false, false, false};
@@ -208,7 +209,7 @@ inline const std::vector<Recipe>& recipes() {
          .about = "FP8 GEMMs, one scale per tensor, taken from earlier steps (TransformerEngine)"},
         {.name = "colossal", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .fast_accumulation = IN_ALL_GEMMS,
-         .about = "FP8 GEMMs, one scale per tensor; all sums have 14 bits on a GPU (Colossal-AI)"},
+         .about = "FP8 GEMMs, one scale per tensor; all sums keep about 14 bits on a GPU (Colossal-AI)"},
         {.name = "tensorwise", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .fast_accumulation = IN_FPROP,
          .about = "FP8 GEMMs, one scale per tensor (torchao's tensorwise)"},

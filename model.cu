@@ -120,7 +120,7 @@ class GpuModel final : public Model {
     // In backward, two gradients may take the place of the layer's saved gate and up.
     //
     // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
-    // overwrite them under two conditions, which both hold in recipes without FP8:
+    // overwrite them under two conditions. Both hold in coat and in recipes without FP8:
     // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
     //    has read (gpu/operators.h, quantize()).
     // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,

@@ -11,8 +11,8 @@
 //   wgrad   dw = g^T x                        g8, x8
 //
 // How long they live:
-//   x8   for one GEMM: wgrad makes it again. From forward to backward only that is kept from which x is
-//        computed (LazyTensor), and the amax of x.
+//   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
+//        again from these.
 //   w8   for one GEMM; or, in a cache, for a step.
 //   g8   for dgrad and wgrad. The caller makes it, with make_g8(), and decides when its memory is given back.
 //

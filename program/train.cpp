@@ -109,7 +109,7 @@ static void take_step(Run& run, const Loader& loader, Progress& progress) {
     const double left = (now() - progress.started) / made * double(flags.steps - state.step);
     print_step(run, result, adamw.lr, took, left);
     if (progress.skipped_in_a_row == MOST_SKIPPED)
-        throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
+        throw Error("The loss, a gradient or a quantized tensor was not finite in ", MOST_SKIPPED,
                     " steps in a row; begin again with a lower --lr, or with other weights.");
 }
 
