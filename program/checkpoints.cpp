@@ -3,6 +3,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -156,11 +157,9 @@ static bool save_in(Run& run, const std::string& folder) {
 // Saves a checkpoint in --out, unless its name is empty. If that fails, the run goes on with the last one.
 bool save(Run& run) { return run.flags.out.empty() || save_in(run, run.flags.out); }
 
-// Saves the last step of a run. If --out cannot be written, it is saved in a new folder where temporary files
-// belong, or else in the working directory: any place is better than to lose it. Returns whether it is in
-// --out.
-bool save_last(Run& run) {
-    if (save(run)) return true;
+// Saves the last step in a new folder where temporary files belong, or else in the working directory: any
+// place is better than to lose it.
+static void save_elsewhere(Run& run) {
     const char* const temporary = std::getenv("TMPDIR");
     for (const std::string place : {temporary ? temporary : "/tmp", "."}) {
         std::string folder = path_in(place, "coat-XXXXXX");
@@ -171,13 +170,38 @@ bool save_last(Run& run) {
             if (run.is_rank_0())
                 print_error("--out " + run.flags.out + " could not be written; move " +
                             run.processes->checkpoint + " there when it can be.");
-            return false;
+            return;
         }
         if (run.is_rank_0()) ::rmdir(folder.c_str());
     }
     if (run.is_rank_0())
         print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
-    return false;
+}
+
+// The length of a minute in seconds. Tests make it shorter.
+static double minute() {
+    const char* const text = std::getenv("COAT_MINUTE");
+    return text ? std::atof(text) : 60;
+}
+
+// Saves the last step of a run. While --out cannot be written, it is tried again every minute, so that a user
+// can make room. After ten times, or a signal, the step is saved in another folder.
+int save_last(Run& run) {
+    constexpr int TRIES = 10;
+    interrupted = 0;
+    int signal = 0;
+    for (int tries = 0; !save(run); tries++) {
+        if (signal || tries == TRIES) {
+            save_elsewhere(run);
+            return signal ? 128 + signal : 1;
+        }
+        if (run.is_rank_0())
+            print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
+                               "); after the last try, or Ctrl-C, it saves to another folder."));
+        ::usleep(useconds_t(minute() * 1e6));  // or less, if a signal comes
+        for (int theirs : run.processes->all_gather(int(interrupted))) signal = std::max(signal, theirs);
+    }
+    return 0;
 }
 
 // Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,

@@ -67,7 +67,7 @@ void require_own_folder(const Run& run);  // fills nothing: Error if --out has a
 void create_out_folder(const Run& run);
 
 bool save(Run& run);
-bool save_last(Run& run);
+int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
 
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.

@@ -133,16 +133,16 @@ static int end_at_signal(Run& run, int signal) {
     return 128 + signal;
 }
 
-// Validates and saves the last step, and prints what the run was. Returns the exit code: 1 if --out could not
-// be written. The step is saved also if it was skipped: the validation comes before, and is an Error if its
-// loss is not finite, as with weights that have overflowed. So no such weights replace a good checkpoint.
+// Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
+// not be written. The step is saved also if it was skipped: the validation comes before, and is an Error if
+// its loss is not finite, as with weights that have overflowed. So no such weights replace a good checkpoint.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validation_loss(run);
-    const bool saved = save_last(run);
+    const int code = save_last(run);
     print_quantization(run);
     const int64_t steps = run.state.step - progress.first_step;
     print_end(run, validation, steps, now() - progress.started, progress.timed);
-    return saved ? 0 : 1;
+    return code;
 }
 
 }  // namespace coat

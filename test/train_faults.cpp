@@ -97,58 +97,64 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
 }
 
 // A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB,
-// stands for a full disk; no folder has room then.
-TEST_CASE("train: a full disk in between is reported and training goes on to its end") {
+// stands for a full disk; no folder has room then. Once the last save has failed twice, the action follows.
+TEST_CASE("train: a full disk in between is reported and training goes on; the last save is tried again") {
     RunFolder folder;
     require_success(tiny(folder, "--steps 2 --out out"));
     const auto before = folder.files();
-    // Flags, and the steps that are not saved: the first and the last.
-    const std::tuple<std::string, std::string, std::string> rows[] = {
-        {"--device cpu --resume out --save-every 2 --steps 6", "4", "6"},
-        {TINY + "--ranks 3 --save-every 2 --steps 4 --out several", "2", "4"}};
-    for (const auto& [flags, first, last] : rows) {
+    // Flags, the action, the exit code, and the steps that are not saved: the first and the last.
+    const std::tuple<std::string, std::string, int, std::string, std::string> rows[] = {
+        {"--device cpu --resume out --save-every 2 --steps 6", "kill -INT $pid", 130, "4", "6"},
+        {TINY + "--ranks 3 --save-every 2 --steps 4 --out several", "kill -INT $pid", 130, "2", "4"},
+        {"--device cpu --resume out --steps 6", "prlimit --fsize=unlimited: --pid $pid", 0, "6", "6"}};
+    for (const auto& [flags, action, code, first, last] : rows) {
         CAPTURE(flags);
-        const Ended ended = shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp train " + flags +
-                                              "; code=$?; rmdir tmp; exit $code");
-        CHECK(ended.code == 1);
-        CHECK(contains(ended.error, "train: Step " + first + " was not saved: Cannot write "));
-        CHECK(contains(ended.error, "train: Step " + last + " is lost: no other folder"));
+        const Ended ended =
+            shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp COAT_MINUTE=0.1 train " + flags +
+                              " 2> errors & pid=$!\n"
+                              "until [ $(grep -c 'tries again' errors) -ge 2 ]; do sleep 0.02; done\n" +
+                              action + "; wait $pid; code=$?; rmdir tmp; exit $code");
+        const std::string errors = read_file(folder.path / "errors");
+        fs::remove(folder.path / "errors");
+        CHECK(ended.code == code);
+        CHECK(contains(errors, "train: Step " + first + " was not saved: Cannot write "));
+        CHECK(contains(errors,
+                       "train: The run tries again in a minute (2 of 10); after the last try, or Ctrl-C"));
+        CHECK(contains(errors, "Step " + last + " is lost: no other folder") == (code != 0));
         CHECK(contains(ended.out, "step " + last + "/" + last));
-        CHECK(!contains(ended.out, "saved | "));
+        CHECK(contains(ended.out, "saved | step 6 | ") == (code == 0));
         CHECK((!fs::exists(folder.path / "tmp") && folders_of(folder, "coat-").empty()));
-        if (contains(flags, "--resume")) CHECK(folder.files() == before);
+        if (code && contains(flags, "--resume")) CHECK(folder.files() == before);
     }
     CHECK(find_checkpoint(folder / "several").empty());
-    // So it is after Ctrl-C. Where there is room again in between, the next checkpoint is saved.
+    // So it is after Ctrl-C. A second one ends the program after one more attempt.
     for (const std::string room : {"", "prlimit --fsize=unlimited: --pid $pid; "}) {
-        const Ended interrupted =
-            run_with_action(folder, "--device cpu --resume out --steps 100000 --save-every 2", "continuing step",
-                            "prlimit --fsize=30000: --pid $pid; "
-                            "until grep -q 'was not saved' ${0%.sh}.err; do sleep 0.02; done; " +
-                                room + "kill -INT $pid");
-        CHECK(interrupted.code == 130);
-        CHECK(contains(interrupted.error, " was not saved: Cannot write "));
-        CHECK(contains(interrupted.error, " is lost: ") == room.empty());
-        CHECK(contains(interrupted.out, "Interrupted after step "));
+        const Ended twice = run_with_action(
+            folder, "--device cpu --resume out --steps 100000", "step      8/",
+            "prlimit --fsize=100: --pid $pid; kill -INT $pid; sleep 1; " + room + "kill -INT $pid");
+        CHECK((twice.code == 130 && (last_step(folder) == 6) == room.empty()));
     }
     check_resumes(folder);
 }
 
-// A file in the place of the folder --out stands for a disk that is full, while others have room.
-TEST_CASE("train: a run that cannot write --out at its end saves its last step in another folder") {
+// A file in the place of the folder --out stands for a disk that stays full, while others have room.
+TEST_CASE("train: a run that can never write --out ends; its last step is saved in another folder") {
     for (const auto& [ranks, where, action, code] :
          {std::tuple{"", "tmp", "", 1},
           {"--ranks 2", "tmp", "", 1},
           {"", ".", "rmdir tmp; ", 1},  // $TMPDIR is not there, either
-          {"", "tmp", "kill -INT $pid; ", 130}}) {
+          {"", "tmp", "kill -INT $pid; sleep 0.5; kill -INT $pid; ", 130}}) {
         INFO(std::string(ranks), " ", std::string(where), " ", std::string(action));
         RunFolder folder;
         fs::create_directory(folder.path / "tmp");
-        const std::string steps = code == 130 ? "100000" : "150";
+        const bool interrupts = code == 130;  // then it need not try ten times
+        const std::string minute = interrupts ? "60" : "0.01", steps = interrupts ? "100000" : "400";
+        setenv("COAT_MINUTE", minute.c_str(), 1);
         setenv("TMPDIR", "tmp", 1);
         const Ended ended =
             run_with_action(folder, TINY + "--eval-every 0 --keep 1 --out out --steps " + steps + " " + ranks,
                             " 2/", std::string("mv out away; : > out; ") + action);
+        unsetenv("COAT_MINUTE");
         unsetenv("TMPDIR");
         CHECK(ended.code == code);
         const std::vector<std::string> made = folders_of(folder / where, "coat-");
@@ -156,7 +162,8 @@ TEST_CASE("train: a run that cannot write --out at its end saves its last step i
         const std::string checkpoint = find_checkpoint(folder / where + "/" + made[0]);
         CHECK(contains(ended.error, "--out out could not be written; move "));
         CHECK(contains(ended.error, fs::path(checkpoint).filename().string() + " there when it can be."));
-        CHECK(contains(ended.out, code == 130 ? "Interrupted after step " : "Done: 150 steps"));
+        CHECK((interrupts || contains(ended.error, "in a minute (10 of 10)")));
+        CHECK((interrupts || contains(ended.out, "Done: 400 steps")));
         // After the advice was followed the run goes on.
         fs::remove(folder.path / "out");
         fs::create_directory(folder.path / "out");
