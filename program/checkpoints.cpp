@@ -178,8 +178,7 @@ static void save_elsewhere(Run& run) {
         print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
 }
 
-// The length of a minute in seconds. Tests make it shorter.
-static double minute() {
+double minute() {
     const char* const text = std::getenv("COAT_MINUTE");
     return text ? std::atof(text) : 60;
 }

@@ -30,12 +30,6 @@ static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
 
-// Half an hour, in seconds. Tests make it shorter, because no test can wait for it.
-static double half_hour() {
-    const char* const shorter = std::getenv("COAT_HALF_HOUR");
-    return shorter ? std::atof(shorter) : 30 * 60;
-}
-
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
@@ -44,7 +38,7 @@ int train(Run& run) {
     if (run.state.step == 0) run.state.first_validation = validation_loss(run);
     create_out_folder(run);
     Progress progress{
-        .first_step = run.state.step, .started = now(), .saved_at = now(), .save_interval = half_hour()};
+        .first_step = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute()};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
         take_step(run, loader, progress);

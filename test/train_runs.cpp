@@ -425,15 +425,15 @@ TEST_CASE("train: token files say the vocabulary of a model without one; packed 
 
 TEST_CASE("train: saves after --save-every steps; else about every half hour; not after a skipped step") {
     RunFolder folder;
-    for (const auto& [half_hour, flags, expected] :
-         {std::tuple{"1800", "--steps 5 --save-every 2 --out a", "2 4 5 "},
-          {"1800", "--steps 5 --out b", "5 "},
+    for (const auto& [minute, flags, expected] :
+         {std::tuple{"60", "--steps 5 --save-every 2 --out a", "2 4 5 "},
+          {"60", "--steps 5 --out b", "5 "},
           {"1e-9", "--steps 4 --out c", "1 2 3 4 "},  // half an hour is over after each step
           {"1e-9", "--steps 4 --out d --ranks 2", "1 2 3 4 "},
           {"1e-9", "--steps 7 --out e --save-every 3", "3 6 7 "},  // the clock does not count
           {"1e-9", "--steps 2 --out ''", ""}}) {
         INFO(std::string(flags));
-        const Ended ended = shell(folder, concat("COAT_HALF_HOUR=", half_hour, " train", TINY, flags));
+        const Ended ended = shell(folder, concat("COAT_MINUTE=", minute, " train", TINY, flags));
         require_success(ended);
         std::string steps;
         for (const std::string& line : lines_of(ended.out))
