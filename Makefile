@@ -34,7 +34,7 @@ CXXFLAGS = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextr
 
 REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
-SOURCES   := $(REFERENCE) gpu/plan.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
+SOURCES   := $(REFERENCE) gpu/layout.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
 TESTS     := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 JUDGE     := dev/exercises/judge.cpp dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
@@ -62,7 +62,7 @@ NVCCFLAGS := -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compi
              -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 
 # The files that take longest come first, so that all cores work to the end.
-SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/plan.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
+SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/layout.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
 TESTS     += $(sort $(wildcard test/*.cu test/*/*.cu))
 CUDA      := $(abspath $(shell $(NVCC) --dryrun -x c++ -c /dev/null 2>&1 | sed -n 's/.* _HERE_=//p')/..)
 LINK      := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
@@ -199,7 +199,7 @@ sanitize:
 
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := program/plan.cpp program/ranks.cpp gpu/none.cpp gpu/plan.cpp $(sort $(wildcard data/*.cpp))
+FUZZED       := program/plan.cpp program/processes.cpp gpu/none.cpp gpu/layout.cpp $(sort $(wildcard data/*.cpp))
 FUZZED       := $(FUZZED:%.cpp=$(O)/fuzz/%.o)
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS   := -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 \

@@ -1,7 +1,6 @@
-// coat.h - the vocabulary that the CPU reference and the GPU implementation of COAT (arXiv 2410.19313) share.
-// The first half is number formats, what shares a scale, recipes, optimizers and quantization errors: the
-// words of the paper. The second half, from the line "Models" on, is the shapes of models, the tensors that
-// a transformer layer saves for backward, and the parameters.
+// coat.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
+// 2410.19313) share: number formats, what shares a scale, recipes, optimizers and quantization errors. The
+// models that they are applied to are in architecture.h.
 //
 // clang-format off
 // These words are used in all files:
@@ -287,15 +286,35 @@ inline const std::vector<OptimizerFormat>& optimizers() {
     return table;
 }
 
-// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
-// flag that gave it.
-template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
-    std::string known;
-    for (const auto& row : table) {
-        if (name == row.name) return row;
-        known += (known.empty() ? "" : ", ") + std::string(row.name);
-    }
-    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
+// The arguments of one step of AdamW.
+struct AdamW {
+    int64_t step;  // counts from 1, for the bias correction
+    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
+    // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts
+    // of the parameters are updated before the norm of all gradients is known.
+    float clip = 1.0f;
+    // How many steps before this one were skipped. With --gradients none they may have updated some
+    // parameters, so stochastic rounding counts them too: otherwise it would use their random bits again.
+    int64_t skipped = 0;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Stochastic rounding of weights to BF16, where they have no FP32 master
+
+// 64 bits that look random, from a number: nearby numbers give unrelated bits.
+COAT_HD inline uint64_t mixed_bits(uint64_t number) {
+    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 29);
+}
+// The random bits of a rounding: bf16 = (bits of the FP32 value + 16 random bits) >> 16. So the expected
+// value is the FP32 value, and updates that are smaller than half a BF16 step count on average.
+// rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the flat order of all
+// parameters, from the lowest bits on.
+COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
+// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, above).
+inline uint64_t rounding_key(uint64_t seed, int64_t step) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -334,284 +353,18 @@ struct QuantReport {
     bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
 };
 
-// ===========================================================================================================
-// Models
-//
-// The words of the paper end here. What follows are the models that it is applied to.
-
-struct Architecture {
-    const char* name;       // Hugging Face's model_type
-    const char* causal_lm;  // its class in transformers
-    bool rms = false;       // norms are RMSNorm; else LayerNorm with a bias
-    bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
-    bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
-    bool qkv_bias = false;  // the linear layer of q, k and v has a bias
-    bool bias = false;      // the other linear layers have one
-    bool qk_norm = false;   // each head of q and of k passes an RMSNorm before RoPE
-};
-// clang-format off
-inline constexpr Architecture LLAMA{
-    .name = "llama", .causal_lm = "LlamaForCausalLM", .rms = true, .rope = true, .gated = true};
-inline constexpr Architecture MISTRAL{
-    .name = "mistral", .causal_lm = "MistralForCausalLM", .rms = true, .rope = true, .gated = true};
-inline constexpr Architecture QWEN2{
-    .name = "qwen2", .causal_lm = "Qwen2ForCausalLM", .rms = true, .rope = true, .gated = true,
-    .qkv_bias = true};
-inline constexpr Architecture QWEN3{
-    .name = "qwen3", .causal_lm = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
-    .qk_norm = true};
-inline constexpr Architecture GPT2{
-    .name = "gpt2", .causal_lm = "GPT2LMHeadModel", .qkv_bias = true, .bias = true};
-// clang-format on
-
-// RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
-// scale f_i, so that it can read longer texts than those of its first training. Names are from config.json.
-struct RopeScaling {
-    // Llama3 counts the rotations of pair i in the original positions. With fewer than low_freq_factor, f_i
-    // is divided by the factor. With more than high_freq_factor it stays. Between, it is interpolated.
-    enum Type : uint8_t { Default, Llama3 } type = Default;
-    float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
-    int64_t original_positions = 8192;
-};
-
-struct ModelConfig {
-    std::string name;
-    Architecture arch;
-    int64_t L, C, NH, NKV, F;
-    int64_t V;      // 0 in models(): as many as the data has
-    int64_t max_T;  // positions
-    bool tied;      // the head is the embedding
-    float norm_eps = 1e-5f, rope_theta = 10000.0f;
-    int64_t head_size = 0;  // 0: C / NH
-    RopeScaling rope_scaling{};
-    int64_t window = 0;  // a token attends to the last `window` positions; 0: to all before it
-
-    int64_t HS() const { return head_size ? head_size : C / NH; }
-    int64_t q_cols() const { return NH * HS(); }
-    int64_t kv_cols() const { return NKV * HS(); }
-    int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
-    int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
-    int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
-    // In tokens. A window limits it, because attention within a window is not implemented.
-    int64_t longest_sequence() const { return window ? std::min(window, max_T) : max_T; }
-};
-
-inline const std::vector<ModelConfig>& models() {
-    constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
-    constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
-    // clang-format off
-    static const std::vector<ModelConfig> table = {
-        {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "gpt2-tiny", .arch = GPT2, .L = 4, .C = 128, .NH = 4, .NKV = 4, .F = 512,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "llama-30m", .arch = LLAMA, .L = 8, .C = 512, .NH = 8, .NKV = 4, .F = 1408,
-         .V = 0, .max_T = 1024, .tied = true},
-        {.name = "gpt2", .arch = GPT2, .L = 12, .C = 768, .NH = 12, .NKV = 12, .F = 3072,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-medium", .arch = GPT2, .L = 24, .C = 1024, .NH = 16, .NKV = 16, .F = 4096,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-large", .arch = GPT2, .L = 36, .C = 1280, .NH = 20, .NKV = 20, .F = 5120,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-xl", .arch = GPT2, .L = 48, .C = 1600, .NH = 25, .NKV = 25, .F = 6400,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "tinyllama-1.1b", .arch = LLAMA, .L = 22, .C = 2048, .NH = 32, .NKV = 4, .F = 5632,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-2-7b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 32, .F = 11008,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-2-13b", .arch = LLAMA, .L = 40, .C = 5120, .NH = 40, .NKV = 40, .F = 13824,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-3-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 8192, .tied = false, .rope_theta = 5e5f},
-        {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_8},
-        {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
-        {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
-         .V = 151936, .max_T = 32768, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen2.5-7b", .arch = QWEN2, .L = 28, .C = 3584, .NH = 28, .NKV = 4, .F = 18944,
-         .V = 152064, .max_T = 131072, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen3-0.6b", .arch = QWEN3, .L = 28, .C = 1024, .NH = 16, .NKV = 8, .F = 3072,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-1.7b", .arch = QWEN3, .L = 28, .C = 2048, .NH = 16, .NKV = 8, .F = 6144,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-8b", .arch = QWEN3, .L = 36, .C = 4096, .NH = 32, .NKV = 8, .F = 12288,
-         .V = 151936, .max_T = 40960, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-    };
-    // clang-format on
-    return table;
-}
-
-// Throws Error if the shape is not supported, before anything is allocated.
-inline void validate(const ModelConfig& c) {
-    auto require = [&](bool ok, const auto&... what) {
-        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
-    };
-    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows. A row
-    // of FP32 logits fits a GPU's GEMM workspace, and a row of the hidden size the kernels of gpu/norm.cu.
-    const struct {
-        const char* name;
-        int64_t value, limit;
-    } sizes[] = {{.name = "number of layers", .value = c.L, .limit = 1 << 12},
-                 {.name = "hidden size", .value = c.C, .limit = 1 << 14},
-                 {.name = "number of heads", .value = c.NH, .limit = 1 << 15},
-                 {.name = "number of key/value heads", .value = c.NKV, .limit = 1 << 15},
-                 {.name = "feed-forward size", .value = c.F, .limit = 1 << 20},
-                 {.name = "vocabulary", .value = c.V, .limit = 1 << 22},
-                 {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
-    for (const auto& [name, value, limit] : sizes)
-        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
-    // Dimensions of FP8 GEMMs are multiples of 16, and no group may hold elements of both q and k.
-    constexpr int64_t multiple = std::max(16, PER_GROUP.cols);
-    require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
-            " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
-    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
-    require(c.q_cols() % multiple == 0 && c.kv_cols() % multiple == 0,
-            "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
-}
-
 // -----------------------------------------------------------------------------------------------------------
-// What a transformer layer saves for backward (table 2). Its passes are layer_forward() and layer_backward()
-// of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
+// Tables by name
 
-// The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
-// and of the activation function. These are not saved: backward computes them again from their saved inputs,
-// which costs little.
-enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
-
-// It has N * cols elements, in the shape (N, cols). The log-sum-exp alone has the shape (B, NH, T).
-struct SavedTensor {
-    Saved which;
-    const char* name;
-    int64_t cols;
-    Storage storage;
-
-    int64_t bytes(int64_t N) const { return storage.bytes(N, cols); }
-};
-
-inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
-    // clang-format off
-    return {
-        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.nonlinear},
-        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.attention},
-        {.which = Saved::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
-         .storage = r.attention},
-        {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = FP32},
-        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.nonlinear},
-        {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
-         .storage = r.nonlinear},
-    };
-    // clang-format on
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Parameters: one table, in the order of the forward pass.
-
-struct Role {
-    bool decay = false;                        // weight decay applies
-    bool moments_in_optimizer_format = false;  // else its moments are in FP32
-    bool linear = false;  // it is the weight of a linear layer, which the recipe quantizes
-    bool ones = false;    // it starts at 1; else at random values, or at 0 (init_std)
-};
-// EMBEDDING is also the role of learned positions and of the head.
-inline constexpr Role EMBEDDING{.decay = true, .moments_in_optimizer_format = true};
-inline constexpr Role LINEAR{.decay = true, .moments_in_optimizer_format = true, .linear = true};
-inline constexpr Role NORM_WEIGHT{.ones = true};
-inline constexpr Role BIAS{};
-
-struct Param {
-    std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
-    Role role;
-    int64_t rows, cols;  // a vector of n elements is (1, n)
-    float init_std;      // standard deviation of the first values; 0: they are 0, or 1 by the role
-    // Elements before it in the flat order of all parameters, where each is padded to a multiple of 128.
-    int64_t offset;
-    // A bucket is the parameters whose gradients backward completes at the same time. Buckets are counted in
-    // the order of the forward pass.
-    int64_t bucket;
-    int64_t layer;  // the layer that it belongs to, counted from 0; -1: none
-
-    int64_t size() const { return rows * cols; }
-    int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
-    // The format of its first or second moments, where `of_optimizer` is the optimizer's.
-    Format moment_format(Format of_optimizer) const {
-        return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
+// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
+// flag that gave it.
+template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
+    std::string known;
+    for (const auto& row : table) {
+        if (name == row.name) return row;
+        known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
-};
-
-// The table while it is built. Each function appends to it.
-struct ParamTable {
-    const ModelConfig& c;
-    std::vector<Param> params{};
-    int64_t bucket = 0, layer = -1;  // of what is appended next
-
-    void add(const std::string& name, const Role& role, int64_t rows, int64_t cols, float init_std) {
-        const int64_t offset = params.empty() ? 0 : params.back().offset + params.back().padded_size();
-        params.push_back({.name = name,
-                          .role = role,
-                          .rows = rows,
-                          .cols = cols,
-                          .init_std = init_std,
-                          .offset = offset,
-                          .bucket = bucket,
-                          .layer = layer});
-    }
-    void add_norm(const std::string& name) {
-        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
-        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
-    }
-    void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
-        add(name, LINEAR, out, in, init_std);
-        if (bias) add(name + ".bias", BIAS, 1, out, 0);
-    }
-};
-
-inline std::vector<Param> parameters(const ModelConfig& c) {
-    ParamTable table{.c = c};
-    // GPT-2's first weights: those that add to the residual stream, twice a layer, are smaller.
-    const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * c.L);
-    table.add("embedding", EMBEDDING, c.padded_V(), c.C, init_std);
-    if (!c.arch.rope) table.add("positions", EMBEDDING, c.max_T, c.C, init_std);
-    for (int64_t layer = 0; layer < c.L; layer++) {
-        table.layer = layer;
-        const std::string of = concat("layers.", layer, ".");
-        table.bucket++;  // each bucket of a layer is a linear layer and the norm before it
-        table.add_norm(of + "norm1");
-        table.add_linear(of + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
-        if (c.arch.qk_norm) table.add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
-        table.bucket++;
-        table.add_linear(of + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
-        table.bucket++;
-        table.add_norm(of + "norm2");
-        table.add_linear(of + "gate_up", c.gate_up_cols(), c.C, init_std, c.arch.bias);
-        table.bucket++;
-        table.add_linear(of + "down", c.C, c.F, residual_std, c.arch.bias);
-    }
-    table.layer = -1;
-    table.bucket++;
-    table.add_norm("final_norm");
-    if (!c.tied) table.add("head", EMBEDDING, c.padded_V(), c.C, init_std);
-    return table.params;
-}
-
-// The elements of p that belong to the vocabulary. Behind them are padding rows, which stay zero.
-inline int64_t used_elements(const ModelConfig& c, const Param& p) {
-    return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
-}
-
-inline int64_t parameter_count(const ModelConfig& c) {  // without padding rows
-    int64_t n = 0;
-    for (const Param& p : parameters(c)) n += used_elements(c, p);
-    return n;
+    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
 }
 
 }  // namespace coat

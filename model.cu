@@ -15,17 +15,18 @@
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
 //       embedding_gradient()         the gradient of the embedding
-//     Parameters::update()           AdamW (gpu/run.cpp)
+//     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. The section before forward() says where each tensor lies.
 // After the step come the other things that one asks of a model, and at the end what all of these use: how
 // layers are made, and the arguments of kernels.
 //
 // Two rules:
-//   - Memory is one allocation, the arena (gpu/run.h; run.cpp has the map). What lasts is taken at the
+//   - Memory is one allocation, the arena (gpu/state.h; state.cpp has the map). What lasts is taken at the
 //     beginning. What a step needs besides is taken where it is used, and given back when the Arena::Scope
 //     ends in which it was taken.
-//   - What is saved for backward is the list saved_per_layer() in coat.h. Outputs of norms and activations
+//   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
+//   activations
 //     are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what they are computed from,
 //     and the kernel that makes the operand of the next GEMM computes them.
 //
@@ -61,8 +62,8 @@
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
-#include "gpu/ranks.h"
-#include "gpu/run.h"
+#include "gpu/collectives.h"
+#include "gpu/state.h"
 
 namespace coat {
 namespace {
@@ -71,10 +72,10 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    size_t norm1_weight, norm2_weight;       // numbers of parameters (gpu/run.h, Parameters)
+    size_t norm1_weight, norm2_weight;       // numbers of parameters (gpu/state.h, Parameters)
     std::optional<size_t> head_norm_weight;  // Qwen3: of the norms of the heads of q and k
     LinearLayer qkv, attention_out, gate_up, down;
-    std::vector<View> saved;  // by Saved (coat.h), with the rows of a whole micro-batch
+    std::vector<View> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
 };
 
 // A norm of the residual stream, and the linear layer that reads its output.
@@ -101,7 +102,7 @@ class GpuModel final : public Model {
     const Memory memory_ = take_memory(device_);        // where everything is that lasts for the run
     Scales scales_{device_, memory_};                   // of FP8 operands
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
-    const std::unique_ptr<Exchange> exchange_;          // whole weights and gradients, also of other ranks
+    const std::unique_ptr<Collectives> collectives_;    // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -157,11 +158,11 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : device_(s, bytes),
-          exchange_(make_exchange(device_, memory_, parameters_, scales_, std::move(transport))),
+          collectives_(make_collectives(device_, memory_, parameters_, scales_, std::move(transport))),
           linear_{.device = device_,
                   .parameters = parameters_,
                   .scales = scales_,
-                  .exchange = *exchange_,
+                  .collectives = *collectives_,
                   .gemms = gemms_,
                   .caches_weights = cache_weights} {
         clear(memory_.scalars, sizeof(Scalars), stream_);
@@ -186,9 +187,9 @@ public:
             // Now, because the next micro-batch clears the amaxes
             if (setup_.keep_gradients) store_checked_loss(&outcome()->checked_loss);
         }
-        exchange_->wait_for_transfers();
+        collectives_->wait_for_transfers();
         if (setup_.keep_gradients)
-            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *exchange_);
+            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *collectives_);
         weights_changed();
         scales_.end_step(outcome());  // for delayed scaling
 
@@ -217,7 +218,7 @@ private:
     void begin_delayed_scaling() {
         scales_.clear_operand_amaxes();
         cached_weights_are_valid_ = false;  // they are made again, which takes their amaxes
-        exchange_->scales_changed();
+        collectives_->scales_changed();
     }
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because that measures their errors.
@@ -230,7 +231,7 @@ private:
     }
     void weights_changed() {
         cached_weights_are_valid_ = false;
-        exchange_->weights_changed();
+        collectives_->weights_changed();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
@@ -239,7 +240,7 @@ private:
         micro_batch_ = number;
         // With several ranks each micro-batch overwrites gradients: they are sent, and their sums are
         // elsewhere
-        linear_.overwrites_gradients = number == 0 || exchange_->sends_gradients();
+        linear_.overwrites_gradients = number == 0 || collectives_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
         CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
@@ -254,7 +255,7 @@ private:
         // Errors of quantizing are measured by other kernels
         if (device_.quant_stats) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (exchange_->sends_gradients() || !setup_.keep_gradients) return false;
+        if (collectives_->sends_gradients() || !setup_.keep_gradients) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
@@ -359,9 +360,9 @@ private:
         // Scaling just in time: the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
-        exchange_->gather_weights(Exchange::EMBEDDING_STAGE, Pass::Forward);
-        const View positions = rotary_ ? View{} : exchange_->weight(parameters_.index("positions"));
-        add_to_residual(exchange_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
+        collectives_->gather_weights(Collectives::EMBEDDING_STAGE, Pass::Forward);
+        const View positions = rotary_ ? View{} : collectives_->weight(parameters_.index("positions"));
+        add_to_residual(collectives_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
             attention_block_forward(layers_[l]);
             mlp_block_forward(layers_[l], l + 1 < config_.L ? norm1_of(layers_[l + 1]) : final_norm());
@@ -447,7 +448,7 @@ private:
 
     void loss_without_gradients() {
         const Arena::Scope scope(arena_);
-        exchange_->gather_weights(exchange_->head_stage(), Pass::Forward);
+        collectives_->gather_weights(collectives_->head_stage(), Pass::Forward);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const Arena::Scope piece(arena_);
             const View y = take_view(piece_tokens(first), config_.C);
@@ -461,9 +462,9 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
-        const View dweight = exchange_->gradient_to_write(head_weight_);
+        const View dweight = collectives_->gradient_to_write(head_weight_);
         const View dy = take_view(N_, config_.C);  // y: the final norm's output
-        // Where BF16 would be rounded too often, the pieces add to an FP32 sum (gpu/plan.h)
+        // Where BF16 would be rounded too often, the pieces add to an FP32 sum (gpu/layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
         View sum = dweight;
         if (in_fp32) {
@@ -471,9 +472,9 @@ private:
             sum.storage = FP32;
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
-        exchange_->gather_weights(exchange_->head_stage(), Pass::Backward);
+        collectives_->gather_weights(collectives_->head_stage(), Pass::Backward);
         // The GEMMs of the pieces write this gradient earlier than run_bucket() would wait for its place
-        exchange_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
+        collectives_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // The sum goes on from what micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) head_piece_backward(first, dy, sum);
@@ -494,7 +495,7 @@ private:
         const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {exchange_->weight(head_weight_)}, row_slice(dy, first, y.rows),
+        gemms_.run(Gemm::Dgrad, {dlogits}, {collectives_->weight(head_weight_)}, row_slice(dy, first, y.rows),
                    stream_);
     }
 
@@ -507,7 +508,7 @@ private:
         piece.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         quantize(lazy_norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
-        gemms_.run(Gemm::Fprop, {y}, {exchange_->weight(head_weight_)}, logits, stream_);
+        gemms_.run(Gemm::Fprop, {y}, {collectives_->weight(head_weight_)}, logits, stream_);
         return logits;
     }
     int64_t piece_tokens(int64_t first) const { return std::min(HEAD_TOKENS, N_ - first); }
@@ -609,8 +610,8 @@ private:
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        head_norm_backward(norms, qkv, dqkv, exchange_->gradient_to_write(*layer.head_norm_weight), partials,
-                           stream_);
+        head_norm_backward(norms, qkv, dqkv, collectives_->gradient_to_write(*layer.head_norm_weight),
+                           partials, stream_);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dx, the gradient of the norm's
@@ -630,8 +631,8 @@ private:
     void norm_gradient(const ResidualNorm& n, const View& dy, const View& g_in, TensorScale* dresidual_amax) {
         const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
         gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
-                           exchange_->gradient_to_write(n.weight_number),
-                           bias ? exchange_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
+                           collectives_->gradient_to_write(n.weight_number),
+                           bias ? collectives_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
                            stream_);
     }
 
@@ -645,31 +646,31 @@ private:
                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
         run_bucket(parameters_.params[embedding_].bucket, [&] {
             gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                    embedding_order_.frequent, exchange_->gradient_to_write(embedding_),
+                                    embedding_order_.frequent, collectives_->gradient_to_write(embedding_),
                                     stream_);
             if (rotary_) return;
-            positions_backward(dresidual(), T_, exchange_->gradient_to_write(parameters_.index("positions")),
-                               stream_);
+            positions_backward(dresidual(), T_,
+                               collectives_->gradient_to_write(parameters_.index("positions")), stream_);
         });
     }
 
-    // Completes the gradients of a bucket (gpu/plan.h) in this micro-batch: waits until they may be written,
-    // clears what is added to, runs compute(), and hands the gradients on. compute() launches what adds to
-    // them, and is the last in backward to read the weights of the bucket. Afterwards the gradients go to the
-    // GPUs that own them, and with --gradients none the weights are updated. While quantization is measured,
-    // the gradients serve only to measure what storing the moments would lose: nothing is updated.
+    // Completes the gradients of a bucket (gpu/layout.h) in this micro-batch: waits until they may be
+    // written, clears what is added to, runs compute(), and hands the gradients on. compute() launches what
+    // adds to them, and is the last in backward to read the weights of the bucket. Afterwards the gradients
+    // go to the GPUs that own them, and with --gradients none the weights are updated. While quantization is
+    // measured, the gradients serve only to measure what storing the moments would lose: nothing is updated.
     template <class Compute> void run_bucket(int64_t bucket, Compute compute) {
-        exchange_->wait_for_gradient_buffer(bucket);
+        collectives_->wait_for_gradient_buffer(bucket);
         if (linear_.overwrites_gradients) clear_added_gradients(bucket);
         compute();
         if (device_.quant_stats) {
-            parameters_.measure_moments_of(bucket, *exchange_, report_);
+            parameters_.measure_moments_of(bucket, *collectives_, report_);
             return;
         }
-        exchange_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
+        collectives_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
         if (setup_.keep_gradients) return;
         store_checked_loss(&outcome()->checked_loss);
-        parameters_.update(*adamw_, bucket, bucket + 1, *exchange_);
+        parameters_.update(*adamw_, bucket, bucket + 1, *collectives_);
     }
     // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
     // so these begin at zero. Not that of the head's weight: a GEMM has written it before, also if the weight
@@ -679,7 +680,7 @@ private:
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.linear && i != head_weight_)
-                clear(exchange_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
+                clear(collectives_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
                       stream_);
         }
     }
@@ -701,7 +702,7 @@ public:
         begin_step(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
-        exchange_->gather_weights(exchange_->head_stage(), Pass::Forward);
+        collectives_->gather_weights(collectives_->head_stage(), Pass::Forward);
         const Arena::Scope scope(arena_);
         const View last = logits_of(n - 1, take_view(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
@@ -715,23 +716,23 @@ public:
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
         begin_step(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
-        exchange_->wait_for_transfers();
+        collectives_->wait_for_transfers();
         device_.fetch(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
         report_.k_m = parameters_.expansion_factors(/*second=*/false);
         report_.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report_.kinds[static_cast<int>(ReportKind::Weight)];
-        weights = exchange_->weight_quant_stats(weights);
+        weights = collectives_->weight_quant_stats(weights);
         return report_;
     }
 
     void read(const std::string& name, void* out) override {
-        exchange_->wait_for_transfers();
+        collectives_->wait_for_transfers();
         device_.wait();
         parameters_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
-        exchange_->wait_for_transfers();
+        collectives_->wait_for_transfers();
         device_.wait();
         parameters_.write(name, in);
         weights_changed();
@@ -793,14 +794,14 @@ private:
     Norm norm_of(size_t weight, const View& in) const {
         const std::optional<size_t> bias = parameters_.bias_of(weight);
         return {.in = in,
-                .weight = exchange_->weight(weight).data,
-                .bias = bias ? exchange_->weight(*bias).data : nullptr,
+                .weight = collectives_->weight(weight).data,
+                .bias = bias ? collectives_->weight(*bias).data : nullptr,
                 .row_statistics = memory_.norm_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
     HeadNorm head_norm(const Layer& layer) const {
-        return {.weight = exchange_->weight(*layer.head_norm_weight).data,
+        return {.weight = collectives_->weight(*layer.head_norm_weight).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),

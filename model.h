@@ -1,8 +1,6 @@
 // model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
 // contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
-// CPU and model.cu on the GPU, independently, so that each checks the other. Both use the first weights and
-// the random bits of stochastic rounding that are defined at the end of this file. You may read sections 1 to
-// 3 of reference.cpp first.
+// CPU and model.cu on the GPU, independently, so that each checks the other.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -12,7 +10,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "coat.h"
+#include "architecture.h"
 
 namespace coat {
 
@@ -210,17 +208,6 @@ inline Range owned(const Setup& s, const StateTensor& t) {
 // -----------------------------------------------------------------------------------------------------------
 // Model: the weights, gradients, moments and activations of one training run on one device.
 
-struct AdamW {     // the arguments of one step
-    int64_t step;  // counts from 1, for the bias correction
-    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    // The largest global norm of the gradients; 0: no clipping. Without keep_gradients it is 0, because a
-    // bucket is updated before the norm of all gradients is known.
-    float clip = 1.0f;
-    // How many steps before this one were skipped. Without keep_gradients they may have updated some buckets,
-    // so stochastic rounding counts them too: otherwise it would use their random bits again.
-    int64_t skipped = 0;
-};
-
 struct StepResult {
     double loss;       // nats per token: the mean over all targets of the step that count
     double grad_norm;  // of all gradients, before clipping
@@ -230,17 +217,6 @@ struct StepResult {
     bool skipped;
     int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };
-
-// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss is the mean over all targets of the step that count, also those of other micro-batches and ranks.
-inline constexpr int32_t NO_TARGET = -1;
-inline int64_t counted_targets(const int32_t* targets, int64_t n) {
-    return n - std::count(targets, targets + n, NO_TARGET);
-}
-// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
-inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
-}
 
 // With several ranks, every rank calls step(), evaluate(), next_logits(), quantization() and write() at the
 // same time. Tokens are in [0, V). Targets are in [0, V) or NO_TARGET. The caller has checked this: no
@@ -268,9 +244,9 @@ public:
 };
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
-// On a GPU (gpu/run.cpp). It is an Error if this machine has no GPU that can run it.
+// On a GPU (gpu/state.cpp). It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
-// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/run.cpp)
+// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/state.cpp)
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
 int gpu_capability();
@@ -311,47 +287,6 @@ template <class T> std::vector<T> Communicator::all_gather(const T& mine) {
         }
     }
     return all;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// First weights and random bits
-
-// A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate.
-COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
-    z ^= z >> 32;
-    const uint64_t sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
-    // A sum of four uniform values from 0 to 1 has the variance 4/12, so the standard deviation 1 / sqrt(3).
-    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
-}
-
-// The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
-// is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
-COAT_HD inline float first_value(float init_std, bool ones, int64_t used, uint64_t seed, uint64_t param,
-                                 int64_t i) {
-    if (ones) return 1.0f;
-    if (init_std == 0 || i >= used) return 0.0f;
-    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
-}
-
-// 64 bits that look random, from a number: nearby numbers give unrelated bits.
-COAT_HD inline uint64_t mixed_bits(uint64_t number) {
-    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 29);
-}
-// The random bits that round weights to BF16 where there is no FP32 master: bf16 = (bits of the FP32 value +
-// 16 random bits) >> 16. So the expected value is the FP32 value, and updates that are smaller than half a
-// BF16 step count on average. rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the
-// flat order of all parameters, from the lowest bits on.
-COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, above).
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }
 
 }  // namespace coat

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 namespace coat::reference {
 

@@ -1,6 +1,7 @@
 // reference_model.cpp - one training step of COAT on the CPU, made of the operators of reference.cpp:
 //   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
+#include "model.h"
 #include "reference.h"
 
 #include <malloc.h>
@@ -41,7 +42,7 @@ public:
     using Tensor = std::vector<Real>;
     using SavedActivation = std::conditional_t<QUANTIZES, Quantized, Tensor>;
 
-    // What a layer saves for backward (table 2; coat.h, saved_per_layer()).
+    // What a layer saves for backward (table 2; architecture.h, saved_per_layer()).
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)

@@ -10,7 +10,7 @@
 
 namespace coat {
 
-// The shape of the model in a folder; Error if its architecture is none of coat.h.
+// The shape of the model in a folder; Error if its architecture is none of architecture.h.
 ModelConfig read_model_config(const std::string& folder);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::master also the

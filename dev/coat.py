@@ -243,7 +243,7 @@ def run(text, fp8, seed):  # -> losses of 200 steps; gradients, saved and moment
     return losses, states[0], states[-1]
 
 if __name__ == "__main__":
-    text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "coat.h"), np.uint8) & 127
+    text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "reference.cpp"), np.uint8) & 127
     fp32, (exact, _, _), (_, _, moments) = run(text, fp8=False, seed=1)
     fp8, (coat, saved, _), _ = run(text, fp8=True, seed=1)
     other_seed, _, _ = run(text, fp8=False, seed=2)

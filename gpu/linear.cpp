@@ -26,7 +26,7 @@ void LinearLayer::fprop(const LazyTensor& x, const View& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
-    const void* const bias = bias_ ? context_.exchange.weight(*bias_).data : nullptr;
+    const void* const bias = bias_ ? context_.collectives.weight(*bias_).data : nullptr;
     View whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
     context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
@@ -41,7 +41,7 @@ void LinearLayer::dgrad(const Operand& g8, const View& dx) {
 void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
-    const View dw = context_.exchange.gradient_to_write(weight_);
+    const View dw = context_.collectives.gradient_to_write(weight_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
 }
 
@@ -97,9 +97,9 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
 // codes, of which dgrad needs the transpose. Otherwise it is made here, of the weight.
 Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
-    context_.exchange.gather_weights(Exchange::stage_of(number_),
-                                     reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
-    const View w = context_.exchange.weight(weight_);
+    context_.collectives.gather_weights(Collectives::stage_of(number_),
+                                        reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
+    const View w = context_.collectives.weight(weight_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
@@ -113,7 +113,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
 
 void LinearLayer::make_cached_weight() {
     compute_weight_amax();
-    quantize_operand(LinearOperand::W, stored(context_.exchange.weight(weight_)), cached_w8_);
+    quantize_operand(LinearOperand::W, stored(context_.collectives.weight(weight_)), cached_w8_);
 }
 
 Operand LinearLayer::take_g8(int64_t N, void* codes) const {
@@ -149,7 +149,7 @@ void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) 
 void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    quantize_and_sum(g, g8, context_.exchange.gradient_to_write(*bias_), workspace,
+    quantize_and_sum(g, g8, context_.collectives.gradient_to_write(*bias_), workspace,
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
@@ -157,7 +157,7 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
 void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    column_sums(g, context_.exchange.gradient_to_write(*bias_), workspace, amax, stream());
+    column_sums(g, context_.collectives.gradient_to_write(*bias_), workspace, amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ void LinearLayer::compute_amax(const LazyTensor& x, TensorScale* amax) const {
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
     if (context_.scales.delayed() && context_.amax_before_codes())
-        compute_amax(stored(context_.exchange.weight(weight_)), w_scaling_);
+        compute_amax(stored(context_.collectives.weight(weight_)), w_scaling_);
 }
 
 }  // namespace coat::gpu

@@ -21,7 +21,7 @@
 #include <optional>
 
 #include "gemm.h"
-#include "run.h"
+#include "collectives.h"
 
 namespace coat::gpu {
 
@@ -30,7 +30,7 @@ struct LinearContext {
     Device& device;
     const Parameters& parameters;
     const Scales& scales;
-    Exchange& exchange;
+    Collectives& collectives;
     Gemms& gemms;
     const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
     // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw. The model
@@ -52,8 +52,8 @@ public:
     LinearLayer(LinearContext& context, size_t weight);
 
     // --- The three GEMMs
-    void fprop(const LazyTensor& x, const View& y);  // y = x w^T + bias
-    void dgrad(const Operand& g8, const View& dx);  // dx = g w
+    void fprop(const LazyTensor& x, const View& y);      // y = x w^T + bias
+    void dgrad(const Operand& g8, const View& dx);       // dx = g w
     void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
 
     // --- g8

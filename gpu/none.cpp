@@ -1,5 +1,5 @@
 // gpu/none.cpp - stands for the GPU in a program that is built without nvcc.
-#include "plan.h"
+#include "layout.h"
 
 namespace coat {
 

@@ -1,5 +1,6 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
-// operator with the shapes and formats that it accepts. Read sections 1 to 3 now, the rest where it is used.
+// operator with the shapes and formats that it accepts. Read sections 1 to 5 now, the rest where it is
+// used.
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -21,9 +22,10 @@
 //   group         16 neighbouring features of a token, which share a scale (coat.h)
 //   moment group  128 elements of a moment, which share (max, k) (coat.h)
 //   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
-//   segment       what this rank owns of one parameter (section 7)
+//   segment       what this rank owns of one parameter (section 3)
 //   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
-//                 norm before it; the final norm and the head; or the embeddings (coat.h, Param::bucket)
+//                 norm before it; the final norm and the head; or the embeddings (architecture.h,
+//                 Param::bucket)
 //   stage         the unit in which several GPUs gather weights: the embeddings, a linear layer, or the head
 //   flat order    all parameters one after the other, each padded to whole moment groups (Param::offset)
 //   rank's order  likewise the segments of this rank. Its weights, masters, moments and sums of gradients
@@ -39,14 +41,34 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Tensors
 
-// A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. Null data means "no tensor" (but
-// see Operand).
+// The scale of an FP8 tensor that has a single one, on the device. (It has 16 bytes, because a GEMM wants
+// scales aligned to that.) Who writes what, where scaling is just in time and where it is delayed (coat.h):
+//
+//                  just in time                              delayed
+//   amax           a kernel that has the values raises it,   quantize() raises it in passing; after the step
+//                  before quantize() (coat.cu, part 2)       it enters the history
+//   from_history                                             end_delayed_step(), for the next step
+//   scale          quantize(): amax / FMAX                   quantize(): from_history
+//
+// A GEMM reads `scale`. Delayed scaling goes on just in time while from_history is 0. With several ranks,
+// combine_amaxes() writes the amax and the scale of a weight on all of them.
+struct alignas(16) TensorScale {
+    float scale;         // codes are multiplied by it
+    float amax;          // the largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN
+                         // come last
+    float from_history;  // delayed: the scale from earlier amaxes; 0 while that history is empty
+    float unused;
+};
+
+// A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. What `scales` points to depends on
+// storage:
+//   FP8, one scale per tensor   a TensorScale
+//   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
+//   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
+//   BF16, FP32                  nothing
+// Null data means "no tensor" (but see Operand).
 struct View {
     void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
-    // What it points to depends on storage; not FP8: it is not used.
-    //   per tensor         one TensorScale
-    //   groups             scales (scale_rows, scale_cols) of storage.scale_format
-    //   a GEMM operand     as Operand says
     void* scales;
     int64_t rows, cols;
     Storage storage;
@@ -61,20 +83,6 @@ inline View row_slice(const View& v, int64_t first, int64_t n) {
             .storage = v.storage};
 }
 
-// The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
-// GEMM wants scales aligned to that.
-//
-// Just in time: a kernel that has the values raises `amax` (coat.cu, part 2). quantize() reads it, makes the
-// codes with amax / FMAX, and writes that to `scale`, which the GEMM reads. Delayed: quantize() reads
-// `from_history`, writes that to `scale`, and raises `amax` in passing; while `from_history` is 0 it goes on
-// just in time. After the step, end_delayed_step() reads `amax`, for the history, and writes `from_history`
-// and `scale`. With several ranks, combine_amaxes() writes the amax and the scale of a weight on all ranks.
-struct alignas(16) TensorScale {
-    float scale;  // codes are multiplied by it
-    float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
-    float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
-    float unused;
-};
 inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
@@ -178,8 +186,11 @@ void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
 // - out may have more rows than x: these are left as they are.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
+// In how many parts sums over rows are first added up: the rows of a workspace.
+inline constexpr int COLUMN_PARTIALS = 128;
+
 // quantize(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
-// (section 6), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
+// (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
 void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s);
 
@@ -197,117 +208,7 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 void convert(const View& x, const View& out, cudaStream_t s);
 
 // ===========================================================================================================
-// 3. Residual stream and norms (gpu/norm.cu)
-
-// sum = x + branch, of rows (N, C), and what the next norm needs of it. Read are
-//   x        the residual stream; with tokens (N), the embedding: the row x[token]
-//   branch   what is added, or no tensor; with tokens, the learned positions: the row branch[row % T]
-// Written are
-//   x_out                 the new residual stream: the sum, rounded. It may be the same memory as x. x_out is
-//                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
-//                         the compute dtype)
-//   next.in               the norm's input: the sum in groups, or rounded
-//   next.row_statistics   those of what the forward pass reads: of next.in if forward_reads_saved, else of
-//                         x_out. forward_reads_saved: the recipe's forward_reads_groups (coat.h) is true, or
-//                         next.in is not in groups
-//   y_amax                the amax of the norm's output, computed from the same values
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
-                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s,
-                  const int32_t* tokens = nullptr, int64_t T = 1);
-
-// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
-// gradient of the norm's input. Read are
-//   dy     (N, C) the gradient of the norm's output
-//   g_in   (N, C) the gradient of the residual stream, or no tensor
-// Written are
-//   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
-//   g_amax             the amax of g_out
-//   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
-//   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
-//   workspace          of norm_backward_workspace(C) bytes
-size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
-                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
-
-// ===========================================================================================================
-// 4. RoPE, and norms of heads (gpu/layers.cu)
-
-struct Rope {
-    const float2* table;  // (positions, HS/2) {cos, sin}, from rope_table()
-    // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
-    int64_t T, HS, rotated_cols;
-};
-void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
-// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
-// amax is not null.
-void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s);
-
-// In how many parts sums over rows are first added up: the rows of a workspace.
-inline constexpr int COLUMN_PARTIALS = 128;
-
-// Qwen3 has an RMSNorm of each head of q and of k.
-struct HeadNorm {
-    const void* weight;  // [of q | of k], (2 HS), compute dtype
-    float eps;
-    int64_t HS, q_cols, k_cols;
-};
-// qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
-// q and k normed and then rotated.
-void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
-                        cudaStream_t s);
-// The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
-// in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
-void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
-                        float* workspace, cudaStream_t s);
-
-// ===========================================================================================================
-// 5. Loss (gpu/layers.cu)
-
-// losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
-// (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
-// for evaluation.
-void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
-                           cudaStream_t s);
-// The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
-// where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
-// CUDA graph replays the launch.
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
-                   float* losses, cudaStream_t s);
-// *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
-void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
-
-// ===========================================================================================================
-// 6. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
-
-// gradient (n) += the sums over the rows of partials (rows, n): the second stage of column_sums(),
-// norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
-// of the first, or no tensor.
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
-                     const View& second = {});
-// gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
-// (COLUMN_PARTIALS, cols) floats.
-void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
-                 cudaStream_t s);
-
-// Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
-struct TokenRows {
-    int32_t token, first, count;  // rows order[first .. first + count)
-};
-struct EmbeddingOrder {
-    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
-    std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent = 0;  // how many of them, the first ones, have so many rows that warps share these
-};
-EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the
-// first `frequent` are frequent. order and tokens are those of an EmbeddingOrder, on the device.
-void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        int64_t frequent, const View& gradient, cudaStream_t s);
-// gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
-void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
-
-// ===========================================================================================================
-// 7. Parameters, and what precedes an update (gpu/parameters.cu)
+// 3. Parameters, and what precedes an update (gpu/parameters.cu)
 //
 // The padding of a parameter up to a multiple of MOMENT_GROUP stays zero.
 
@@ -340,8 +241,8 @@ struct Segment {
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
 
-// The first values of what this rank owns of a parameter (model.h, first_value()), which begin with element
-// `at` of the rank's order. index: number of the parameter. used: used_elements() of coat.h.
+// The first values of what this rank owns of a parameter (architecture.h, first_value()), which begin with
+// element `at` of the rank's order. index: number of the parameter. used: used_elements() of architecture.h.
 void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 
@@ -381,16 +282,123 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
                    int64_t rank, int64_t ranks, cudaStream_t s);
 
 // ===========================================================================================================
-// 8. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
+// 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
 // AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
 // are those of the range; the gradients' `format` is FP32 or that of the weights. Every segment's m.format is
-// optimizer.m or FP32, and v's likewise. rounding_key: that of this step (model.h), for weights without a
+// optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h), for weights without a
 // master.
 // The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
+
+// ===========================================================================================================
+// 5. Residual stream and norms (gpu/norm.cu)
+
+// sum = x + branch, of rows (N, C), and what the next norm needs of it. Read are
+//   x        the residual stream; with tokens (N), the embedding: the row x[token]
+//   branch   what is added, or no tensor; with tokens, the learned positions: the row branch[row % T]
+// Written are
+//   x_out                 the new residual stream: the sum, rounded. It may be the same memory as x. x_out is
+//                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
+//                         the compute dtype)
+//   next.in               the norm's input: the sum in groups, or rounded
+//   next.row_statistics   those of what the forward pass reads: of next.in if forward_reads_saved, else of
+//                         x_out. forward_reads_saved: the recipe's forward_reads_groups (coat.h) is true, or
+//                         next.in is not in groups
+//   y_amax                the amax of the norm's output, computed from the same values
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
+                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s,
+                  const int32_t* tokens = nullptr, int64_t T = 1);
+
+// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
+// gradient of the norm's input. Read are
+//   dy     (N, C) the gradient of the norm's output
+//   g_in   (N, C) the gradient of the residual stream, or no tensor
+// Written are
+//   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
+//   g_amax             the amax of g_out
+//   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
+//   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
+//   workspace          of norm_backward_workspace(C) bytes
+size_t norm_backward_workspace(int64_t C);
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
+
+// ===========================================================================================================
+// 6. RoPE, and norms of heads (gpu/layers.cu)
+
+struct Rope {
+    const float2* table;  // (positions, HS/2) {cos, sin}, from rope_table()
+    // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
+    int64_t T, HS, rotated_cols;
+};
+void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
+// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
+// amax is not null.
+void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s);
+
+// Qwen3 has an RMSNorm of each head of q and of k.
+struct HeadNorm {
+    const void* weight;  // [of q | of k], (2 HS), compute dtype
+    float eps;
+    int64_t HS, q_cols, k_cols;
+};
+// qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
+// q and k normed and then rotated.
+void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
+                        cudaStream_t s);
+// The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
+// in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
+void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
+                        float* workspace, cudaStream_t s);
+
+// ===========================================================================================================
+// 7. Loss (gpu/layers.cu)
+
+// losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
+// (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
+// for evaluation.
+void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
+                           cudaStream_t s);
+// The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
+// where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
+// CUDA graph replays the launch.
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
+                   float* losses, cudaStream_t s);
+// *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
+void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
+
+// ===========================================================================================================
+// 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
+
+// gradient (n) += the sums over the rows of partials (rows, n): the second stage of column_sums(),
+// norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
+// of the first, or no tensor.
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
+                     const View& second = {});
+// gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
+// (COLUMN_PARTIALS, cols) floats.
+void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+                 cudaStream_t s);
+
+// Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
+struct TokenRows {
+    int32_t token, first, count;  // rows order[first .. first + count)
+};
+struct EmbeddingOrder {
+    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
+    std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
+    int64_t frequent = 0;  // how many of them, the first ones, have so many rows that warps share these
+};
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
+// gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the
+// first `frequent` are frequent. order and tokens are those of an EmbeddingOrder, on the device.
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        int64_t frequent, const View& gradient, cudaStream_t s);
+// gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 
 // ===========================================================================================================
 // 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu; what several GPUs

@@ -6,7 +6,7 @@
 
 #include "../data/tokens.h"
 #include "../model.h"
-#include "ranks.h"
+#include "processes.h"
 
 namespace coat {
 

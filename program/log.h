@@ -9,7 +9,7 @@
 #include <string>
 #include <nlohmann/json.hpp>
 
-#include "ranks.h"
+#include "processes.h"
 
 namespace coat {
 

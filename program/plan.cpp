@@ -1,4 +1,5 @@
-// plan.cpp - the tables of plan.h, computed from coat.h and model.h: a new recipe or model is a row there.
+// plan.cpp - the tables of plan.h, computed from architecture.h and model.h: a new recipe or model is a row
+// there.
 #include "plan.h"
 
 #include <map>

@@ -2,7 +2,7 @@
 // tensor, and the bytes of every kind of memory (the paper's table of memory, for any model). --plan prints
 // the last two.
 #pragma once
-#include "../gpu/plan.h"
+#include "../gpu/layout.h"
 
 namespace coat {
 

@@ -11,7 +11,7 @@
 #include "../model.h"
 #include "flags.h"
 #include "log.h"
-#include "ranks.h"
+#include "processes.h"
 
 namespace coat {
 

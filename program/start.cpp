@@ -5,7 +5,7 @@
 
 #include <cstdio>
 
-#include "../gpu/plan.h"
+#include "../gpu/layout.h"
 #include "run.h"
 
 namespace coat {

@@ -40,7 +40,7 @@ static std::FILE* start(const char* program, const std::string& sources) {
 
 int main(int argc, char** argv) {
     // None of these tests uses a GPU. Many wait for programs that they start.
-    const std::string groups[] = {"*test/train_*,*test/generate.cpp", "*test/ranks.cpp,*test/data/*",
+    const std::string groups[] = {"*test/train_*,*test/generate.cpp", "*test/processes.cpp,*test/data/*",
                                   "*test/dev/*.cpp"};
     std::vector<std::FILE*> others;
     doctest::Context context(argc, argv);

@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "../gpu/gemm.h"
-#include "../gpu/run.h"
+#include "../gpu/state.h"
 #include "help/files.h"
 #include "help/model.h"
 

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "../../data/checkpoint.h"
-#include "../../program/ranks.h"
+#include "../../program/processes.h"
 #include "files.h"
 #include "model.h"
 

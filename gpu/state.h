@@ -1,14 +1,13 @@
-// gpu/run.h - what one GPU keeps of a training run, for the host: the one allocation (Arena) and what lies
+// gpu/state.h - what one GPU keeps of a training run, for the host: the one allocation (Arena) and what lies
 // where in it (Memory), the stream of the computation (Device), the scales of FP8 operands (Scales), and by
 // parameter weights, gradients and moments with their update (Parameters).
 //
-// What the other GPUs of a run do is behind one interface, Exchange. With one GPU it returns the weights and
-// gradients of Parameters, and nothing travels.
+// What the other GPUs of a run do is behind one interface, Collectives (gpu/collectives.h).
 //
 // From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. The top of
-// gpu/operators.h says what a bucket, a stage and the rank's order are. gpu/plan.h has the tables ShardPlace,
-// by parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
-// length of a prompt.
+// gpu/operators.h says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables
+// ShardPlace, by parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B *
+// T, or the length of a prompt.
 #pragma once
 #include <map>
 #include <memory>
@@ -16,11 +15,11 @@
 
 #include "cuda.h"
 #include "operators.h"
-#include "plan.h"
+#include "layout.h"
 
 namespace coat::gpu {
 
-class Exchange;
+class Collectives;
 
 // -----------------------------------------------------------------------------------------------------------
 // Memory
@@ -85,18 +84,18 @@ struct Scalars {
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
-// Where everything is that lasts for the run. A drawing stands above take_memory() in run.cpp.
+// Where everything is that lasts for the run. A drawing stands above take_memory() in state.cpp.
 struct Memory {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
     // With several ranks: what other ranks write here. Its place, counted from the beginning of the
     // allocation, is the same on all ranks.
-    uint32_t* flags;                // two for each rank
-    uint8_t* received_gradients;    // of a bucket
-    uint8_t* gathered_weights[2];   // the matrices of an even and of an odd stage
-    double* squares;                // (ranks, 1 + shard units): sums of squares of gradients
-    TensorScale* scales_of_ranks;   // (ranks, number of scales)
+    uint32_t* flags;               // two for each rank
+    uint8_t* received_gradients;   // of a bucket
+    uint8_t* gathered_weights[2];  // the matrices of an even and of an odd stage
+    double* squares;               // (ranks, 1 + shard units): sums of squares of gradients
+    TensorScale* scales_of_ranks;  // (ranks, number of scales)
 
     // What this rank owns, in the rank's order
     Weights weights;
@@ -210,7 +209,7 @@ private:
 
 // -----------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter. A parameter is known by its number: its place in params, the
-// table of coat.h, in the order of forward.
+// table of architecture.h, in the order of forward.
 
 class Parameters {
 public:
@@ -236,7 +235,7 @@ public:
         return static_cast<uint8_t*>(memory_.weights.values) + shards[i].rank_offset * weight_bytes;
     }
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
-    // and Exchange::weight() the whole.
+    // and Collectives::weight() the whole.
     View whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
@@ -254,10 +253,10 @@ public:
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
     // of the new ones. Nothing is updated if something in the step was not finite.
-    void update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange);
+    void update(const AdamW& a, int64_t first, int64_t last, Collectives& collectives);
 
     // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
-    void measure_moments_of(int64_t bucket, const Exchange& exchange, QuantReport& report) const;
+    void measure_moments_of(int64_t bucket, const Collectives& collectives, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
     // A tensor of the state, or a gradient, by name, as Model::read() and write() pass it.
@@ -286,60 +285,6 @@ private:
     void transfer(const std::string& name, void* out, const void* in) const;
     void transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const;
     void read_gradient(size_t i, float* out) const;
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// What the other GPUs of a run do in a step. This class itself is for a run on one GPU: weights and gradients
-// are those of Parameters, and nothing travels. For several GPUs gpu/ranks.cpp derives a class from it.
-//
-// Stages are counted in the order of forward: the embeddings, each linear layer, the head (gpu/plan.h).
-
-enum class Pass : uint8_t { Forward, Backward };
-
-class Exchange {
-public:
-    explicit Exchange(Parameters& parameters) : parameters_(parameters) {}
-    virtual ~Exchange() = default;
-
-    static constexpr int64_t EMBEDDING_STAGE = 0;
-    static int64_t stage_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
-
-    // --- Weights
-    // To be called before what reads the weights of a stage is launched: makes the computation's stream wait
-    // until they are gathered. The pass says in which order stages follow, for the one to be gathered next.
-    virtual void gather_weights(int64_t /*stage*/, Pass) {}
-    // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
-    // gathered.
-    virtual View weight(size_t i) const { return parameters_.whole_weight(i); }
-    // To be called after an update, or after weights have been written.
-    virtual void weights_changed() {}
-    // To be called when codes of weights are to have another scale.
-    virtual void scales_changed() {}
-
-    // --- Gradients
-    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual View gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
-    // Makes the computation's stream wait until the gradients of a bucket may be written there.
-    virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
-    // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
-    // Adds those of all ranks to the sums of the step, each on the rank that owns it. The first micro-batch
-    // begins the sums.
-    virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
-    // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
-    // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.
-    virtual bool sends_gradients() const { return false; }
-    // Makes the computation's stream wait for all transfers that were launched so far.
-    virtual void wait_for_transfers() {}
-
-    // --- Small values
-    // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
-    virtual void all_gather(void* /*blocks*/, int64_t /*bytes*/) {}
-    // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
-    virtual QuantStats weight_quant_stats(const QuantStats& mine) const { return mine; }
-
-protected:
-    Parameters& parameters_;
 };
 
 }  // namespace coat::gpu

@@ -1,4 +1,4 @@
-// ranks.cpp (tests) - ranks start, find each other, exchange values, and end together in one sentence. Where
+// processes.cpp (tests) - ranks start, find each other, exchange values, and end together in one sentence. Where
 // none fails, they are threads. Other ranks are forked from the test: they use neither its checks nor OpenMP.
 #include <doctest/doctest.h>
 
@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <thread>
 
-#include "../program/ranks.h"
+#include "../program/processes.h"
 #include "help/program.h"
 
 using namespace coat;

@@ -1,6 +1,6 @@
-// gpu/ranks.cpp - what travels between the GPUs of a run (gpu/ranks.h): through copy engines or NCCL, and
-// when.
-#include "ranks.h"
+// gpu/collectives.cpp - what travels between the GPUs of a run (gpu/collectives.h): through copy engines or
+// NCCL, and when.
+#include "collectives.h"
 
 #include <cuda.h>
 
@@ -223,11 +223,11 @@ private:
 };
 
 // What the other GPUs do in a step. Transfers are put on a stream of their own.
-class RanksExchange : public Exchange {
+class MultiGpuCollectives : public Collectives {
 public:
-    RanksExchange(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
-                  std::shared_ptr<Transport> transport)
-        : Exchange(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
+    MultiGpuCollectives(const Device& device, const Memory& memory, Parameters& parameters,
+                        const Scales& scales, std::shared_ptr<Transport> transport)
+        : Collectives(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
           compute_(device.stream), stream_(transport == nullptr), transport_(std::move(transport)),
           matrices_(size_t(head_stage()) + 1), gathered_(parameters.params.size()) {
         list_matrices();
@@ -466,10 +466,11 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
     return nccl;
 }
 
-std::unique_ptr<Exchange> make_exchange(const Device& device, const Memory& memory, Parameters& parameters,
-                                        const Scales& scales, std::shared_ptr<Transport> transport) {
-    if (device.setup.ranks == 1) return std::make_unique<Exchange>(parameters);
-    return std::make_unique<RanksExchange>(device, memory, parameters, scales, std::move(transport));
+std::unique_ptr<Collectives> make_collectives(const Device& device, const Memory& memory,
+                                              Parameters& parameters, const Scales& scales,
+                                              std::shared_ptr<Transport> transport) {
+    if (device.setup.ranks == 1) return std::make_unique<Collectives>(parameters);
+    return std::make_unique<MultiGpuCollectives>(device, memory, parameters, scales, std::move(transport));
 }
 
 }  // namespace coat::gpu

@@ -1,18 +1,18 @@
-// gpu/plan.h - what is known of a run on a GPU before it starts: how its memory is divided, and which recipes
-// a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes() need
-// CUDA. The words bucket, stage, flat order and rank's order are defined at the top of gpu/operators.h.
+// gpu/layout.h - what is known of a run on a GPU before it starts: how its memory is divided, and which
+// recipes a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes()
+// need CUDA. The words bucket, stage, flat order and rank's order are defined at the top of gpu/operators.h.
 #pragma once
 #include "../model.h"
 
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// The model on a GPU, and its memory: one allocation (gpu/run.h), in which every tensor is aligned to this.
+// The model on a GPU, and its memory: one allocation (gpu/state.h), in which every tensor is aligned to this.
 
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 namespace gpu {
-class Transport;  // gpu/ranks.h: how GPUs send each other bytes
+class Transport;  // gpu/collectives.h: how GPUs send each other bytes
 }
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
 // once per step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry
@@ -60,7 +60,7 @@ struct BucketElements {
 BucketElements bucket_elements(const Setup& s);
 
 // Several ranks: the most bytes that a rank receives of a bucket's gradients, and that the matrices of a
-// stage take when they are gathered (gpu/ranks.h). With one rank both are 0.
+// stage take when they are gathered (gpu/collectives.h). With one rank both are 0.
 struct ReceivedBytes {
     int64_t gradients = 0, weights = 0;
 };

@@ -1,11 +1,12 @@
-// ranks.cpp - how the processes of a run start, find each other, exchange values and end together (ranks.h).
+// processes.cpp - how the processes of a run start, find each other, exchange values and end together
+// (processes.h).
 //
 // A rank that waits looks whether the ranks that it has a socket to still live. Rank 0 prints the errors of
 // all ranks; if rank 0 itself is gone, rank 1 says that.
 //
 // In this order: messages; how the ranks are started with --ranks; how they find each other under torchrun;
 // and ProcessGroup, which exchanges values and ends.
-#include "ranks.h"
+#include "processes.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -23,7 +24,7 @@
 namespace coat {
 
 constexpr int MOST_RANKS = 1024;
-// The bytes of the longest value that a rank may send: no tensor of coat.h's models has more.
+// The bytes of the longest value that a rank may send: no tensor of architecture.h's models has more.
 constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
 // -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// gpu/plan.cpp - the division of a GPU's memory (gpu/plan.h), computed from coat.h and model.h.
-#include "plan.h"
+// gpu/layout.cpp - the division of a GPU's memory (gpu/layout.h), computed from architecture.h and model.h.
+#include "layout.h"
 
 #include <cstdio>
 

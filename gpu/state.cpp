@@ -1,12 +1,12 @@
-// gpu/run.cpp - what one GPU keeps of a training run (gpu/run.h): its memory, its parameters, and whether
+// gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, its parameters, and whether
 // this machine's GPU can run a setup: make_gpu(), why_no_gpu() and gpu_capability() of model.h.
-#include "run.h"
+#include "state.h"
 
 #include <cstdlib>
 #include <cstring>
 
 #include "gemm.h"
-#include "ranks.h"
+#include "collectives.h"
 
 namespace coat::gpu {
 
@@ -262,7 +262,7 @@ void Parameters::note_delayed_scales(size_t i) {
     }
 }
 
-// Weights as model.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
+// Weights as architecture.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
 void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
@@ -303,7 +303,7 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 
 // The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
 // owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
-void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& exchange) {
+void Parameters::update(const AdamW& a, int64_t first, int64_t last, Collectives& collectives) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
     const Range range{.first = shards[begin].rank_offset,
@@ -318,18 +318,19 @@ void Parameters::update(const AdamW& a, int64_t first, int64_t last, Exchange& e
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
     gradient_squares(segments, count, gradients, gradient_storage.format, range.first, first_unit, units,
                      &outcome->checked_loss, own_squares, stream_);
-    exchange.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
+    collectives.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
     gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
     adamw(a, setup.optimizer, segments, count, range, memory_.weights,
           rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_storage.format, state, stream_);
 }
 
 // measure_moments() copies the moments to the host: it must not have to wait for another rank.
-void Parameters::measure_moments_of(int64_t bucket, const Exchange& exchange, QuantReport& report) const {
+void Parameters::measure_moments_of(int64_t bucket, const Collectives& collectives,
+                                    QuantReport& report) const {
     device_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
         const Range& own = shards[i].own;
-        const uint8_t* const gradient = static_cast<const uint8_t*>(exchange.gradient_to_write(i).data);
+        const uint8_t* const gradient = static_cast<const uint8_t*>(collectives.gradient_to_write(i).data);
         measure_moments(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
                         gradient + own.first * gradient_bytes, gradient_storage.format, own.count, report,
                         stream_);

@@ -1,4 +1,5 @@
-// ranks.h - the processes of a run: how they start, exchange small values and end together (ranks.cpp).
+// processes.h - the processes of a run: how they start, exchange small values and end together
+// (processes.cpp).
 //
 // A run on several GPUs has one process for each GPU, called a rank. Rank 0 has a socket to each of the
 // others. Small values and the tensors of checkpoints go through it; on the CPU everything does. What GPUs

@@ -1,0 +1,112 @@
+// gpu/collectives.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
+// small values (step by step: dev/WALK.md). Collectives is the interface that a step calls, and with one GPU
+// also the implementation, in which nothing travels. collectives.cpp derives that of several GPUs from it:
+//
+//   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
+//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
+//               sums are FP32 and a micro-batch adds to each once, they have the bits of one GPU that adds up
+//               as many micro-batches. (To a tied embedding, and to the head of many tokens, it adds more.)
+//   weights     while one stage computes, the matrices of the stage that comes next in this pass are
+//               gathered. Each of the two has a buffer.
+//
+// The words bucket and stage are defined at the top of gpu/operators.h. Bytes travel in one of two ways: GPUs
+// of one machine write into each other's memory with their copy engines; others send through NCCL.
+#pragma once
+#include "state.h"
+
+namespace coat::gpu {
+
+// -----------------------------------------------------------------------------------------------------------
+// Collectives. This class itself is for a run on one GPU: weights and gradients are those of Parameters.
+// Stages are counted in the order of forward: the embeddings, each linear layer, the head.
+
+enum class Pass : uint8_t { Forward, Backward };
+
+class Collectives {
+public:
+    explicit Collectives(Parameters& parameters) : parameters_(parameters) {}
+    virtual ~Collectives() = default;
+
+    static constexpr int64_t EMBEDDING_STAGE = 0;
+    static int64_t stage_of(int64_t linear_layer) { return linear_layer + 1; }
+    int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
+
+    // --- Weights
+    // To be called before what reads the weights of a stage is launched: makes the computation's stream wait
+    // until they are gathered. The pass says in which order stages follow, for the one to be gathered next.
+    virtual void gather_weights(int64_t /*stage*/, Pass) {}
+    // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
+    // gathered.
+    virtual View weight(size_t i) const { return parameters_.whole_weight(i); }
+    // To be called after an update, or after weights have been written.
+    virtual void weights_changed() {}
+    // To be called when codes of weights are to have another scale.
+    virtual void scales_changed() {}
+
+    // --- Gradients
+    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
+    virtual View gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
+    // Makes the computation's stream wait until the gradients of a bucket may be written there.
+    virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
+    // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
+    // Adds those of all ranks to the sums of the step, each on the rank that owns it. The first micro-batch
+    // begins the sums.
+    virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
+    // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
+    // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.
+    virtual bool sends_gradients() const { return false; }
+    // Makes the computation's stream wait for all transfers that were launched so far.
+    virtual void wait_for_transfers() {}
+
+    // --- Small values
+    // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
+    virtual void all_gather(void* /*blocks*/, int64_t /*bytes*/) {}
+    // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
+    virtual QuantStats weight_quant_stats(const QuantStats& mine) const { return mine; }
+
+protected:
+    Parameters& parameters_;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// How bytes travel
+
+// What this rank and another one send each other. Where two ranks have several transfers with each other,
+// both list them in the same order.
+struct Transfer {
+    int64_t with;         // the other rank
+    const uint8_t* send;  // what the other rank gets
+    uint8_t* there;       // where it gets it, as the address that the place has at this rank
+    int64_t send_bytes;
+    uint8_t* receive;  // where this rank gets what the other one sends
+    int64_t receive_bytes;
+};
+
+// How GPUs send each other bytes: that is its one operation. Gradients are added by add_gradients(), in the
+// order of the ranks. A library such as NCCL could add them on the way, but the order in which it adds
+// depends on the number of GPUs, and so would the bits.
+class Transport {
+public:
+    virtual ~Transport() = default;
+    // To be called before the first send(), on all ranks at the same time. What is received lies equally far
+    // behind `begin` on all ranks. So the address of a place here also names that place at any other rank.
+    // flags: two for each rank.
+    virtual void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) = 0;
+    // All transfers of one call belong together; what is put on the stream afterwards finds them done. The
+    // host does not wait. A collective: every rank makes the same calls in the same order. If a rank ends,
+    // the others notice it where their hosts wait (Device::wait()): nothing else ends them.
+    virtual void send(const std::vector<Transfer>& transfers, cudaStream_t stream) = 0;
+};
+
+// Chooses the transport. Copy engines move the bytes if all GPUs are in this machine and reach each other's
+// memory: that takes no multiprocessor from the computation. Otherwise NCCL does; also if the environment
+// variable COAT_NCCL of any rank names its library (libnccl.so.2, or a path). NCCL takes its own memory in
+// this call. The result is null with one rank.
+std::shared_ptr<Transport> connect_gpus(const Setup& s);
+
+// The collectives of a run. transport: null with one rank, and in a dry run, in which nothing travels.
+std::unique_ptr<Collectives> make_collectives(const Device& device, const Memory& memory,
+                                              Parameters& parameters, const Scales& scales,
+                                              std::shared_ptr<Transport> transport);
+
+}  // namespace coat::gpu
