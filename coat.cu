@@ -192,11 +192,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // ===========================================================================================================
 // 4. Without codes, and the choice between all of these
 
-// Values are rounded to BF16, or stored as FP32. (FP32 values take more registers than TILE_BLOCKS_PER_SM
-// blocks would leave: here it is two blocks.)
+// Values are rounded to BF16, or stored as FP32. (Two blocks a multiprocessor: with TILE_BLOCKS_PER_SM of
+// them a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    round_kernel(Producer x, int64_t rows, EitherDense out) {
+    store_values_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     if (!at.inside(rows, x.width)) return;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
@@ -206,16 +206,17 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     });
 }
 
-static void round_values(const LazyTensor& x, const View& out, cudaStream_t s) {
+void store_values(const LazyTensor& x, const View& out, cudaStream_t s) {
+    require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
-        launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0,
-               s, producer, x.rows, either_dense(out));
+        launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+               TILE_THREADS, 0, s, producer, x.rows, either_dense(out));
     });
 }
 
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Storage& q = out.view.storage;
-    if (!q.fp8()) return round_values(x, out.view, s);
+    require(q.fp8(), "quantize() makes FP8 codes");
     if (q == E4M3_GROUP) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
         return quantize_groups(x.input, out.view, false, quant_stats, s);
@@ -228,7 +229,12 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
     else quantize_per_tensor<Format::E4M3>(x, out, s);
 }
 
-void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }
+void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+    if (out.view.storage.fp8()) quantize(x, out, quant_stats, s);
+    else store_values(x, out.view, s);
+}
+
+void convert(const View& x, const View& out, cudaStream_t s) { store_values(stored(x), out, s); }
 
 // One pass, if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's residual
 // stream do; else two.
@@ -239,7 +245,7 @@ void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradi
     const bool both_forms = out.view.data && out.transposed;
     if (x.op != LazyOp::Stored || x.input.storage != BF16 || !per_tensor || !both_forms) {
         column_sums(x, gradient, workspace, nullptr, s);
-        return quantize(x, out, quant_stats, s);
+        return write_operand(x, out, quant_stats, s);
     }
     measure(x, out, quant_stats, s);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>>;

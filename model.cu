@@ -123,7 +123,7 @@ class GpuModel final : public Model {
     // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
     // overwrite them under two conditions. Both hold in coat and in recipes without FP8:
     // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
-    //    has read (gpu/operators.h, quantize()).
+    //    has read (gpu/operators.h, write_operand()).
     // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,
     //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
@@ -507,7 +507,7 @@ private:
         piece.in = row_slice(piece.in, first, y.rows);
         piece.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
-        quantize(lazy_norm(piece), {y}, /*quant_stats=*/nullptr, stream_);
+        store_values(lazy_norm(piece), y, stream_);
         gemms_.run(Gemm::Fprop, {y}, {collectives_->weight(head_weight_)}, logits, stream_);
         return logits;
     }

@@ -334,7 +334,7 @@ private:
         const double bytes = reads(x) + (plain + transposed) * double(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
         pass(BETWEEN, name + ": to " + q.text() + what, count, bytes,
-             [&] { quantize(x, out, nullptr, nullptr); });
+             [&] { write_operand(x, out, nullptr, nullptr); });
     }
 
     // Both in one pass: a gradient whose amax is known.

@@ -78,8 +78,8 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
             .amax = scale};
 }
 
-void LinearLayer::quantize_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
-    quantize(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
+void LinearLayer::write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
+    gpu::write_operand(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
@@ -89,7 +89,7 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
     if (!fp8 && is_stored_unquantized(x)) return {x.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = take_operand(which, x.rows, form);
-    quantize_operand(which, x, operand);
+    write_operand(which, x, operand);
     return operand;
 }
 
@@ -113,7 +113,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
 
 void LinearLayer::make_cached_weight() {
     compute_weight_amax();
-    quantize_operand(LinearOperand::W, stored(context_.collectives.weight(weight_)), cached_w8_);
+    write_operand(LinearOperand::W, stored(context_.collectives.weight(weight_)), cached_w8_);
 }
 
 Operand LinearLayer::take_g8(int64_t N, void* codes) const {
@@ -133,7 +133,7 @@ Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
 void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
-        quantize_operand(LinearOperand::G, g, g8);
+        write_operand(LinearOperand::G, g, g8);
         if (bias_) add_bias_gradient(stored(g8.view), /*amax=*/nullptr);
         return;
     }
@@ -143,7 +143,7 @@ void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) 
     if (bias_ && !missing) return quantize_and_add_bias_gradient(g, g8);
     if (bias_) add_bias_gradient(g, missing);
     else compute_amax(g, missing);
-    quantize_operand(LinearOperand::G, g, g8);
+    write_operand(LinearOperand::G, g, g8);
 }
 
 void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {

@@ -100,7 +100,7 @@ private:
     cudaStream_t stream() const { return context_.device.stream; }
 
     Operand take_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void quantize_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
+    void write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
     Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
     Operand weight_operand(Gemm reader) const;
     void compute_amax(const LazyTensor& x, TensorScale* amax) const;

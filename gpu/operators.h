@@ -172,24 +172,31 @@ inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, cons
 // be in FP32.
 void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
 
-// Computes x and writes it as out says. (So quantize() also evaluates a LazyTensor, or converts between BF16
-// and FP32, where out is not FP8.)
-//   FP8 per tensor               The scale is computed from the amax in tensor_scale(out.view); if
-//                                out.delayed, it is that of the history.
-//   FP8 per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
-//   E4M3 in 1x16 groups          x must be a tensor that is stored in BF16.
-//   BF16 or FP32                 The values are rounded to BF16, or copied. Nothing has a scale.
-// - x may be computed from BF16 tensors and from groups. From FP32 tensors only BF16 or FP32 is made.
-// - The output may be written over the input if a code has as many bytes as a stored input element: a thread
-//   loads its elements before it stores their codes.
+// Computes x and writes its FP8 codes, as out says.
+//   per tensor              The scale is computed from the amax in tensor_scale(out.view); if out.delayed, it
+//                           is that of the history.
+//   per row, 1x128, 128x128 The scales are computed first, from x, and stored with the codes.
+//   1x16 groups             x must be a tensor that is stored in BF16.
+// - x may be computed from BF16 tensors and from groups, but not from FP32 tensors.
 // - quant_stats: what quantizing loses is added to it. It may be null.
+// - The output may be written over the input if an element has as many bytes in both: a thread loads its
+//   elements before it stores what it makes of them.
 // - out may have more rows than x: these are left as they are.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+
+// Computes x and stores its values in out, in FP32, or in BF16, to which they are rounded. (The last two
+// rules of quantize() hold here, too.)
+void store_values(const LazyTensor& x, const View& out, cudaStream_t s);
+// The same of a stored tensor: groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
+void convert(const View& x, const View& out, cudaStream_t s);
+
+// Computes x and writes it as a GEMM of the recipe reads it: quantize() if out is FP8, else store_values().
+void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // In how many parts sums over rows are first added up: the rows of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// quantize(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
+// write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
 // (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
 void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s);
@@ -203,9 +210,6 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 // groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
                                TensorScale* amax, QuantStats* quant_stats, cudaStream_t s);
-
-// Groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
-void convert(const View& x, const View& out, cudaStream_t s);
 
 // ===========================================================================================================
 // 3. Parameters, and what precedes an update (gpu/parameters.cu)

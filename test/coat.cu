@@ -119,14 +119,14 @@ GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
     check_all_formats(every, {1, int64_t(every.size())});
 }
 
-GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an error") {
+GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values to FP8 are an error") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::FP32, s.n());
         const Tensor in(x, s, FP32);
         for (Storage q : {FP32, BF16}) {
             const Tensor out(s, q);
-            quantize(in.view(), out);
+            gpu::store_values(gpu::stored(in.view()), out.view(), 0);
             check_quantized(out, x);
         }
         for (Storage q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
@@ -273,7 +273,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
         const LazyTensor x = gpu::lazy_activation_backward(true, in.view(), gradient.view());
         const Tensor exact({rows, 2 * F}, FP32);
-        gpu::quantize(x, exact.operand(), nullptr, 0);
+        gpu::store_values(x, exact.view(), 0);
         const Floats values = exact.values();
         const float amax = reference::amax(values.data(), rows * 2 * F);
         const float scale = reference::scale_of(E5M2_TENSOR, amax);
@@ -335,4 +335,15 @@ TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error
     const View x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
     CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
+}
+
+TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
+    const View values{nullptr, nullptr, 16, 32, BF16}, codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
+    const LazyTensor x = gpu::stored(values);
+    CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
+    CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_NOTHROW(gpu::store_values(x, values, gpu::DRY_RUN));
+    CHECK_THROWS_AS(gpu::store_values(x, codes, gpu::DRY_RUN), Error);
+    CHECK_NOTHROW(gpu::write_operand(x, {codes}, nullptr, gpu::DRY_RUN));
+    CHECK_NOTHROW(gpu::write_operand(x, {values}, nullptr, gpu::DRY_RUN));
 }

@@ -312,7 +312,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
 inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
     const Tensor fp32(s, FP32), bf16(s, BF16);
-    gpu::quantize(x, fp32.operand(), nullptr, 0);
+    gpu::store_values(x, fp32.view(), 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
@@ -320,7 +320,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         CHECK_THROWS_AS(gpu::amax(x, bf16.slot.get(), 0), Error);
         return;
     }
-    gpu::quantize(x, bf16.operand(), nullptr, 0);
+    gpu::store_values(x, bf16.view(), 0);
     check_quantized(bf16, values);
     for (Storage q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
