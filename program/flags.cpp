@@ -6,7 +6,7 @@
 #include <numeric>
 #include <variant>
 
-#include "../coat.h"
+#include "../architecture.h"
 #include "../data/data_files.h"
 
 namespace coat {
