@@ -236,15 +236,15 @@ template <class Codes> static __device__ MomentScaling scaling_of_new_moments(co
 
 namespace {
 
-// Which field of a window this lane keeps (the second drawing), and where it is in memory. (A Segment,
+// Which field of a window this lane keeps (the second drawing), and where it is in memory. (A Shard,
 // gpu/operators.h, is what this rank has of one parameter.)
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
     int step, span;    // of the window: its span, and the step in which that is updated
-    float* in_memory;  // by span of the segment; null: the moment has no k
-    int spans;         // of the segment
+    float* in_memory;  // by span of the shard; null: the moment has no k
+    int spans;         // of the shard
 
-    __device__ FieldOfLane(const Segment& s, int number_of_spans) : spans(number_of_spans) {
+    __device__ FieldOfLane(const Shard& s, int number_of_spans) : spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
         which = lane % FIELDS;
         step = lane % SPAN_LANES / FIELDS;
@@ -289,27 +289,27 @@ template <class W> struct Loaded {
     EitherDense::Raw g;
 };
 
-// Where a thread's eight elements are in the spans of a segment. Elements are counted in four ways:
-//   from the segment's first element           the codes of m and v
-//   in the rank's order                        weights and remainders; there the segment begins at its offset
+// Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
+//   from the shard's first element           the codes of m and v
+//   in the rank's order                        weights and remainders; there the shard begins at its offset
 //   from the range's first element             gradients
 //   in the flat order of all parameters        the random bits of rounding
 // The distance from a span to the next is the same in all of them.
 template <class W, class M, class V> struct ElementsOfThread {
     const AdamArguments& a;
-    const Segment& segment;
-    const int spans;      // of the segment
-    const int64_t start;  // the thread's first element of the segment's first span, in the rank's order
+    const Shard& shard;
+    const int spans;      // of the shard
+    const int64_t start;  // the thread's first element of the shard's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
-    __device__ ElementsOfThread(const AdamArguments& arguments, const Segment& s)
-        : a(arguments), segment(s), spans(static_cast<int>(spans_of(s.size))),
+    __device__ ElementsOfThread(const AdamArguments& arguments, const Shard& s)
+        : a(arguments), shard(s), spans(static_cast<int>(spans_of(s.size))),
           start(s.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(arguments.w, start),
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.offset),
           codes_v(static_cast<uint8_t*>(s.v.data) + start - s.offset) {}
 
-    // From the thread's elements of the first span to those of this one; for a span beyond the segment's
+    // From the thread's elements of the first span to those of this one; for a span beyond the shard's
     // last, to those of the last.
     __device__ int64_t distance(int span) const {
         return static_cast<int64_t>(min(span, spans - 1)) * MOMENT_GROUP;
@@ -328,7 +328,7 @@ template <class W, class M, class V> struct ElementsOfThread {
         uint2 new_codes_v = encode_moments<V>(new_v, v);
         if (is_wide_or_small<M>(new_m)) new_codes_m = encode_carefully<M>(new_m, m);
         if (is_wide_or_small<V>(new_v)) new_codes_v = encode_carefully<V>(new_v, v);
-        weights.store(i, w, a.rounding_key, start + segment.to_flat_order + i, live, top);
+        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top);
         if (!live) return;
         put(codes_m + i, new_codes_m);
         put(codes_v + i, new_codes_v);
@@ -337,18 +337,18 @@ template <class W, class M, class V> struct ElementsOfThread {
 
 }  // namespace
 
-// A warp updates windows of a segment: the one that begins with span `first_span`, and then every WARPS-th
-// that begins before `end_span`. If the last span of the segment has no partner in its step, half of the
+// A warp updates windows of a shard: the one that begins with span `first_span`, and then every WARPS-th
+// that begins before `end_span`. If the last span of the shard has no partner in its step, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
 template <class W, class M, class V>
-static __device__ uint32_t update_windows(const AdamArguments& a, const Segment& segment, int first_span,
+static __device__ uint32_t update_windows(const AdamArguments& a, const Shard& shard, int first_span,
                                           int end_span, const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
-    const ElementsOfThread<W, M, V> elements(a, segment);
+    const ElementsOfThread<W, M, V> elements(a, shard);
     const int spans = elements.spans;
     const int half = threadIdx.x % 32 / SPAN_LANES;
-    const FieldOfLane mine(segment, spans);
-    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
+    const FieldOfLane mine(shard, spans);
+    const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
     // `next` is what the next step needs. It is loaded when a step begins, and arrives while that one
     // computes.
@@ -397,20 +397,20 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Segment&
     return top;
 }
 
-// The last segment that starts at or before an element. The segments are in order, and the first starts at
+// The last shard that starts at or before an element. The shards are in order, and the first starts at
 // first_element.
-static __device__ int segment_with(const AdamArguments& a, int64_t element) {
-    int low = 0, high = a.number_of_segments - 1;
+static __device__ int shard_with(const AdamArguments& a, int64_t element) {
+    int low = 0, high = a.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (a.segments[middle].offset <= element) low = middle;
+        if (a.shards[middle].offset <= element) low = middle;
         else high = middle - 1;
     }
     return low;
 }
 
-// A block has consecutive spans, [begin, end) in the rank's order, and goes through the segments to which
-// they belong. In each segment, where spans are counted from the segment's first, warp 0 takes the first
+// A block has consecutive spans, [begin, end) in the rank's order, and goes through the shards to which
+// they belong. In each shard, where spans are counted from the shard's first, warp 0 takes the first
 // window, warp 1 the second, and so on; after the last warp it is warp 0 again. A window that lies in two
 // blocks belongs to the one in which it begins.
 template <class W, class M, class V>
@@ -424,18 +424,18 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
     const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
-    for (int s = segment_with(a, begin * MOMENT_GROUP); s < a.number_of_segments; s++) {
-        const Segment segment = a.segments[s];
-        const int64_t segment_begin = segment.offset / MOMENT_GROUP;
-        const int64_t segment_end = segment_begin + spans_of(segment.size);
-        if (segment_begin >= end) return;
-        if (!a.in_fp8_moment_groups(segment)) continue;
-        const int64_t first = max(begin, segment_begin) - segment_begin;
-        const int64_t stop = min(end, segment_end) - segment_begin;
+    for (int s = shard_with(a, begin * MOMENT_GROUP); s < a.shard_count; s++) {
+        const Shard shard = a.shards[s];
+        const int64_t shard_begin = shard.offset / MOMENT_GROUP;
+        const int64_t shard_end = shard_begin + spans_of(shard.size);
+        if (shard_begin >= end) return;
+        if (!a.in_fp8_moment_groups(shard)) continue;
+        const int64_t first = max(begin, shard_begin) - shard_begin;
+        const int64_t stop = min(end, shard_end) - shard_begin;
         const int64_t first_window = ceil_div(first, WINDOW) + warp;
-        const uint32_t top = update_windows<W, M, V>(a, segment, static_cast<int>(first_window) * WINDOW,
+        const uint32_t top = update_windows<W, M, V>(a, shard, static_cast<int>(first_window) * WINDOW,
                                                      static_cast<int>(stop), table_m, table_v);
-        if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
+        if (shard.amax) update_amax_by_warp(&shard.amax->amax, top);
     }
 }
 
@@ -481,7 +481,7 @@ template <class F> static void with_moment_codes(const OptimizerFormat& o, F f) 
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool fp8_moment_groups = optimizer.fp8_moment_groups();
@@ -492,8 +492,8 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                                   .fmax_m = info(optimizer.m).max,
                                   .fmax_v = info(optimizer.v).max,
                                   .per_tensor = optimizer.per_tensor,
-                                  .segments = segments,
-                                  .number_of_segments = number_of_segments,
+                                  .shards = shards,
+                                  .shard_count = shard_count,
                                   .first_element = range.first,
                                   .spans = range.count / MOMENT_GROUP,
                                   .w = w,

@@ -53,7 +53,8 @@ struct ModelConfig {
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    int64_t window = 0;  // a token attends to the last `window` positions; 0: to all before it
+    int64_t sliding_window =
+        0;  // a token attends to the last `sliding_window` positions; 0: to all before it
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
     int64_t q_cols() const { return NH * HS(); }
@@ -62,7 +63,7 @@ struct ModelConfig {
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
     // In tokens. A window limits it, because attention within a window is not implemented.
-    int64_t longest_sequence() const { return window ? std::min(window, max_T) : max_T; }
+    int64_t longest_sequence() const { return sliding_window ? std::min(sliding_window, max_T) : max_T; }
 };
 
 inline const std::vector<ModelConfig>& models() {
@@ -118,7 +119,7 @@ inline const std::vector<ModelConfig>& models() {
 }
 
 // Throws Error if the shape is not supported, before anything is allocated.
-inline void validate(const ModelConfig& c) {
+inline void require_supported(const ModelConfig& c) {
     auto require = [&](bool ok, const auto&... what) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
@@ -186,15 +187,15 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Reci
 // Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decay = false;                        // weight decay applies
+    bool decays = false;                       // weight decay applies
     bool moments_in_optimizer_format = false;  // else its moments are in FP32
-    bool linear = false;  // it is the weight of a linear layer, which the recipe quantizes
-    bool ones = false;    // it starts at 1; else at random values, or at 0 (init_std)
+    bool linear = false;         // it is the weight of a linear layer, which the recipe quantizes
+    bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };
 // EMBEDDING is also the role of learned positions and of the head.
-inline constexpr Role EMBEDDING{.decay = true, .moments_in_optimizer_format = true};
-inline constexpr Role LINEAR{.decay = true, .moments_in_optimizer_format = true, .linear = true};
-inline constexpr Role NORM_WEIGHT{.ones = true};
+inline constexpr Role EMBEDDING{.decays = true, .moments_in_optimizer_format = true};
+inline constexpr Role LINEAR{.decays = true, .moments_in_optimizer_format = true, .linear = true};
+inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
 struct Param {

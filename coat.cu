@@ -86,7 +86,8 @@ static void launch_quantize_groups(const View& x, const View& groups, bool write
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
-    measure(stored(x), {groups}, quant_stats, s);  // for the report; nothing where quant_stats is null
+    add_quant_errors(stored(x), {groups}, quant_stats,
+                     s);  // for the report; nothing where quant_stats is null
     launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
 }
 
@@ -94,7 +95,7 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
                                TensorScale* amax, QuantStats* quant_stats, cudaStream_t s) {
     if (!amax) return quantize_groups(x, groups, false, quant_stats, s);
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
-    measure(stored(x), {groups}, quant_stats, s);
+    add_quant_errors(stored(x), {groups}, quant_stats, s);
     if (gated) launch_quantize_groups<true, true>(x, groups, false, forward_reads_groups, amax, s);
     else launch_quantize_groups<false, true>(x, groups, false, forward_reads_groups, amax, s);
 }
@@ -110,7 +111,7 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    amax_kernel(Producer x, int64_t rows, TensorScale* out_amax) {
+    compute_amax_kernel(Producer x, int64_t rows, TensorScale* out_amax) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
@@ -121,10 +122,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
 // finds the producer that computes it.
-void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s) {
+void compute_amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
-        launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
-               producer, x.rows, out_amax);
+        launch("amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+               TILE_THREADS, 0, s, producer, x.rows, out_amax);
     });
 }
 
@@ -166,7 +167,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
 // through every COLUMN_PARTIALS-th tile of its columns, as store_column_sums() (gpu/device.cuh) says; so the
-// sums have the bits of column_sums().
+// sums have the bits of add_column_sums().
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     quantize_and_sum_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
@@ -224,7 +225,7 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
     // Both of these are in gpu/other_scaling.cu.
     if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, s);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, s);
-    measure(x, out, quant_stats, s);  // first, because the codes may overwrite x
+    add_quant_errors(x, out, quant_stats, s);  // first, because the codes may overwrite x
     if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);
     else quantize_per_tensor<Format::E4M3>(x, out, s);
 }
@@ -244,10 +245,10 @@ void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradi
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.view.data && out.transposed;
     if (x.op != LazyOp::Stored || x.input.storage != BF16 || !per_tensor || !both_forms) {
-        column_sums(x, gradient, workspace, nullptr, s);
+        add_column_sums(x, gradient, workspace, nullptr, s);
         return write_operand(x, out, quant_stats, s);
     }
-    measure(x, out, quant_stats, s);
+    add_quant_errors(x, out, quant_stats, s);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>>;
     auto kernel = quantize_and_sum_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = quantize_and_sum_kernel<P, Format::E5M2>;

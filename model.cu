@@ -14,7 +14,7 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       embedding_gradient()         the gradient of the embedding
+//       embedding_backward()         the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. The section before forward() says where each tensor lies.
@@ -32,9 +32,9 @@
 //
 // The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). Where a tensor has one scale,
 // which comes just in time, its amax must be known before its codes are made. A kernel that has the values
-// earlier anyway is given the place for their amax: x_amax() or g_amax() of the linear layer that will read
-// them. Where there is none, a pass over the tensor computes the amax just before it is quantized. (In
-// recipes that need no amaxes both places are null.)
+// earlier anyway is given the place for their amax: x_amax_out() or g_amax_out() of the linear layer that
+// will read them. Where there is none, a pass over the tensor computes the amax just before it is quantized.
+// (In recipes that need no amaxes both places are null.)
 //
 //   operand           what it is                 who computes its amax
 //
@@ -62,7 +62,7 @@
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
-#include "gpu/collectives.h"
+#include "gpu/sharding.h"
 #include "gpu/state.h"
 
 namespace coat {
@@ -80,11 +80,11 @@ struct Layer {
 
 // A norm of the residual stream, and the linear layer that reads its output.
 struct ResidualNorm {
-    Norm norm;             // as kernels are given it; norm.in is its saved input
-    size_t weight_number;  // of the parameter
-    LinearLayer* reader;   // null for the final norm, which the head reads: it is not quantized
+    Norm norm;            // as kernels are given it; norm.in is its saved input
+    size_t weight_index;  // of the parameter
+    LinearLayer* reader;  // null for the final norm, which the head reads: it is not quantized
 
-    TensorScale* output_amax() const { return reader ? reader->x_amax() : nullptr; }
+    TensorScale* output_amax() const { return reader ? reader->x_amax_out() : nullptr; }
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -102,7 +102,7 @@ class GpuModel final : public Model {
     const Memory memory_ = take_memory(device_);        // where everything is that lasts for the run
     Scales scales_{device_, memory_};                   // of FP8 operands
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
-    const std::unique_ptr<Collectives> collectives_;    // whole weights and gradients, also of other ranks
+    const std::unique_ptr<Sharding> sharding_;          // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -137,14 +137,14 @@ class GpuModel final : public Model {
     // Of the step that runs.
     const AdamW* adamw_ = nullptr;  // the settings of its update
     int64_t micro_batch_ = 0;       // the number of the micro-batch that runs
-    QuantReport report_;            // what quantization() has measured so far
+    QuantReport report_;            // what measure_quantization() has measured so far
     // Of the pass that runs: B sequences of T tokens, N = B * T in all.
     int64_t B_ = 0, T_ = 0, N_ = 0;
     // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
     View residual_buffer_{};
 
-    // send() copies from these, so they must stay until the host waits for the GPU again.
+    // copy_to_gpu() copies from these, so they must stay until the host waits for the GPU again.
     double loss_weight_ = 0;
     EmbeddingOrder embedding_order_;
 
@@ -158,18 +158,18 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : device_(s, bytes),
-          collectives_(make_collectives(device_, memory_, parameters_, scales_, std::move(transport))),
+          sharding_(make_sharding(device_, memory_, parameters_, scales_, std::move(transport))),
           linear_{.device = device_,
                   .parameters = parameters_,
                   .scales = scales_,
-                  .collectives = *collectives_,
+                  .sharding = *sharding_,
                   .gemms = gemms_,
                   .caches_weights = cache_weights} {
         clear(memory_.scalars, sizeof(Scalars), stream_);
         weights_changed();
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
-        if (rotary_) rope_table(config_, setup_.T, memory_.rope_table, stream_);
+        if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -182,16 +182,16 @@ public:
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;
         begin_step(static_cast<double>(counted));
-        for (int64_t i = 0; i < setup_.accumulate; i++) {
+        for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
-            if (setup_.keep_gradients) store_checked_loss(&outcome()->checked_loss);
+            if (setup_.keep_gradients) store_loss_or_nan(&outcome()->loss_or_nan);
         }
-        collectives_->wait_for_transfers();
+        sharding_->wait_for_transfers();
         if (setup_.keep_gradients)
-            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *collectives_);
+            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
         weights_changed();
-        scales_.end_step(outcome());  // for delayed scaling
+        scales_.update_delayed_scales(outcome());  // for delayed scaling
 
         const StepOutcome found = fetch_outcome();  // waits until the step has run
         const bool skipped = found.gradients.skip != 0;
@@ -200,7 +200,7 @@ public:
         return {.loss = sum_of_ranks(found.loss),
                 .grad_norm = found.gradients.norm,
                 .skipped = skipped,
-                .targets = counted};
+                .target_count = counted};
     }
 
 private:
@@ -208,7 +208,7 @@ private:
     // quant_stats: where what quantizing loses is added up, by ReportKind; null: it is not measured.
     void begin_step(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
-        device_.send(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        device_.copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
         device_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
@@ -218,7 +218,7 @@ private:
     void begin_delayed_scaling() {
         scales_.clear_operand_amaxes();
         cached_weights_are_valid_ = false;  // they are made again, which takes their amaxes
-        collectives_->scales_changed();
+        sharding_->scales_changed();
     }
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because that measures their errors.
@@ -231,7 +231,7 @@ private:
     }
     void weights_changed() {
         cached_weights_are_valid_ = false;
-        collectives_->weights_changed();
+        sharding_->weights_changed();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
@@ -240,12 +240,12 @@ private:
         micro_batch_ = number;
         // With several ranks each micro-batch overwrites gradients: they are sent, and their sums are
         // elsewhere
-        linear_.overwrites_gradients = number == 0 || collectives_->sends_gradients();
+        linear_.overwrites_gradients = number == 0 || sharding_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
         CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
         else forward_and_backward();
-        embedding_gradient(tokens);
+        embedding_backward(tokens);
     }
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
@@ -255,17 +255,17 @@ private:
         // Errors of quantizing are measured by other kernels
         if (device_.quant_stats) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (collectives_->sends_gradients() || !setup_.keep_gradients) return false;
+        if (sharding_->sends_gradients() || !setup_.keep_gradients) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
-    // Begins a pass over B sequences of T tokens. send() waits until the pass before has run.
+    // Begins a pass over B sequences of T tokens. copy_to_gpu() waits until the pass before has run.
     void load_batch(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B;
         T_ = T;
         N_ = B * T;
-        device_.send(memory_.tokens, tokens, N_ * INT32_BYTES);
-        device_.send(memory_.targets, targets, N_ * INT32_BYTES);
+        device_.copy_to_gpu(memory_.tokens, tokens, N_ * INT32_BYTES);
+        device_.copy_to_gpu(memory_.targets, targets, N_ * INT32_BYTES);
     }
 
     // Adds the losses to outcome()->loss, and computes all gradients but the embedding's.
@@ -274,7 +274,7 @@ private:
         loss_and_head_backward();
         for (int64_t l = config_.L - 1; l >= 0; l--) {
             mlp_block_backward(layers_[l]);
-            attention_block_backward(layers_[l], l > 0 ? layers_[l - 1].down.g_amax() : nullptr);
+            attention_block_backward(layers_[l], l > 0 ? layers_[l - 1].down.g_amax_out() : nullptr);
         }
     }
 
@@ -333,7 +333,7 @@ private:
         quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
-    View load_attention(const View& saved) {
+    View load_saved(const View& saved) {
         const View x = attention_buffer(saved);
         if (saved.storage.fp8()) convert(saved, x, stream_);
         return x;
@@ -360,9 +360,9 @@ private:
         // Scaling just in time: the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
-        collectives_->gather_weights(Collectives::EMBEDDING_STAGE, Pass::Forward);
-        const View positions = rotary_ ? View{} : collectives_->weight(parameters_.index("positions"));
-        add_to_residual(collectives_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
+        sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
+        const View positions = rotary_ ? View{} : sharding_->weight(parameters_.index("positions"));
+        add_to_residual(sharding_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
             attention_block_forward(layers_[l]);
             mlp_block_forward(layers_[l], l + 1 < config_.L ? norm1_of(layers_[l + 1]) : final_norm());
@@ -385,8 +385,8 @@ private:
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.storage.fp8();
         attention_forward(attention_shape_of_pass(), attention_input(layer, qkv).data, out.data,
-                          saved_log_sum_exp(layer), out_in_groups ? nullptr : layer.attention_out.x_amax(),
-                          stream_);
+                          saved_log_sum_exp(layer),
+                          out_in_groups ? nullptr : layer.attention_out.x_amax_out(), stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
         if (out_in_groups) layer.attention_out.compute_x_amax(stored(saved_out));
@@ -425,8 +425,8 @@ private:
         const View values = take_view(N_, saved_gate_up.cols);
         layer.gate_up.fprop(x, values);
         quantize_activation_input(gated_, values, saved_gate_up, recipe_.forward_reads_groups,
-                                  layer.down.x_amax(), device_.quant_stats_of(ReportKind::ActivationInput),
-                                  stream_);
+                                  layer.down.x_amax_out(),
+                                  device_.quant_stats_of(ReportKind::ActivationInput), stream_);
         return recipe_.forward_reads_groups ? saved_gate_up : values;
     }
 
@@ -439,20 +439,21 @@ private:
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
         if (x_out.data)
-            measure(stored(x_out), {saved_in}, device_.quant_stats_of(ReportKind::NormInput), stream_);
+            add_quant_errors(stored(x_out), {saved_in}, device_.quant_stats_of(ReportKind::NormInput),
+                             stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a piece
-    // of HEAD_TOKENS tokens at a time.
+    // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a slice
+    // of HEAD_SLICE_TOKENS tokens at a time.
 
     void loss_without_gradients() {
         const Arena::Scope scope(arena_);
-        collectives_->gather_weights(collectives_->head_stage(), Pass::Forward);
-        for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
-            const Arena::Scope piece(arena_);
-            const View y = take_view(piece_tokens(first), config_.C);
-            const View logits = logits_of(first, /*out*/ y);
+        sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
+        for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) {
+            const Arena::Scope slice(arena_);
+            const View y = take_view(slice_tokens(first), config_.C);
+            const View logits = compute_logits(first, /*out*/ y);
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
@@ -462,9 +463,9 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
-        const View dweight = collectives_->gradient_to_write(head_weight_);
+        const View dweight = sharding_->gradient_to_write(head_weight_);
         const View dy = take_view(N_, config_.C);  // y: the final norm's output
-        // Where BF16 would be rounded too often, the pieces add to an FP32 sum (gpu/layout.h)
+        // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
         View sum = dweight;
         if (in_fp32) {
@@ -472,54 +473,55 @@ private:
             sum.storage = FP32;
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
-        collectives_->gather_weights(collectives_->head_stage(), Pass::Backward);
-        // The GEMMs of the pieces write this gradient earlier than run_bucket() would wait for its place
-        collectives_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
+        sharding_->gather_weights(sharding_->head_stage(), Pass::Backward);
+        // The GEMMs of the slices write this gradient earlier than run_bucket() would wait for its place
+        sharding_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // The sum goes on from what micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
-        for (int64_t first = 0; first < N_; first += HEAD_TOKENS) head_piece_backward(first, dy, sum);
+        for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) head_slice_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
         // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
-        run_bucket(parameters_.params[final_norm_weight_].bucket,
-                   [&] { norm_gradient(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax()); });
+        run_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
+            norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax_out());
+        });
     }
-    // For the tokens of a piece, from number `first` on: computes the losses and dy, and adds to dweight, the
+    // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight.
-    void head_piece_backward(int64_t first, const View& dy, const View& dweight) {
+    void head_slice_backward(int64_t first, const View& dy, const View& dweight) {
         const Arena::Scope scope(arena_);
-        const View y = take_view(piece_tokens(first), config_.C);
-        const View logits = logits_of(first, /*out*/ y);
+        const View y = take_view(slice_tokens(first), config_.C);
+        const View logits = compute_logits(first, /*out*/ y);
         cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
                       memory_.losses + first, stream_);
         const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {collectives_->weight(head_weight_)}, row_slice(dy, first, y.rows),
+        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->weight(head_weight_)}, row_slice(dy, first, y.rows),
                    stream_);
     }
 
     // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
     // final norm's output.
-    View logits_of(int64_t first, const View& y) {
+    View compute_logits(int64_t first, const View& y) {
         const View logits = take_view(y.rows, config_.padded_V());
-        Norm piece = final_norm().norm;
-        piece.in = row_slice(piece.in, first, y.rows);
-        piece.row_statistics += first;
+        Norm slice = final_norm().norm;
+        slice.in = row_slice(slice.in, first, y.rows);
+        slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
-        store_values(lazy_norm(piece), y, stream_);
-        gemms_.run(Gemm::Fprop, {y}, {collectives_->weight(head_weight_)}, logits, stream_);
+        store_values(lazy_norm(slice), y, stream_);
+        gemms_.run(Gemm::Fprop, {y}, {sharding_->weight(head_weight_)}, logits, stream_);
         return logits;
     }
-    int64_t piece_tokens(int64_t first) const { return std::min(HEAD_TOKENS, N_ - first); }
+    int64_t slice_tokens(int64_t first) const { return std::min(HEAD_SLICE_TOKENS, N_ - first); }
 
     // outcome()->loss += the sum of the losses * Scalars::loss_weight.
     void add_up_losses() {
-        loss_sum(memory_.losses, N_, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
+        add_loss_sum(memory_.losses, N_, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
     }
     // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
-    void store_checked_loss(double* checked) {
-        checked_loss(scales_.all(), scales_.count(), &outcome()->loss, checked, stream_);
+    void store_loss_or_nan(double* checked) {
+        write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, checked, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -551,7 +553,7 @@ private:
                                    LinearLayer::AmaxIs::Unknown, dgate_up);
             until_dgate_up.end();
             // gate and up projection, norm 2
-            linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax());
+            linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax_out());
         });
     }
     // Returns dact, in memory that it takes in the caller's scope.
@@ -564,7 +566,8 @@ private:
     }
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax: where the
-    // amax of the latter goes: g_amax() of the down projection of the layer before; null at the first layer.
+    // amax of the latter goes: g_amax_out() of the down projection of the layer before; null at the first
+    // layer.
     void attention_block_backward(Layer& layer, TensorScale* dresidual_amax) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved(layer, Saved::GateUp).data;
@@ -576,7 +579,7 @@ private:
         run_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
         run_bucket(layer.qkv.bucket(), [&] {
             // attention with rotary positions, norms of heads
-            qkv_gradient(layer, dout, dqkv);
+            core_attention_backward(layer, dout, dqkv);
             until_dqkv.end();
             // q, k, v projection, norm 1
             const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
@@ -592,9 +595,9 @@ private:
     }
     // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
     // heads follow, which change it.
-    void qkv_gradient(Layer& layer, const View& dout, const View& dqkv) {
-        const View qkv = load_attention(saved(layer, Saved::Qkv));
-        const View out = load_attention(saved(layer, Saved::AttentionOutput));
+    void core_attention_backward(Layer& layer, const View& dout, const View& dqkv) {
+        const View qkv = load_saved(saved(layer, Saved::Qkv));
+        const View out = load_saved(saved(layer, Saved::AttentionOutput));
         void* const workspace =
             arena_.take(static_cast<int64_t>(attention_workspace(attention_shape_of_pass())));
         attention_backward(attention_shape_of_pass(),
@@ -605,13 +608,13 @@ private:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax()},
+                            .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax_out()},
                            stream_);
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        head_norm_backward(norms, qkv, dqkv, collectives_->gradient_to_write(*layer.head_norm_weight),
-                           partials, stream_);
+        head_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.head_norm_weight), partials,
+                           stream_);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dx, the gradient of the norm's
@@ -622,35 +625,36 @@ private:
         Arena::Scope until_dresidual(arena_);  // for dx
         const View dx = take_view(N_, config_.C);
         n.reader->dgrad(g8, dx);
-        norm_gradient(n, dx, /*g_in=*/dresidual(), dresidual_amax);
+        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax);
         until_dresidual.end();
         n.reader->wgrad(g8, lazy_norm(n.norm));
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
-    void norm_gradient(const ResidualNorm& n, const View& dy, const View& g_in, TensorScale* dresidual_amax) {
-        const std::optional<size_t> bias = parameters_.bias_of(n.weight_number);
+    void norm_backward(const ResidualNorm& n, const View& dy, const View& g_in, TensorScale* dresidual_amax) {
+        const std::optional<size_t> bias = parameters_.bias_of(n.weight_index);
         gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
-                           collectives_->gradient_to_write(n.weight_number),
-                           bias ? collectives_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
+                           sharding_->gradient_to_write(n.weight_index),
+                           bias ? sharding_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
                            stream_);
     }
 
     // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
-    // order, for which the host sorts the tokens while the GPU computes. Then send() waits for the GPU.
-    void embedding_gradient(const int32_t* tokens) {
+    // order, for which the host sorts the tokens while the GPU computes. Then copy_to_gpu() waits for the
+    // GPU.
+    void embedding_backward(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
-        device_.send(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
-        device_.send(memory_.token_rows, embedding_order_.tokens.data(),
-                     distinct * static_cast<int64_t>(sizeof(TokenRows)));
+        device_.copy_to_gpu(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
+        device_.copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
+                            distinct * static_cast<int64_t>(sizeof(TokenRows)));
         run_bucket(parameters_.params[embedding_].bucket, [&] {
             gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                    embedding_order_.frequent, collectives_->gradient_to_write(embedding_),
+                                    embedding_order_.frequent, sharding_->gradient_to_write(embedding_),
                                     stream_);
             if (rotary_) return;
-            positions_backward(dresidual(), T_,
-                               collectives_->gradient_to_write(parameters_.index("positions")), stream_);
+            positions_backward(dresidual(), T_, sharding_->gradient_to_write(parameters_.index("positions")),
+                               stream_);
         });
     }
 
@@ -660,17 +664,17 @@ private:
     // go to the GPUs that own them, and with --gradients none the weights are updated. While quantization is
     // measured, the gradients serve only to measure what storing the moments would lose: nothing is updated.
     template <class Compute> void run_bucket(int64_t bucket, Compute compute) {
-        collectives_->wait_for_gradient_buffer(bucket);
+        sharding_->wait_for_gradient_buffer(bucket);
         if (linear_.overwrites_gradients) clear_added_gradients(bucket);
         compute();
         if (device_.quant_stats) {
-            parameters_.measure_moments_of(bucket, *collectives_, report_);
+            parameters_.add_moment_quant_errors_of(bucket, *sharding_, report_);
             return;
         }
-        collectives_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
+        sharding_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
         if (setup_.keep_gradients) return;
-        store_checked_loss(&outcome()->checked_loss);
-        parameters_.update(*adamw_, bucket, bucket + 1, *collectives_);
+        store_loss_or_nan(&outcome()->loss_or_nan);
+        parameters_.update(*adamw_, bucket, bucket + 1, *sharding_);
     }
     // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
     // so these begin at zero. Not that of the head's weight: a GEMM has written it before, also if the weight
@@ -680,7 +684,7 @@ private:
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.linear && i != head_weight_)
-                clear(collectives_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
+                clear(sharding_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
                       stream_);
         }
     }
@@ -694,7 +698,7 @@ public:
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
-        store_checked_loss(&outcome()->loss);
+        store_loss_or_nan(&outcome()->loss);
         return fetch_outcome().loss;
     }
 
@@ -702,37 +706,37 @@ public:
         begin_step(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
-        collectives_->gather_weights(collectives_->head_stage(), Pass::Forward);
+        sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
         const Arena::Scope scope(arena_);
-        const View last = logits_of(n - 1, take_view(1, config_.C));
+        const View last = compute_logits(n - 1, take_view(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
         convert(last, {in_fp32, nullptr, 1, last.cols, FP32}, stream_);
-        device_.fetch(logits, in_fp32, config_.V * info(Format::FP32).bytes);
+        device_.copy_to_host(logits, in_fp32, config_.V * info(Format::FP32).bytes);
     }
 
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         report_ = {};
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
         begin_step(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
-        collectives_->wait_for_transfers();
-        device_.fetch(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
+        sharding_->wait_for_transfers();
+        device_.copy_to_host(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
         report_.k_m = parameters_.expansion_factors(/*second=*/false);
         report_.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report_.kinds[static_cast<int>(ReportKind::Weight)];
-        weights = collectives_->weight_quant_stats(weights);
+        weights = sharding_->weight_quant_stats(weights);
         return report_;
     }
 
     void read(const std::string& name, void* out) override {
-        collectives_->wait_for_transfers();
+        sharding_->wait_for_transfers();
         device_.wait();
         parameters_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
-        collectives_->wait_for_transfers();
+        sharding_->wait_for_transfers();
         device_.wait();
         parameters_.write(name, in);
         weights_changed();
@@ -778,30 +782,30 @@ private:
 
     ResidualNorm norm1_of(Layer& l) const {
         return {.norm = norm_of(l.norm1_weight, saved(l, Saved::Norm1Input)),
-                .weight_number = l.norm1_weight,
+                .weight_index = l.norm1_weight,
                 .reader = &l.qkv};
     }
     ResidualNorm norm2_of(Layer& l) const {
         return {.norm = norm_of(l.norm2_weight, saved(l, Saved::Norm2Input)),
-                .weight_number = l.norm2_weight,
+                .weight_index = l.norm2_weight,
                 .reader = &l.gate_up};
     }
     ResidualNorm final_norm() const {
         return {.norm = norm_of(final_norm_weight_, final_norm_input()),
-                .weight_number = final_norm_weight_,
+                .weight_index = final_norm_weight_,
                 .reader = nullptr};
     }
     Norm norm_of(size_t weight, const View& in) const {
         const std::optional<size_t> bias = parameters_.bias_of(weight);
         return {.in = in,
-                .weight = collectives_->weight(weight).data,
-                .bias = bias ? collectives_->weight(*bias).data : nullptr,
+                .weight = sharding_->weight(weight).data,
+                .bias = bias ? sharding_->weight(*bias).data : nullptr,
                 .row_statistics = memory_.norm_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
     HeadNorm head_norm(const Layer& layer) const {
-        return {.weight = collectives_->weight(*layer.head_norm_weight).data,
+        return {.weight = sharding_->weight(*layer.head_norm_weight).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
@@ -821,12 +825,12 @@ private:
     // Small values, of the host and on the device
 
     int64_t batch_tokens() const { return setup_.B * setup_.T; }  // of a micro-batch
-    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
+    int64_t step_tokens() const { return setup_.micro_batches_per_rank * batch_tokens(); }
 
     StepOutcome* outcome() const { return &memory_.scalars->outcome; }  // on the device
     StepOutcome fetch_outcome() const {
         StepOutcome found{};
-        device_.fetch(&found, outcome(), sizeof found);
+        device_.copy_to_host(&found, outcome(), sizeof found);
         return found;
     }
 

@@ -24,11 +24,11 @@ struct Setup {
     ModelConfig config;
     Recipe recipe;
     OptimizerFormat optimizer;
-    int64_t B, T;            // a micro-batch has B sequences of T tokens
-    int64_t accumulate = 1;  // micro-batches of a step on each rank
+    int64_t B, T;                        // a micro-batch has B sequences of T tokens
+    int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
     // Whether weights have FP32 masters. Without, the BF16 weights are rounded stochastically.
-    bool master = true;
+    bool has_master = true;
     // Whether the gradients of a whole step exist at the same time. Without (--gradients none), a GPU updates
     // each bucket within backward.
     bool keep_gradients = true;
@@ -36,7 +36,9 @@ struct Setup {
     Communicator* communicator = nullptr;  // how they exchange values; null with one rank, and for a plan
 };
 
-inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; }  // of a step, on all ranks
+inline int64_t micro_batches(const Setup& s) {
+    return s.micro_batches_per_rank * s.ranks;
+}  // of a step, on all ranks
 
 inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
@@ -145,7 +147,7 @@ inline ReportKind report_kind(LinearOperand o) {
 // The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest
 // first, and the scale of the next step. Before the first step all of these are 0. While the scale is 0, the
 // operand is scaled just in time.
-inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Recipe& r) {
+inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
         table.push_back({.name = p.name + suffix,
@@ -180,7 +182,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
                              .param = p,
                              .shared_by = shared_by});
         };
-        if (s.master) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
+        if (s.has_master) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
@@ -191,7 +193,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
         }
     }
-    for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
+    for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe)) table.push_back(t);
     return table;
 }
 
@@ -215,17 +217,17 @@ struct StepResult {
     // because the clipped norm was 2^62 or more, or because no target counts. Without keep_gradients, buckets
     // that a GPU has updated before it knew stay updated.
     bool skipped;
-    int64_t targets = 0;  // that count, in all micro-batches of all ranks
+    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
 
-// With several ranks, every rank calls step(), evaluate(), next_logits(), quantization() and write() at the
-// same time. Tokens are in [0, V). Targets are in [0, V) or NO_TARGET. The caller has checked this: no
+// With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
+// at the same time. Tokens are in [0, V). Targets are in [0, V) or NO_TARGET. The caller has checked this: no
 // function checks it again. A tensor's name that is unknown is an Error.
 class Model {
 public:
     virtual ~Model() = default;
-    // One training step: forward, backward and update. tokens and targets: (accumulate, B, T), of this rank.
-    // The result is that of all ranks.
+    // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
+    // this rank. The result is that of all ranks.
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
     // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
@@ -234,7 +236,7 @@ public:
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
     // that an update would store. Nothing is updated.
-    virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
+    virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // Copies the elements that this rank owns (owned()) of a tensor of weight_tensors() or
     // optimizer_tensors() to `out`, or from `in`. read() also knows "<param>.gradient" (FP32), the gradient
     // of the last step, until the next forward pass; it exists only with keep_gradients.
@@ -260,8 +262,8 @@ using Bytes = std::vector<uint8_t>;
 class Communicator {
 public:
     virtual ~Communicator() = default;
-    virtual int local() const = 0;  // this rank's number among those of its machine
-    bool threads = false;           // ranks are threads of one process, as in tests, and share its addresses
+    virtual int local_rank() const = 0;  // this rank's number among those of its machine
+    bool ranks_are_threads = false;  // ranks are threads of one process, as in tests, and share its addresses
 
     // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
     // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.

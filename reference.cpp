@@ -130,7 +130,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //
 // If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
 // value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
-// (reference_model.cpp, checked_amax). Its scale is then 1.
+// (reference_model.cpp, note_finite). Its scale is then 1.
 float scale_of(const Storage& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -149,7 +149,7 @@ static float part_amax(const float* x, int64_t n) {
 // The amax of a whole tensor by group scaling (section 5.2): stage one takes the amaxes of groups, stage two
 // the largest of these. On a GPU this mostly needs no pass of its own: a kernel that has the values in
 // registers takes their amax.
-float amax(const float* x, int64_t n) {
+float compute_amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += PER_GROUP.cols)
@@ -221,7 +221,7 @@ static void compute_codes(const float* x, Quantized& q) {
 // as FMAX without more error than rounding has elsewhere: up to half a step, and the step at FMAX is at least
 // FMAX / 2^(M + 1). A value that is further above counts as saturated. (In E4M3 the step at 448 is 32, so
 // every value up to 464 rounds to 448; from 448 (1 + 1/32) = 462 on a value counts.)
-static void add_errors(const float* x, const Quantized& q, QuantStats& stats) {
+static void add_quant_errors(const float* x, const Quantized& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
     const float beyond = f.max * (1 + std::ldexp(0.25f, -f.mantissa));
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
@@ -240,7 +240,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& st
     if (!scale) compute_scales(x, q);
     else if (storage.fp8()) write_element(storage.scale_format, q.scales.data(), 0, *scale);
     compute_codes(x, q);
-    if (stats && storage.fp8()) add_errors(x, q, *stats);
+    if (stats && storage.fp8()) add_quant_errors(x, q, *stats);
     return q;
 }
 
@@ -275,8 +275,8 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
 // columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
-Floats decoded_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& q, ReduceOver over,
-                       QuantStats* stats, const float* scale) {
+Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& q, ReduceOver over,
+                     QuantStats* stats, const float* scale) {
     if (over == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
@@ -286,11 +286,11 @@ Floats decoded_operand(const Floats& x, int64_t rows, int64_t cols, const Storag
 
 // Delayed scaling (recipe te) at the end of a step: the amax of the step replaces the oldest of the history,
 // and s = max(history) / FMAX is the scale of the next step. If the maximum is 0 or not finite, s stays.
-void DelayedScale::end_step(Format fp8) {
+void DelayedScale::update_history_and_scale(Format fp8) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
     amax = 0;
-    const float largest = reference::amax(history.data(), int64_t(history.size()));
+    const float largest = reference::compute_amax(history.data(), int64_t(history.size()));
     if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = fp8}, largest);
 }
 
@@ -410,8 +410,8 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
             .one_minus_beta2 = 1 - a.beta2,
             .eps = a.eps,
             .decay = decays ? a.weight_decay : 0.0f,
-            .bias1 = float(1 - std::pow(double(a.beta1), step)),
-            .bias2_root = float(std::sqrt(1 - std::pow(double(a.beta2), step))),
+            .bias_correction1 = float(1 - std::pow(double(a.beta1), step)),
+            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(a.beta2), step))),
             .clip_factor = clips ? float(a.clip / grad_norm) : 1.0f};
 }
 
@@ -427,7 +427,7 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
         const float g = gradient[i] * f.clip_factor;
         m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
         v[i] = f.beta2 * v[i] + f.one_minus_beta2 * (g * g);
-        const float update = m[i] / f.bias1 / (std::sqrt(v[i]) / f.bias2_root + f.eps);
+        const float update = m[i] / f.bias_correction1 / (std::sqrt(v[i]) / f.bias_correction2_sqrt + f.eps);
         master[i] -= f.lr * (update + f.decay * master[i]);
     }
 }

@@ -41,8 +41,8 @@ struct Quantized {
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Storage& q, float amax);  // the scale of a scale block with this amax
-float amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
+float scale_of(const Storage& q, float amax);   // the scale of a scale block with this amax
+float compute_amax(const float* x, int64_t n);  // the largest |x| of n values; infinity if one is NaN
 
 // x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
 // beyond FMAX times it saturate. If q is FP8 and `stats` is given, the errors are added to it.
@@ -53,9 +53,8 @@ std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 // x (rows, cols) quantized and decoded again, for a GEMM that reduces over its columns or over its rows. The
 // result is (rows, cols) in both cases.
 enum class ReduceOver : uint8_t { Columns, Rows };
-std::vector<float> decoded_operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Storage& q,
-                                   ReduceOver over, QuantStats* stats = nullptr,
-                                   const float* scale = nullptr);
+std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols, const Storage& q,
+                                 ReduceOver over, QuantStats* stats = nullptr, const float* scale = nullptr);
 
 // Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
 // before there is one, from the largest amax of the step so far.
@@ -65,7 +64,7 @@ struct DelayedScale {
     std::vector<float> history;
     float scale = 0;  // of the current step; 0: none yet
     float amax = 0;   // of the current step so far, over its micro-batches
-    void end_step(Format fp8);
+    void update_history_and_scale(Format fp8);
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
@@ -106,9 +105,9 @@ struct AdamWFactors {
     float lr, beta1, beta2;
     float one_minus_beta1, one_minus_beta2;
     float eps;
-    float decay;              // weight decay, 0 where it does not apply
-    float bias1, bias2_root;  // 1 - beta1^t and sqrt(1 - beta2^t)
-    float clip_factor;        // below 1 if the gradients are clipped
+    float decay;                                    // weight decay, 0 where it does not apply
+    float bias_correction1, bias_correction2_sqrt;  // 1 - beta1^t and sqrt(1 - beta2^t)
+    float clip_factor;                              // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);

@@ -51,10 +51,10 @@ public:
         Tensor lse;                                // (B, NH, T)
     };
 
-    const Setup settings;
-    const ModelConfig& config = settings.config;
-    const Recipe& recipe = settings.recipe;
-    const LinearFormats formats = linear_formats(settings);
+    const Setup setup_;
+    const ModelConfig& config = setup_.config;
+    const Recipe& recipe = setup_.recipe;
+    const LinearFormats formats = linear_formats(setup_);
     const std::vector<Param> params = parameters(config);
     std::map<std::string, size_t> param_index;  // of a parameter in params, by its name
     std::vector<Tensor> weights;                // by parameter (rows, cols), in the compute dtype
@@ -65,12 +65,12 @@ public:
     bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
 
     // Of the pass that runs: its size, and what its layers have saved.
-    int64_t B_ = 0, T_ = 0, N_ = 0;
+    int64_t B = 0, T = 0, N = 0;
     std::vector<SavedLayer> saved_layers;
 
     // --- The whole network ---
 
-    explicit Network(const Setup& s) : settings(s), delayed_scales(params.size()) {
+    explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index[params[i].name] = i;
             weights.emplace_back(params[i].size());
@@ -89,14 +89,14 @@ public:
 
     // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
     // residual[n] = embedding[token n] (+ positions[n mod T]).
-    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
-        B_ = B;
-        T_ = T;
-        N_ = B * T;
+    Tensor forward(const int32_t* tokens, int64_t sequences, int64_t length) {
+        B = sequences;
+        T = length;
+        N = B * T;
         saved_layers.clear();
         const int64_t C = config.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
+        Tensor residual(N * C);
+        for (int64_t n = 0; n < N; n++) {
             std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
         }
@@ -107,19 +107,19 @@ public:
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
     // of the losses. Backward adds the gradients of loss_weight times this sum. loss_weight is 1 / the number
     // of targets of the step that count, so that all micro-batches together give the gradients of the mean.
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_weight,
-               bool backward) {
-        const Tensor x = forward(tokens, B, T);           // (N, C)
-        const Tensor y = rounded(norm("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                  // (N, padded_V)
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
+                           double loss_weight, bool backward) {
+        const Tensor x = forward(tokens, sequences, length);  // (N, C)
+        const Tensor y = rounded(norm("final_norm", x));      // (N, C)
+        Tensor logits = head_forward(y);                      // (N, padded_V)
         const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
+            cross_entropy(N, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
         if (!backward) return loss;
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_gradient("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
         for (int64_t l = config.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
         return loss;
@@ -135,32 +135,33 @@ public:
         SavedLayer& s = saved_layers.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
-        s.norm1_input = save(residual_sum, config.C, recipe.nonlinear, ReportKind::NormInput);
+        s.norm1_input = save_for_backward(residual_sum, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
         const Tensor norm1 = norm(layer + "norm1", forward_input(residual_sum, s.norm1_input));
         Tensor qkv = linear_forward(layer + "qkv", norm1);
-        if (config.arch.rope && !config.arch.qk_norm) rope(config, B_, T_, qkv.data(), false);
-        s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
+        if (config.arch.rope && !config.arch.qk_norm) rope(config, B, T, qkv.data(), false);
+        s.qkv = save_for_backward(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
         // that are dequantized from groups are FP32; attention reads them rounded to BF16.
-        qkv = attention_input(layer, rounded(load(s.qkv)));
-        Tensor attention(N_ * config.q_cols());
-        s.lse.resize(N_ * config.NH);
-        attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
-        s.attention_output =
-            save(rounded(attention), config.q_cols(), recipe.attention, ReportKind::Attention);
+        qkv = attention_input(layer, rounded(load_saved(s.qkv)));
+        Tensor attention_output(N * config.q_cols());
+        s.lse.resize(N * config.NH);
+        attention_forward(config, B, T, qkv.data(), attention_output.data(), s.lse.data());
+        s.attention_output = save_for_backward(rounded(attention_output), config.q_cols(), recipe.attention,
+                                               ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
-        const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention_output));
-        const Tensor residual_sum2 = sum(rounded(residual_sum), attention_out);
-        s.norm2_input = save(residual_sum2, config.C, recipe.nonlinear, ReportKind::NormInput);
+        const Tensor branch = linear_forward(layer + "attention_out", load_saved(s.attention_output));
+        const Tensor residual_sum2 = sum(rounded(residual_sum), branch);
+        s.norm2_input = save_for_backward(residual_sum2, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
         const Tensor norm2 = norm(layer + "norm2", forward_input(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
-        s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
+        s.gate_up =
+            save_for_backward(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
         const Tensor act = activation(forward_input(gate_up, s.gate_up));
@@ -175,70 +176,67 @@ public:
         const SavedLayer& s = saved_layers[l];
 
         // Down; act = SiLU(gate) x up is computed again
-        const Tensor gate_up = load(s.gate_up);
+        const Tensor gate_up = load_saved(s.gate_up);
         const Tensor dact = linear_backward(layer + "down", activation(gate_up), dresidual);
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config.arch.gated, N_, config.F, gate_up.data(), dact.data(),
+        activation_backward<Real>(config.arch.gated, N, config.F, gate_up.data(), dact.data(),
                                   dgate_up.data());
-        const Tensor norm2_input = load(s.norm2_input);
+        const Tensor norm2_input = load_saved(s.norm2_input);
         const Tensor norm2 = norm(layer + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
-        dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(sum(dresidual, norm_backward(layer + "norm2", norm2_input, dnorm2)));
 
         // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
-        const Tensor dattention =
-            linear_backward(layer + "attention_out", load(s.attention_output), dresidual);
+        const Tensor dattention_output =
+            linear_backward(layer + "attention_out", load_saved(s.attention_output), dresidual);
 
         // Attention -> RoPE
-        const Tensor attention = rounded(load(s.attention_output));
-        const Tensor qkv = rounded(load(s.qkv));
+        const Tensor attention_output = rounded(load_saved(s.attention_output));
+        const Tensor qkv = rounded(load_saved(s.qkv));
         Tensor dqkv(qkv.size());
-        attention_backward(config, B_, T_, attention_input(layer, qkv).data(), attention.data(), s.lse.data(),
-                           dattention.data(), dqkv.data());
+        attention_backward(config, B, T, attention_input(layer, qkv).data(), attention_output.data(),
+                           s.lse.data(), dattention_output.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config.arch.rope) {
-            rope(config, B_, T_, dqkv.data(), true);
+            rope(config, B, T, dqkv.data(), true);
             dqkv = rounded(dqkv);
         }
         if (config.arch.qk_norm) {
             const std::string name = layer + "qk_norm.weight";
             Tensor dweight(2 * config.HS());
-            head_norm_backward(config, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            head_norm_backward(config, N, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
         }
 
         // qkv -> norm 1 -> residual gradient
-        const Tensor norm1_input = load(s.norm1_input);
+        const Tensor norm1_input = load_saved(s.norm1_input);
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
-        return rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
+        return rounded(sum(dresidual, norm_backward(layer + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
 
-    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
-    float checked_amax(const Floats& x) {
-        const float largest = amax(x.data(), int64_t(x.size()));
-        finite = finite && std::isfinite(largest);
-        return largest;
-    }
+    // An FP8 code saturates and so hides an infinity: this is called with the amax of every tensor that is
+    // quantized to FP8.
+    void note_finite(float amax) { finite = finite && std::isfinite(amax); }
 
-    // Saves x (N, cols) for backward, stored as q says. load() gives the values that were saved.
-    SavedActivation save(const Tensor& x, int64_t cols, const Storage& q, ReportKind kind) {
+    // Saves x (N, cols) for backward, stored as q says. load_saved() gives the values that were saved.
+    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& q, ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (q.fp8()) checked_amax(x);  // notes whether it is finite
-            return quantize(x.data(), N_, cols, q, stats_of(kind));
+            if (q.fp8()) note_finite(compute_amax(x.data(), int64_t(x.size())));
+            return quantize(x.data(), N, cols, q, stats_of(kind));
         }
     }
     // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
     Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
-        return recipe.forward_reads_groups ? load(saved) : rounded(x);
+        return recipe.forward_reads_groups ? load_saved(saved) : rounded(x);
     }
-    static Tensor load(const SavedActivation& saved) {
+    static Tensor load_saved(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
@@ -246,25 +244,26 @@ public:
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
     // x (rows, cols), which is x, w or g of the GEMMs of parameter i (role), as they read it: quantized and
-    // decoded again. A per-tensor scale is computed here. The scales of smaller scale blocks are computed by
-    // quantize().
-    Tensor linear_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+    // decoded again. The scale of a whole tensor is found here: just in time, or delayed, from earlier steps.
+    // The scales of smaller scale blocks are computed by fake_quantize().
+    Tensor make_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             const Storage& q = storage_of(formats, role);
-            const float largest = q.fp8() ? checked_amax(x) : 0;
-            const float scale = per_tensor_scale(role, i, largest);
-            return decoded_operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(report_kind(role)),
-                                   q.granularity == PER_TENSOR ? &scale : nullptr);
+            const int64_t rows = int64_t(x.size()) / cols;
+            QuantStats* const stats = stats_of(report_kind(role));
+            if (!q.fp8()) return fake_quantize(x, rows, cols, q, over);
+            const float amax = compute_amax(x.data(), rows * cols);
+            note_finite(amax);
+            if (q.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, q, over, stats);
+            float scale = scale_of(q, amax);  // just in time
+            if (recipe.scaling == Scaling::Delayed) {
+                DelayedScale& delayed = delayed_scales[i][int(role)];
+                delayed.amax = std::max(delayed.amax, amax);
+                scale = delayed.scale > 0 ? delayed.scale : scale_of(q, delayed.amax);
+            }
+            return fake_quantize(x, rows, cols, q, over, stats, &scale);
         }
-    }
-    // The scale of an operand with this amax: just in time, or delayed, where it comes from earlier steps.
-    float per_tensor_scale(LinearOperand role, size_t i, float largest) {
-        const Storage& q = storage_of(formats, role);
-        if (recipe.scaling == Scaling::JustInTime || !q.fp8()) return scale_of(q, largest);
-        DelayedScale& d = delayed_scales[i][int(role)];
-        d.amax = std::max(d.amax, largest);
-        return d.scale > 0 ? d.scale : scale_of(q, d.amax);
     }
 
     // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
@@ -272,12 +271,12 @@ public:
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
-        Tensor y(N_ * out);
-        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
+        const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
+        const Tensor w8 = make_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
+        Tensor y(N * out);
+        matmul<Real>(N, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
         if (has_bias(name))
-            for (int64_t n = 0; n < N_; n++)
+            for (int64_t n = 0; n < N; n++)
                 add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
         return rounded(y);
     }
@@ -286,20 +285,20 @@ public:
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = param_index.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
-        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
-        Tensor dx(N_ * in), dw(out * in);
-        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
+        const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
+        const Tensor w8 = make_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
+        Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        Tensor dx(N * in), dw(out * in);
+        matmul<Real>(N, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
         if (!formats.g.granularity.symmetric())  // its scale blocks run over tokens now
-            g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
-        matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
+            g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
+        matmul<Real>(out, in, N, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(name, dw);
         // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
         if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats.g.fp8() ? dy : g8;
-            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+            for (int64_t n = 0; n < N; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
             add_gradient(name + ".bias", dbias);
         }
         return rounded(dx);
@@ -318,11 +317,11 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config.C), dbias(config.C);
-        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
-                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                            dbias.data());
+        reference::norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N, config.C, x.data(),
+                                       weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                                       dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
@@ -330,8 +329,8 @@ public:
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
     Tensor activation(const Tensor& gate_up) const {
-        Tensor act(N_ * config.F);
-        activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
+        Tensor act(N * config.F);
+        activation_forward<Real>(config.arch.gated, N, config.F, gate_up.data(), act.data());
         return act;
     }
 
@@ -339,9 +338,9 @@ public:
     // their heads and RoPE; the others save them after RoPE.
     Tensor attention_input(const std::string& layer, Tensor qkv) const {
         if (!config.arch.qk_norm) return qkv;
-        head_norm_forward(config, N_, weight(layer + "qk_norm.weight").data(), qkv.data());
+        head_norm_forward(config, N, weight(layer + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config, B_, T_, qkv.data(), false);
+        rope(config, B, T, qkv.data(), false);
         return rounded(qkv);
     }
 
@@ -359,9 +358,9 @@ public:
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
         const int64_t V = config.padded_V(), C = config.C;
         const Tensor& w = weight(head());  // (V, C)
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
+        Tensor dhead(V * C), dy(N * C);
+        matmul<Real>(V, C, N, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
         add_gradient(head(), dhead);
         return rounded(dy);
     }
@@ -372,9 +371,9 @@ public:
         const int64_t C = config.C;
         const bool positions = !config.arch.rope;
         Tensor dembedding(config.padded_V() * C), dpositions(positions ? config.max_T * C : 0);
-        for (int64_t n = 0; n < N_; n++) {
+        for (int64_t n = 0; n < N; n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -396,7 +395,7 @@ public:
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[param_index.at(name)];
         gradient = sum(gradient, contribution);
-        if (gradient_format(settings) == recipe.compute) gradient = rounded(gradient);
+        if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
     }
 
     bool has_bias(const std::string& linear) const { return param_index.count(linear + ".bias"); }
@@ -433,9 +432,9 @@ public:
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = first_value(p.init_std, p.role.ones, used, setup.seed, i, e);
+                const float first = first_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
-                if (!setup.master) s.remainder[e] = 0;
+                if (!setup.has_master) s.remainder[e] = 0;
                 weights[i][e] = weight_of(s, e);
             }
         }
@@ -443,7 +442,7 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         reset_amaxes();
-        const int64_t tokens_of_rank = settings.accumulate * settings.B * settings.T;
+        const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t counted = 0;  // targets of the step that count
         for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) counted += theirs;
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
@@ -456,7 +455,7 @@ public:
         const double clipped_norm = norm * adamw_factors(adamw, /*decays=*/false, norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(adamw, norm);
-        return {.loss = loss, .grad_norm = norm, .skipped = skipped, .targets = counted};
+        return {.loss = loss, .grad_norm = norm, .skipped = skipped, .target_count = counted};
     }
 
 private:
@@ -464,20 +463,20 @@ private:
     // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
-        const int64_t N = settings.B * settings.T, accumulate = settings.accumulate;
+        const int64_t N = setup_.B * setup_.T, micro_batches = setup_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(counted);
         std::vector<double> losses;  // by micro-batch
-        for (int64_t a = 0; a < accumulate; a++) {
+        for (int64_t a = 0; a < micro_batches; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
-            if (a == 0 || settings.communicator) clear_gradients();
-            losses.push_back(
-                run(tokens + a * N, targets + a * N, settings.B, settings.T, loss_weight, /*backward=*/true));
-            if (settings.communicator) sum_over_ranks(a == 0);
+            if (a == 0 || setup_.communicator) clear_gradients();
+            losses.push_back(run_micro_batch(tokens + a * N, targets + a * N, setup_.B, setup_.T, loss_weight,
+                                             /*backward=*/true));
+            if (setup_.communicator) reduce_gradients(a == 0);
         }
-        if (settings.communicator) gradients.swap(sums_);
+        if (setup_.communicator) gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
-        for (int64_t a = 0; a < accumulate; a++)
+        for (int64_t a = 0; a < micro_batches; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return loss;
     }
@@ -498,18 +497,18 @@ private:
 
     // norm: of all gradients, before clipping.
     void update_all(const AdamW& adamw, double norm) {
-        const uint64_t key = rounding_key(settings.seed, adamw.step + adamw.skipped);
+        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
         for (size_t i = 0; i < params.size(); i++) {
-            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
-            refresh(i);
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decays, norm), key);
+            gather_weight(i);
         }
-        end_delayed_step();
+        update_delayed_scales();
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
     // and quantizes the moments again. s is the state of the parameter, or a copy of it.
     void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
-        const auto [first, n] = owned(settings, params[i]);
+        const auto [first, n] = owned(setup_, params[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
@@ -519,18 +518,18 @@ private:
         s.v.store(v.data(), /*second=*/true, stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
-            if (settings.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            if (setup_.has_master) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
         }
     }
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = settings.B * settings.T;  // tokens of a micro-batch
+        const int64_t N = setup_.B * setup_.T;  // tokens of a micro-batch
         reset_amaxes();
         const double divisor = divisor_of_mean(targets, N);  // step() divides likewise: the same bits
         const double loss =
-            run(tokens, targets, settings.B, settings.T, 1.0 / divisor, /*backward=*/false) / divisor;
+            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false) / divisor;
         return finite ? loss : NAN;
     }
 
@@ -542,13 +541,14 @@ public:
         std::copy(row.begin(), row.begin() + config.V, logits);
     }
 
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = settings.B * settings.T;
+    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
+        const int64_t N = setup_.B * setup_.T;
         reset_amaxes();
         clear_gradients();
         QuantReport report;
         stats = report.kinds;
-        run(tokens, targets, settings.B, settings.T, 1.0 / divisor_of_mean(targets, N), /*backward=*/true);
+        run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N),
+                        /*backward=*/true);
         // k_m and k_v are those of the moments stored now. The errors are those of the moments that
         // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
         for (size_t i = 0; i < params.size(); i++) {
@@ -570,10 +570,10 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        refresh(param_of(params, name));
+        gather_weight(param_of(params, name));
     }
 
-    const Setup& setup() const override { return settings; }
+    const Setup& setup() const override { return setup_; }
 
 private:
     void clear_gradients() {
@@ -590,28 +590,28 @@ private:
 
     // A value, or a vector of values, of all ranks in their order.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return settings.communicator ? settings.communicator->all_gather(mine) : std::vector<Element>{mine};
+        return setup_.communicator ? setup_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
     // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
     // additions are in FP32 and in the order of the ranks.
-    void sum_over_ranks(bool first) {
+    void reduce_gradients(bool first) {
         for (size_t i = 0; i < params.size(); i++) {
             Floats& sum = sums_[i];
             if (first) sum.assign(params[i].size(), 0.0f);
             const std::vector<Floats> of_ranks = all_gather(gradients[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
-                sum[e] = round_to(gradient_format(settings), sum[e]);
+                sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
         }
     }
 
     // The weights that the network computes with, after an update or write() has changed the state of a
     // parameter: each rank gives those of the part that it owns.
-    void refresh(size_t i) {
+    void gather_weight(size_t i) {
         const ParamState& s = states_[i];
-        const Range own = owned(settings, params[i]);
+        const Range own = owned(setup_, params[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
         const bool is_sharded = params[i].rows > 1;  // a vector is whole on every rank
@@ -622,14 +622,14 @@ private:
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
     // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
-    void end_delayed_step() {
-        if (!linear_formats(settings).x.fp8()) return;
+    void update_delayed_scales() {
+        if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : delayed_scales)
             for (LinearOperand o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.end_step(storage_of(recipe, o).format);
+                d.update_history_and_scale(storage_of(recipe, o).format);
             }
     }
 
@@ -650,14 +650,14 @@ private:
     // The memory of the tensor with this name. Gradients can only be read.
     Memory find(const std::string& name, bool to_write = false) {
         const size_t i = param_of(params, name);
-        const Range own = owned(settings, params[i]);
+        const Range own = owned(setup_, params[i]);
         ParamState& s = states_[i];
         std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
                                                 {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
                                                 {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
-        if (settings.master) places[".remainder"] = part(s.remainder, own);
-        if (settings.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
+        if (setup_.has_master) places[".remainder"] = part(s.remainder, own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
         for (LinearOperand o : LINEAR_OPERANDS) {
             DelayedScale& d = delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
@@ -680,7 +680,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     Network<double> network({c, recipe, optimizer, B, T});
     network.weights = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
-    const double loss = network.run(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
+    const double loss =
+        network.run_micro_batch(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

@@ -268,7 +268,7 @@ static void write_parameter(Model& model, const Param& p, const Safetensors& fil
     }
     const int64_t mine = owned(setup, p).first;
     model.write(p.name, weight.data() + mine);
-    if (setup.master) model.write(p.name + ".remainder", remainder.data() + mine);
+    if (setup.has_master) model.write(p.name + ".remainder", remainder.data() + mine);
 }
 
 // Buffers are tensors of a file that are not learned.
@@ -309,9 +309,9 @@ ModelConfig read_model_config(const std::string& folder) {
     read_fields(c, gpt2, config);
     if (!c.NKV) c.NKV = c.NH;
     if (!c.F && gpt2) c.F = 4 * c.C;
-    c.window = sliding_window(config, c);
+    c.sliding_window = sliding_window(config, c);
     read_rope(config, c);
-    validate(c);
+    require_supported(c);
     return c;
 }
 

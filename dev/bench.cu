@@ -148,7 +148,7 @@ private:
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
     void fill_cache() {
-        amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, BF16}), slot_, nullptr);
+        compute_amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, BF16}), slot_, nullptr);
     }
 };
 
@@ -163,7 +163,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage
     const View x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
     const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_GROUP);
-    if (q.granularity == PER_TENSOR) amax(stored(x), tensor_scale(out.view), nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(stored(x), tensor_scale(out.view), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -213,7 +213,7 @@ Json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const View& from, const Operand& to) {
-            amax(stored(from), tensor_scale(to.view), nullptr);
+            compute_amax(stored(from), tensor_scale(to.view), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
@@ -269,8 +269,8 @@ private:
     const Format stream_ = r_.compute;
     const bool fp8_ = r_.x.fp8(), groups_ = r_.nonlinear.fp8();
     const int64_t N_ = setup_.B * setup_.T;
-    const double batches_ = double(setup_.accumulate);  // micro-batches per step
-    const double layers_ = batches_ * double(c_.L);     // layer passes per step
+    const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
+    const double layers_ = batches_ * double(c_.L);                 // layer passes per step
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
     TensorScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
@@ -302,7 +302,7 @@ private:
 
     // --- amax, quantize and column sums of coat.cu ---------------------------------------------------------
     void amax_pass(const std::string& name, double count, const LazyTensor& x) {
-        if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
+        if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { compute_amax(x, slot_, nullptr); });
     }
     // amax: no earlier kernel has computed the amax of x
     void bias_pass(const std::string& name, double count, const LazyTensor& x, bool bias, bool amax) {
@@ -311,13 +311,13 @@ private:
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         TensorScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
-             [&] { column_sums(x, gradient, workspace, slot, nullptr); });
+             [&] { add_column_sums(x, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.view.storage.fp8() || out.view.storage.granularity != PER_TENSOR) return;
         TensorScale* slot = tensor_scale(out.view);
-        amax(x, slot, nullptr);
+        compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
             check(cudaMemcpyAsync(&slot->from_history, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
@@ -370,7 +370,7 @@ private:
         gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), flops, nullptr,
              false);
         gemm(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), flops, nullptr,
-             setup_.accumulate > 1);
+             setup_.micro_batches_per_rank > 1);
         memory_.release();
     }
     void linear_layers() {
@@ -382,7 +382,7 @@ private:
 
     Rope rope_of_model() {
         auto* const table = memory_.take<float2>(setup_.T * c_.HS() * 4);
-        rope_table(c_, setup_.T, table, nullptr);
+        fill_rope_table(c_, setup_.T, table, nullptr);
         return {table, setup_.T, c_.HS(), c_.q_cols() + c_.kv_cols()};
     }
     void attention() {
@@ -418,8 +418,8 @@ private:
     // --- Between the GEMMs ---------------------------------------------------------------------------------
     Norm random_norm(const Storage& q) {
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
-        const Norm n{random(N_, c_.C, q),          weight,      bias,
-                     memory_.take<RowStatistics>(N_ * 8), c_.arch.rms, c_.norm_eps};
+        const Norm n{random(N_, c_.C, q), weight,     bias, memory_.take<RowStatistics>(N_ * 8),
+                     c_.arch.rms,         c_.norm_eps};
         residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, true,
                      nullptr, nullptr);  // leaves stats
         return n;
@@ -477,9 +477,8 @@ private:
             const View u = random(N_, c_.gate_up_cols()),
                        saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_,
-                 size(u) + size(saved), [&] {
-                     quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr);
-                 });
+                 size(u) + size(saved),
+                 [&] { quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
         } else {
             amax_pass(name, layers_, h);
         }
@@ -493,7 +492,7 @@ private:
     // The four weights of a layer. With several micro-batches, a step quantizes them once.
     void weights() {
         if (!fp8_) return;
-        const bool keep = setup_.accumulate > 1;
+        const bool keep = setup_.micro_batches_per_rank > 1;
         std::vector<View> w;
         for (auto [out, in] :
              {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.gate_up_cols(), c_.C}, {c_.C, c_.F}})
@@ -545,7 +544,7 @@ private:
                  [&] { positions_backward(x, setup_.T, positions, nullptr); });
     }
     void head() {
-        const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();
+        const int64_t n = std::min(HEAD_SLICE_TOKENS, N_), V = c_.padded_V();
         const double count = batches_ * double(N_) / double(n), flops = 2.0 * double(n * c_.C * V);
         const int32_t* targets = upload(made_up_tokens(n, c_.V));
         const double* loss_weight = upload(std::vector<double>{1e-4});
@@ -580,8 +579,8 @@ private:
         const bool remainder = stream_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
         const View gradient = random(1, n);
-        const Segment* segment =
-            upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
+        const Shard* shard =
+            upload(std::vector<Shard>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
         const int64_t units = ceil_div(n, SHARD_UNIT);
         double* sums = memory_.take<double>((1 + units) * 8);
@@ -596,13 +595,13 @@ private:
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
-            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, units, nullptr, sums, nullptr);
-            gradient_norm(sums, units, 1, 1, state, nullptr);
+            compute_gradient_squares(shard, 1, gradient.data, stream_, 0, 0, units, nullptr, sums, nullptr);
+            update_gradient_state(sums, units, 1, 1, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, double(n) * each, [&] {
-            adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
+            adamw({10, 1e-4f}, o, shard, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
         });
     }
 
@@ -625,7 +624,7 @@ public:
 // Sorted. A step waits for the GPU itself.
 std::vector<double> step_seconds(const Setup& s) {
     const std::unique_ptr<Model> model = make_gpu(s);
-    std::vector<int32_t> tokens = Step::made_up_tokens(s.accumulate * s.B * s.T + 1, s.config.V);
+    std::vector<int32_t> tokens = Step::made_up_tokens(s.micro_batches_per_rank * s.B * s.T + 1, s.config.V);
     std::vector<double> times;
     for (int64_t step = 0; step <= STEPS; step++) {  // the first includes start-up costs
         const auto begin = std::chrono::steady_clock::now();
@@ -653,7 +652,7 @@ void print_rows(const std::vector<Row>& rows) {
 }
 
 Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
-    const auto [micro_batches, B, T] = std::array<long long, 3>{s.accumulate, s.B, s.T};
+    const auto [micro_batches, B, T] = std::array<long long, 3>{s.micro_batches_per_rank, s.B, s.T};
     std::printf("\n%s, recipe %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name,
                 micro_batches, B, T);
     const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, capability()), clock, ceilings, only).rows;
@@ -712,7 +711,7 @@ std::vector<Setup> setups(const Flags& flags) {
                 number("--seq", r.seq),
                 number("--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
-        validate(s);
+        require_supported(s);
         list.push_back(s);
     };
     for (const Run& r : RUNS)

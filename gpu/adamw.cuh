@@ -145,8 +145,8 @@ struct AdamArguments {
     AdamWFactors f;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
-    const Segment* segments;
-    int number_of_segments;
+    const Shard* shards;
+    int shard_count;
     int64_t first_element, spans;  // of the range: its first element, and how many spans it has
     Weights w;
     uint64_t rounding_key;
@@ -154,14 +154,14 @@ struct AdamArguments {
     const GradientState* state;
 
     // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
-    __device__ bool in_fp8_moment_groups(const Segment& s) const { return has_scales(s.m) && !per_tensor; }
+    __device__ bool in_fp8_moment_groups(const Shard& s) const { return has_scales(s.m) && !per_tensor; }
 };
 
-// Both of these are in other_optimizers.cu. Sets the amaxes of all segments' weights to 0, and the maxima
+// Both of these are in other_optimizers.cu. Sets the amaxes of all shards' weights to 0, and the maxima
 // that the update will find of moments with one scale per tensor.
 void clear_maxima(const AdamArguments& a, cudaStream_t s);
-// Updates the segments whose moments are not in FP8 groups. fp8_moment_groups: whether the moments of the
-// other segments are in FP8 groups. Then only the small segments, norm weights and biases, are updated here.
+// Updates the shards whose moments are not in FP8 groups. fp8_moment_groups: whether the moments of the
+// other shards are in FP8 groups. Then only the small shards, norm weights and biases, are updated here.
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

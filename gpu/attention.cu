@@ -335,7 +335,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
     launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
     const View result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
-    if (out_amax) amax(stored(result), out_amax, stream);
+    if (out_amax) compute_amax(stored(result), out_amax, stream);
 }
 
 template <class T>
@@ -354,7 +354,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     const View dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax, stream);
-    else if (tensors.dqkv_amax) amax(stored(dqkv), tensors.dqkv_amax, stream);
+    else if (tensors.dqkv_amax) compute_amax(stored(dqkv), tensors.dqkv_amax, stream);
 }
 
 template <class T> size_t workspace(const AttentionShape& s) {
@@ -372,7 +372,7 @@ constexpr AttentionKernels ANY_GPU{.forward = forward<Tile<Real, COLS>>,
 AttentionKernels fastest(const AttentionShape& s) {
     require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 &&
                 (s.format == Format::FP32 || s.format == Format::BF16),
-            "a shape or format that architecture.h's validate() refuses");
+            "a shape or format that architecture.h's require_supported() refuses");
     const bool fits = s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
     const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
     return fits && hopper ? hopper_attention(s) : any_gpu_attention(s);

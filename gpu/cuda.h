@@ -61,18 +61,18 @@ inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream)
 
 // A handle of CUDA's, which is given back to `destroy` at the end. A null handle is not: CUDA would note an
 // error, which the next launch of a kernel would report as its own.
-template <class Handle, cudaError_t (*destroy)(Handle)> struct Owned {
+template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 
-    Owned() = default;
-    ~Owned() {
+    UniqueHandle() = default;
+    ~UniqueHandle() {
         if (handle) destroy(handle);
     }
-    Owned(const Owned&) = delete;
-    Owned& operator=(const Owned&) = delete;
+    UniqueHandle(const UniqueHandle&) = delete;
+    UniqueHandle& operator=(const UniqueHandle&) = delete;
 };
 
-class Stream : Owned<cudaStream_t, cudaStreamDestroy> {
+class Stream : UniqueHandle<cudaStream_t, cudaStreamDestroy> {
 public:
     explicit Stream(bool dry_run) {
         if (!dry_run)
@@ -82,7 +82,7 @@ public:
 };
 
 // A point in a stream that another stream can wait for.
-class Event : Owned<cudaEvent_t, cudaEventDestroy> {
+class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
 public:
     void record(cudaStream_t stream) {
         enqueue(stream, [&] {
@@ -101,11 +101,11 @@ public:
 // Work that is launched again and again with the same arguments. Only the first run() calls work(), and
 // records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
 // of kernels start as one. Not for dry runs.
-class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
+class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {
         if (!handle) {
-            Owned<cudaGraph_t, cudaGraphDestroy> graph;
+            UniqueHandle<cudaGraph_t, cudaGraphDestroy> graph;
             constexpr char RECORDING[] = "Recording a CUDA graph failed";
             check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), RECORDING);
             work();

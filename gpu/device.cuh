@@ -403,8 +403,8 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     };
     static constexpr int BYTES =
         sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
-    Layout in;      // (N, INPUT_PLANES * width)
-    int64_t width;  // of a plane
+    Layout in;        // (N, INPUT_PLANES * width)
+    int64_t width;    // of a plane
     LazyTensor lazy;  // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {

@@ -95,7 +95,7 @@ void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaS
     });
 }
 
-void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
+void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
     launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
            static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
@@ -426,7 +426,7 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
     launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, s);
 }
 
-void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s) {
+void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s) {
     launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, loss_weight, total);
 }
 
@@ -484,8 +484,8 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
            dim3(32, REDUCE_ROWS), 0, s, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
-void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
-                 cudaStream_t s) {
+void add_column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+                     cudaStream_t s) {
     with_producer(x, [&](auto producer) {
         launch("column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
                TILE_THREADS, 0, s, producer, x.rows, workspace, amax);

@@ -59,15 +59,15 @@ ReceivedBytes received_bytes(const Setup& s) {
 int64_t gradients_offset(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
-    if (s.accumulate > 1) return c.L * layer_bytes;
+    if (s.micro_batches_per_rank > 1) return c.L * layer_bytes;
     const std::vector<Param> params = parameters(c);
-    const std::vector<ShardPlace> shards = shard_places(s);
+    const std::vector<ShardPlace> places = shard_places(s);
     const int64_t gradient_bytes = info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const bool last = params[i].name == "positions" || (params[i].name == "embedding" && !c.tied);
         const int64_t layers_alive = params[i].layer >= 0 ? params[i].layer + 1 : last ? 0 : c.L;
-        offset = std::max(offset, layers_alive * layer_bytes - shards[i].rank_offset * gradient_bytes);
+        offset = std::max(offset, layers_alive * layer_bytes - places[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
 }
@@ -80,7 +80,7 @@ int64_t saved_layer_bytes(const Setup& s) {
 }
 
 bool should_cache_weights(const Setup& s) {
-    return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
+    return s.micro_batches_per_rank > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
 }
 
 // Whether cuBLASLt has a GEMM of two such operands.

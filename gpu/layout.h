@@ -12,7 +12,7 @@ namespace coat {
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 namespace gpu {
-class Transport;  // gpu/collectives.h: how GPUs send each other bytes
+class Transport;  // gpu/sharding.h: how GPUs send each other bytes
 }
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
 // once per step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry
@@ -37,7 +37,7 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
-    // The number, among the shard units of all parameters, of this parameter's first. (Segment::shard_unit is
+    // The number, among the shard units of all parameters, of this parameter's first. (Shard::shard_unit is
     // the number of the first in this rank's part.)
     int64_t first_shard_unit;
 };
@@ -60,7 +60,7 @@ struct BucketElements {
 BucketElements bucket_elements(const Setup& s);
 
 // Several ranks: the most bytes that a rank receives of a bucket's gradients, and that the matrices of a
-// stage take when they are gathered (gpu/collectives.h). With one rank both are 0.
+// stage take when they are gathered (gpu/sharding.h). With one rank both are 0.
 struct ReceivedBytes {
     int64_t gradients = 0, weights = 0;
 };
@@ -83,13 +83,13 @@ int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backwar
 int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.
-inline constexpr int64_t HEAD_TOKENS = 4096;
+inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // A sum in BF16 is rounded at most four times in a step. A micro-batch adds to the head's gradient once for
-// each piece of HEAD_TOKENS, and a tied embedding adds once more. Where these would be more than four
-// additions in a step, the pieces of a micro-batch are added in FP32, and their sum is rounded once.
+// each slice of HEAD_SLICE_TOKENS, and a tied embedding adds once more. Where these would be more than four
+// additions in a step, the slices of a micro-batch are added in FP32, and their sum is rounded once.
 inline bool head_sum_in_fp32(const Setup& s) {
-    const int64_t pieces = ceil_div(s.B * s.T, HEAD_TOKENS), additions = pieces + s.config.tied;
-    return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
+    const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
+    return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches(s) * additions > 4;
 }
 
 // -----------------------------------------------------------------------------------------------------------

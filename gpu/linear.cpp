@@ -6,10 +6,10 @@ namespace coat::gpu {
 LinearLayer::LinearLayer(LinearContext& context, size_t weight)
     : context_(context), weight_(weight), bias_(context_.parameters.bias_of(weight)),
       out_(context_.parameters.params[weight].rows), in_(context_.parameters.params[weight].cols),
-      number_(context_.parameters.linear_layer_number(weight)),
-      x_scaling_(context_.scales.of_operand(LinearOperand::X, number_)),
-      w_scaling_(context_.scales.of_weight(weight, number_)),
-      g_scaling_(context_.scales.of_operand(LinearOperand::G, number_)) {
+      index_(context_.parameters.linear_layer_index(weight)),
+      x_scale_(context_.scales.of_operand(LinearOperand::X, index_)),
+      w_scale_(context_.scales.of_weight(weight, index_)),
+      g_scale_(context_.scales.of_operand(LinearOperand::G, index_)) {
     if (context_.caches_weights) cached_w8_ = take_operand(LinearOperand::W, out_, Form::Both);
 }
 
@@ -26,7 +26,7 @@ void LinearLayer::fprop(const LazyTensor& x, const View& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
-    const void* const bias = bias_ ? context_.collectives.weight(*bias_).data : nullptr;
+    const void* const bias = bias_ ? context_.sharding.weight(*bias_).data : nullptr;
     View whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
     context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
@@ -41,7 +41,7 @@ void LinearLayer::dgrad(const Operand& g8, const View& dx) {
 void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
-    const View dw = context_.collectives.gradient_to_write(weight_);
+    const View dw = context_.sharding.gradient_to_write(weight_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
 }
 
@@ -63,7 +63,7 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
 
-    TensorScale* const scales[] = {x_scaling_, w_scaling_, g_scaling_};
+    TensorScale* const scales[] = {x_scale_, w_scale_, g_scale_};
     TensorScale* const scale = scales[int(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
         return {.view = {codes, scale, rows, cols, q},
@@ -97,9 +97,9 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
 // codes, of which dgrad needs the transpose. Otherwise it is made here, of the weight.
 Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
-    context_.collectives.gather_weights(Collectives::stage_of(number_),
-                                        reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
-    const View w = context_.collectives.weight(weight_);
+    context_.sharding.gather_weights(Sharding::stage_of(index_),
+                                     reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
+    const View w = context_.sharding.weight(weight_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
@@ -113,7 +113,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
 
 void LinearLayer::make_cached_weight() {
     compute_weight_amax();
-    write_operand(LinearOperand::W, stored(context_.collectives.weight(weight_)), cached_w8_);
+    write_operand(LinearOperand::W, stored(context_.sharding.weight(weight_)), cached_w8_);
 }
 
 Operand LinearLayer::take_g8(int64_t N, void* codes) const {
@@ -139,17 +139,17 @@ void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) 
     }
     // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
     // pass of its own, which computes both; otherwise it is done while g is quantized.
-    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax() : nullptr;
+    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
     if (bias_ && !missing) return quantize_and_add_bias_gradient(g, g8);
     if (bias_) add_bias_gradient(g, missing);
-    else compute_amax(g, missing);
+    else compute_amax_if_wanted(g, missing);
     write_operand(LinearOperand::G, g, g8);
 }
 
 void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    quantize_and_sum(g, g8, context_.collectives.gradient_to_write(*bias_), workspace,
+    quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_), workspace,
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
@@ -157,21 +157,21 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
 void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    column_sums(g, context_.collectives.gradient_to_write(*bias_), workspace, amax, stream());
+    add_column_sums(g, context_.sharding.gradient_to_write(*bias_), workspace, amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Amaxes
 
-void LinearLayer::compute_amax(const LazyTensor& x, TensorScale* amax) const {
-    if (amax) gpu::amax(x, amax, stream());
+void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax) const {
+    if (amax) gpu::compute_amax(x, amax, stream());
 }
 
 // The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
-    if (context_.scales.delayed() && context_.amax_before_codes())
-        compute_amax(stored(context_.collectives.weight(weight_)), w_scaling_);
+    if (context_.scales.delayed() && context_.needs_amax_before_codes())
+        compute_amax_if_wanted(stored(context_.sharding.weight(weight_)), w_scale_);
 }
 
 }  // namespace coat::gpu

@@ -21,7 +21,7 @@
 #include <optional>
 
 #include "gemm.h"
-#include "collectives.h"
+#include "sharding.h"
 
 namespace coat::gpu {
 
@@ -30,7 +30,7 @@ struct LinearContext {
     Device& device;
     const Parameters& parameters;
     const Scales& scales;
-    Collectives& collectives;
+    Sharding& sharding;
     Gemms& gemms;
     const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
     // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw. The model
@@ -40,7 +40,7 @@ struct LinearContext {
 
     // Whether the amax of an operand is needed before its codes can be made: if x, w and g have one scale per
     // tensor, which comes just in time; or is delayed, and some history of amaxes is still empty.
-    bool amax_before_codes() const {
+    bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scales.delayed() || scales.any_empty_history);
     }
@@ -57,7 +57,7 @@ public:
     void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
 
     // --- g8
-    // Known: an earlier kernel has left the amax of g in g_amax(). Unknown: it is computed here first.
+    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed here first.
     enum class AmaxIs : uint8_t { Known, Unknown };
     // Makes g8 of g (N, out), in memory that is taken in the caller's scope, and adds the column sums of g to
     // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
@@ -73,10 +73,10 @@ public:
     void make_cached_weight();
 
     // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
-    TensorScale* x_amax() const { return context_.amax_before_codes() ? x_scaling_ : nullptr; }
-    TensorScale* g_amax() const { return context_.amax_before_codes() ? g_scaling_ : nullptr; }
+    TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
+    TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
-    void compute_x_amax(const LazyTensor& x) const { compute_amax(x, x_amax()); }
+    void compute_x_amax(const LazyTensor& x) const { compute_amax_if_wanted(x, x_amax_out()); }
 
     // The bucket to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameters.params[weight_].bucket; }
@@ -88,12 +88,12 @@ private:
     const size_t weight_;               // number of the parameter (out, in)
     const std::optional<size_t> bias_;  // number of the parameter (out), if there is one
     const int64_t out_, in_;
-    const int64_t number_;  // of this linear layer among all
+    const int64_t index_;  // of this linear layer among all
     // Of each operand the amax and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
-    TensorScale* const x_scaling_;
-    TensorScale* const w_scaling_;
-    TensorScale* const g_scaling_;
+    TensorScale* const x_scale_;
+    TensorScale* const w_scale_;
+    TensorScale* const g_scale_;
     Operand cached_w8_{};  // no tensor, if weights are not cached
 
     Arena& arena() const { return context_.device.arena; }
@@ -103,7 +103,7 @@ private:
     void write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
     Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
     Operand weight_operand(Gemm reader) const;
-    void compute_amax(const LazyTensor& x, TensorScale* amax) const;
+    void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax) const;
     void compute_weight_amax() const;
     void add_bias_gradient(const LazyTensor& g, TensorScale* amax) const;
     void quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const;

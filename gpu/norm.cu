@@ -18,8 +18,8 @@ constexpr int ROW_CHUNKS = 4;  // of a thread, at most
 constexpr int ROW_WARPS = 16;  // of a row, at most
 
 // The shape of a block for rows of C columns. A row has as few warps as can hold it. (ROW_WARPS of them hold
-// 2^14 columns; validate() in architecture.h allows no more.) A row of one warp shares its block with three
-// others, a row of two warps with one other.
+// 2^14 columns; require_supported() in architecture.h allows no more.) A row of one warp shares its block
+// with three others, a row of two warps with one other.
 static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};

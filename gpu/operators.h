@@ -22,13 +22,13 @@
 //   group         16 neighbouring features of a token, which share a scale (coat.h)
 //   moment group  128 elements of a moment, which share (max, k) (coat.h)
 //   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
-//   segment       what this rank owns of one parameter (section 3)
+//   shard       what this rank owns of one parameter (section 3)
 //   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
 //                 norm before it; the final norm and the head; or the embeddings (architecture.h,
 //                 Param::bucket)
 //   stage         the unit in which several GPUs gather weights: the embeddings, a linear layer, or the head
 //   flat order    all parameters one after the other, each padded to whole moment groups (Param::offset)
-//   rank's order  likewise the segments of this rank. Its weights, masters, moments and sums of gradients
+//   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients
 //                 have this order. With one rank it is the flat order.
 #pragma once
 #include <vector>
@@ -47,7 +47,7 @@ namespace coat::gpu {
 //                  just in time                              delayed
 //   amax           a kernel that has the values raises it,   quantize() raises it in passing; after the step
 //                  before quantize() (coat.cu, part 2)       it enters the history
-//   from_history                                             end_delayed_step(), for the next step
+//   from_history                                             update_delayed_scales(), for the next step
 //   scale          quantize(): amax / FMAX                   quantize(): from_history
 //
 // A GEMM reads `scale`. Delayed scaling goes on just in time while from_history is 0. With several ranks,
@@ -164,13 +164,13 @@ inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, cons
 // ===========================================================================================================
 // 2. Quantizers: section 5 of the paper (coat.cu)
 //
-// Scaling per tensor takes two passes, amax() and quantize(). A kernel that has the values at hand anyway
-// updates the amax itself, which saves the first pass.
+// Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
+// anyway updates the amax itself, which saves the first pass.
 
 // out_amax->amax = max(out_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
 // every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not
 // be in FP32.
-void amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
+void compute_amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
 
 // Computes x and writes its FP8 codes, as out says.
 //   per tensor              The scale is computed from the amax in tensor_scale(out.view); if out.delayed, it
@@ -196,8 +196,8 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // In how many parts sums over rows are first added up: the rows of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as column_sums() adds them
-// (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
+// write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as add_column_sums() adds
+// them (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
 void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s);
 
@@ -236,7 +236,7 @@ struct MomentView {
 };
 
 // What this rank updates of one parameter: a row of a table on the device.
-struct Segment {
+struct Shard {
     int64_t offset, size;  // elements; offset: in the rank's order
     MomentView m, v;
     bool decays;
@@ -264,20 +264,21 @@ struct GradientState {
 
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
-void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
+void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* checked,
+                       cudaStream_t s);
 // Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
 // give the same norm for any number of ranks.
 //   gradients       begin with the element `first` of the rank's order
 //   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
 //                   `first_shard_unit` on; 0 where the shard unit is another rank's
-void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
-                      double* sums, cudaStream_t s);
+void compute_gradient_squares(const Shard* shards, int shard_count, const void* gradients, Format format,
+                              int64_t first, int64_t first_shard_unit, int64_t shard_units,
+                              const double* loss, double* sums, cudaStream_t s);
 // Adds these sums of all ranks, (ranks, 1 + shard_units), to the state. A shard unit of a matrix belongs to
 // one rank, so the other ranks' sums of it are 0. A vector belongs to every rank, so all sums of it are
 // equal; they count once. clip: the limit of the norm; 0: none.
-void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
-                   cudaStream_t s);
+void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                           GradientState* state, cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
 // `overwrite`, without the old sum. n: elements. This rank's gradients are at `own`. Those of the other
@@ -288,12 +289,12 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // ===========================================================================================================
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
-// AdamW of a range of the rank's order, whole segments: all, or those of a bucket. `segments` and `gradients`
-// are those of the range; the gradients' `format` is FP32 or that of the weights. Every segment's m.format is
+// AdamW of a range of the rank's order, whole shards: all, or those of a bucket. `shards` and `gradients`
+// are those of the range; the gradients' `format` is FP32 or that of the weights. Every shard's m.format is
 // optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h), for weights without a
 // master.
-// The segments' amaxes become those of the new weights; where state->skip is set, all stays as it was.
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
+// The shards' amaxes become those of the new weights; where state->skip is set, all stays as it was.
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
@@ -334,11 +335,11 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
 // 6. RoPE, and norms of heads (gpu/layers.cu)
 
 struct Rope {
-    const float2* table;  // (positions, HS/2) {cos, sin}, from rope_table()
+    const float2* table;  // (positions, HS/2) {cos, sin}, from fill_rope_table()
     // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
     int64_t T, HS, rotated_cols;
 };
-void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
+void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
 // Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
 // amax is not null.
 void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s);
@@ -372,20 +373,20 @@ void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
                    float* losses, cudaStream_t s);
 // *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
-void loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
+void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
 
 // ===========================================================================================================
 // 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
-// gradient (n) += the sums over the rows of partials (rows, n): the second stage of column_sums(),
+// gradient (n) += the sums over the rows of partials (rows, n): the second stage of add_column_sums(),
 // norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
 // of the first, or no tensor.
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
                      const View& second = {});
 // gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
-                 cudaStream_t s);
+void add_column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+                     cudaStream_t s);
 
 // Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
 struct TokenRows {
@@ -417,8 +418,8 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
 // length), as the newest. The scale of the next step is from_history = max(history) / FMAX. If that maximum
 // is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything stays as it was.
 // *empty += the number of scales whose from_history is still 0.
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
-                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
+void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
+                           const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
@@ -427,18 +428,19 @@ void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, i
                     cudaStream_t s);
 
 // ===========================================================================================================
-// 10. The quantization report (gpu/report.cu; coat.h, QuantStats). It has a kernel of its own, so that
+// 10. The quantization report (gpu/quant_report.cu; coat.h, QuantStats). It has a kernel of its own, so that
 // training pays nothing for it.
 
 // Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
 // the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of
 // scales: row-major, and transposed (128x128 once: these are equal). Nothing where quant_stats is null.
-void measure(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a
 // large parameter only a part is measured; the report then says so. Waits for the stream.
-void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
-                     Format format, int64_t count, QuantReport& report, cudaStream_t s);
+void add_moment_quant_errors(const OptimizerFormat& o, const MomentView& m, const MomentView& v,
+                             const void* gradient, Format format, int64_t count, QuantReport& report,
+                             cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -37,75 +37,75 @@ static __device__ void store_moment(const MomentView& m, float fmax, int64_t i, 
     put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
-// blockIdx.y is the number of the segment. find_maxima: the first of two passes, which stores nothing else.
+// blockIdx.y is the number of the shard. find_maxima: the first of two passes, which stores nothing else.
 constexpr int ADAMW_THREADS = 256;
 template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_plain_kernel(const AdamArguments a, bool find_maxima) {
-    const Segment segment = a.segments[blockIdx.y];
-    if (a.state->skip || a.in_fp8_moment_groups(segment)) return;
-    if (find_maxima && !has_scales(segment.m) && !has_scales(segment.v)) return;
-    const W weights(a.w, segment.offset);
-    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.weight_decay : 0.0f;
+    const Shard shard = a.shards[blockIdx.y];
+    if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
+    if (find_maxima && !has_scales(shard.m) && !has_scales(shard.v)) return;
+    const W weights(a.w, shard.offset);
+    const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
-    for (int64_t i = thread_of_grid() * CHUNK; i < segment.size;
+    for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
         if (!find_maxima) weights.values(weights.load(i), w);
-        a.gradients.load_values(segment.offset - a.first_element + i, g);
-        const float keep_m = a.f.beta1 * load_moment(segment.m, a.fmax_m, i, m);
-        const float keep_v = a.f.beta2 * load_moment(segment.v, a.fmax_v, i, v);
+        a.gradients.load_values(shard.offset - a.first_element + i, g);
+        const float keep_m = a.f.beta1 * load_moment(shard.m, a.fmax_m, i, m);
+        const float keep_v = a.f.beta2 * load_moment(shard.v, a.fmax_v, i, v);
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             top_m = max(top_m, magnitude_bits(m[j]));
             top_v = max(top_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, segment.offset + segment.to_flat_order + i, true, top_w);
-        store_moment(segment.m, a.fmax_m, i, m);
-        store_moment(segment.v, a.fmax_v, i, v);
+        weights.store(i, w, a.rounding_key, shard.offset + shard.to_flat_order + i, true, top_w);
+        store_moment(shard.m, a.fmax_m, i, m);
+        store_moment(shard.v, a.fmax_v, i, v);
     }
-    if (segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
-    if (find_maxima && has_scales(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
-    if (find_maxima && has_scales(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
+    if (shard.amax) update_amax_by_warp(&shard.amax->amax, top_w);
+    if (find_maxima && has_scales(shard.m)) update_amax_by_warp(shard.m.max + 1, top_m);
+    if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_v);
 }
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
 // the maxima of the moments.
 static __global__ void clear_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
-    if (i >= a.number_of_segments || a.state->skip) return;
-    const Segment& segment = a.segments[i];
-    if (segment.amax) segment.amax->amax = 0;
-    if (a.per_tensor && has_scales(segment.m)) segment.m.max[1] = 0;
-    if (a.per_tensor && has_scales(segment.v)) segment.v.max[1] = 0;
+    if (i >= a.shard_count || a.state->skip) return;
+    const Shard& shard = a.shards[i];
+    if (shard.amax) shard.amax->amax = 0;
+    if (a.per_tensor && has_scales(shard.m)) shard.m.max[1] = 0;
+    if (a.per_tensor && has_scales(shard.v)) shard.v.max[1] = 0;
 }
 
 // After the last pass the new maxima decode the moments.
 static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
-    if (i >= a.number_of_segments || a.state->skip) return;
-    const Segment& segment = a.segments[i];
-    if (has_scales(segment.m)) segment.m.max[0] = segment.m.max[1];
-    if (has_scales(segment.v)) segment.v.max[0] = segment.v.max[1];
+    if (i >= a.shard_count || a.state->skip) return;
+    const Shard& shard = a.shards[i];
+    if (has_scales(shard.m)) shard.m.max[0] = shard.m.max[1];
+    if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
 }
 
 void clear_maxima(const AdamArguments& a, cudaStream_t s) {
-    launch("clear_maxima", clear_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a);
+    launch("clear_maxima", clear_maxima_kernel, blocks(a.shard_count, 128), 128, 0, s, a);
 }
 
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s) {
     if (a.spans == 0) return;
-    const unsigned segments = static_cast<unsigned>(a.number_of_segments);
+    const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
     const int64_t each = std::min<int64_t>(useful, fp8_moment_groups ? 8 : 4 * multiprocessors());
-    const dim3 grid(static_cast<unsigned>(each), segments);
+    const dim3 grid(static_cast<unsigned>(each), shards);
     with_weights(a.w, [&]<class W>() {
         const auto kernel = adamw_plain_kernel<W>;
         if (a.per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);
         launch("adamw", kernel, grid, ADAMW_THREADS, 0, s, a, false);
     });
-    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(segments, 128), 128, 0, s, a);
+    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, s, a);
 }
 
 }  // namespace coat::gpu

@@ -124,7 +124,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
-    measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
+    add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, false>;
@@ -162,7 +162,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Format fp8 = out.view.storage.format;
-    measure(x, out, quant_stats, s);  // before the codes, which may overwrite x
+    add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, false>;
@@ -192,10 +192,10 @@ static __global__ void end_delayed_step_kernel(TensorScale* scales, int64_t n, f
     else mine.scale = mine.from_history;  // a rank without a part of this weight receives only codes
 }
 
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
-                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    launch("end_delayed_step", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0, s,
-           scales, n, histories, length, info(fp8).max, skipped, empty);
+void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
+                           const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
+    launch("update_delayed_scales", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0,
+           s, scales, n, histories, length, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu

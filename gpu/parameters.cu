@@ -27,7 +27,7 @@ void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, 
                 uint64_t seed, cudaStream_t s) {
     const int64_t n = padded(own);
     launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, own, n, p.init_std,
-           p.role.ones, used, seed, index);
+           p.role.starts_at_one, used, seed, index);
 }
 
 cudaError_t find_kernels() {
@@ -51,8 +51,8 @@ static __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one shard unit: SHARD_UNIT elements, or the last ones of a segment.
-// These are the elements [from, stop) of the segment, whose first is gradients[offset].
+// A warp computes the sum of squares of one shard unit: SHARD_UNIT elements, or the last ones of a shard.
+// These are the elements [from, stop) of the shard, whose first is gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
 static __device__ double squares_of_unit(const EitherDense& gradients, int64_t offset, int64_t from,
                                          int64_t stop) {
@@ -71,39 +71,39 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
     return sum_of_warp(sum);
 }
 
-// The warps take turns with the shard units of all segments.
+// The warps take turns with the shard units of all shards.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
+    squares_kernel(const Shard* shards, int shard_count, EitherDense gradients, int64_t first,
                    int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    int64_t before = 0;  // shard units of earlier segments
-    for (int i = 0; i < number_of_segments; i++) {
-        const int64_t offset = segments[i].offset - first, size = segments[i].size;
+    int64_t before = 0;  // shard units of earlier shards
+    for (int i = 0; i < shard_count; i++) {
+        const int64_t offset = shards[i].offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
-        double* const sums_of_segment = sums + 1 + segments[i].shard_unit - first_shard_unit;
-        // The warps go on in turn where the last segment ended.
+        double* const sums_of_shard = sums + 1 + shards[i].shard_unit - first_shard_unit;
+        // The warps go on in turn where the last shard ended.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += units;
         for (int64_t unit = turn; unit < units; unit += warps) {
             const int64_t from = unit * SHARD_UNIT, stop = min(size, from + SHARD_UNIT);
             const double sum = squares_of_unit(gradients, offset, from, stop);
-            if (lane == 0) sums_of_segment[unit] = sum;
+            if (lane == 0) sums_of_shard[unit] = sum;
         }
     }
 }
 
-void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
-                      double* sums, cudaStream_t s) {
+void compute_gradient_squares(const Shard* shards, int shard_count, const void* gradients, Format format,
+                              int64_t first, int64_t first_shard_unit, int64_t shard_units,
+                              const double* loss, double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     clear(sums, (1 + shard_units) * static_cast<int64_t>(sizeof(double)), s);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = blocks(32 * shard_units + 32, THREADS);
-    launch("gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, segments,
-           number_of_segments, either_dense(gradients, format), first, first_shard_unit, loss, sums);
+    launch("gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, shards, shard_count,
+           either_dense(gradients, format), first, first_shard_unit, loss, sums);
 }
 
 constexpr int STATE_THREADS = 1024;
@@ -133,8 +133,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     state->skip |= !finite;
 }
 
-void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
-                   cudaStream_t s) {
+void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                           GradientState* state, cudaStream_t s) {
     launch("gradient_norm", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks, clip,
            state);
 }
@@ -147,8 +147,9 @@ static __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
 }
 
-void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
-    launch("checked_loss", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
+void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* checked,
+                       cudaStream_t s) {
+    launch("loss_or_nan", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
 }
 
 // ===========================================================================================================

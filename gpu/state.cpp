@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "gemm.h"
-#include "collectives.h"
+#include "sharding.h"
 
 namespace coat::gpu {
 
@@ -34,11 +34,11 @@ void Device::wait(const char* what) const {
         check(cudaStreamSynchronize(stream), what);
     });
 }
-void Device::send(void* to_gpu, const void* from_host, int64_t bytes) const {
+void Device::copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
     wait();
     copy(to_gpu, from_host, bytes, stream);
 }
-void Device::fetch(void* to_host, const void* from_gpu, int64_t bytes) const {
+void Device::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const {
     wait();
     copy(to_host, from_gpu, bytes, stream);
     wait();
@@ -48,22 +48,22 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
     return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
 }
 
-// Takes the moments of what this rank owns. A scale per tensor has two places: while the update encodes with
-// the new scale, the old one still decodes.
-static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& shards) {
+// Takes the moments of what this rank owns. A scale per tensor has room for two: while the update encodes
+// with the new scale, the old one still decodes.
+static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& places) {
     const OptimizerFormat& o = s.optimizer;
-    const int64_t places = o.per_tensor ? 2 : 1;
+    const int64_t maxima = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.take(0);
     const std::vector<Param> params = parameters(s.config);
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t groups = o.moment_group_count(f, shards[i].own.count);
-            MomentView moment{.data = arena.take(padded(shards[i].own) * info(f).bytes),
+            const int64_t groups = o.moment_group_count(f, places[i].own.count);
+            MomentView moment{.data = arena.take(padded(places[i].own) * info(f).bytes),
                               .max = nullptr,
                               .k = nullptr,
                               .format = f};
-            if (moments_need_scaling(f)) moment.max = arena.take<float>(groups * places);
+            if (moments_need_scaling(f)) moment.max = arena.take<float>(groups * maxima);
             if (o.uses_expansion(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
         }
@@ -76,16 +76,16 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
 // those of one bucket travel while the next are computed. Those of a tied embedding have a place of their own
 // in the last two cases, because the head writes them first, before all other buckets.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
-                                           const std::vector<ShardPlace>& shards) {
+                                           const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
     const int64_t each = info(gradient_format(s)).bytes, activations = s.config.L * saved_layer_bytes(s);
     if (!s.keep_gradients) {
         m.saved = arena.take(activations);
     } else {
         const int64_t offset = gradients_offset(s);
-        m.saved = arena.take(std::max(activations, offset + shards.back().rank_offset * each));
+        m.saved = arena.take(std::max(activations, offset + places.back().rank_offset * each));
         for (const BucketRange& b : buckets)
-            m.owned_gradient_sums.push_back(m.saved + offset + shards[b.first].rank_offset * each);
+            m.owned_gradient_sums.push_back(m.saved + offset + places[b.first].rank_offset * each);
     }
     m.gradients_to_write = m.owned_gradient_sums;
     if (s.keep_gradients && s.ranks == 1) return;
@@ -136,8 +136,8 @@ Memory take_memory(Device& device) {
     Arena& arena = device.arena;
     const ModelConfig& c = s.config;
     const std::vector<Param> params = parameters(c);
-    const std::vector<ShardPlace> shards = shard_places(s);
-    const int64_t owned = shards.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
+    const std::vector<ShardPlace> places = shard_places(s);
+    const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
     const int64_t scales = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
@@ -150,17 +150,17 @@ Memory take_memory(Device& device) {
     m.flags = arena.take<uint32_t>(several ? 2 * s.ranks : 0);
     m.received_gradients = arena.take(received.gradients);
     for (uint8_t*& stage : m.gathered_weights) stage = arena.take(received.weights);
-    m.squares = arena.take<double>(s.ranks * (1 + shards.back().first_shard_unit));
+    m.squares = arena.take<double>(s.ranks * (1 + places.back().first_shard_unit));
     m.scales_of_ranks = arena.take<TensorScale>(several ? s.ranks * scales : 0);
 
     m.weights.values = arena.take(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
-    if (s.master && s.recipe.compute != Format::FP32) m.weights.remainder = arena.take<int16_t>(owned);
-    m.segments = arena.take<Segment>(int64_t(params.size()));
+    if (s.has_master && s.recipe.compute != Format::FP32) m.weights.remainder = arena.take<int16_t>(owned);
+    m.shards = arena.take<Shard>(int64_t(params.size()));
     m.scales = arena.take<TensorScale>(scales);
     m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history : 0);
-    take_moments(m, s, arena, shards);
-    take_activations_and_gradients(m, s, arena, shards);
+    take_moments(m, s, arena, places);
+    take_activations_and_gradients(m, s, arena, places);
 
     const int64_t tokens = s.B * s.T;
     m.tokens = arena.take<int32_t>(tokens);
@@ -175,14 +175,14 @@ Memory take_memory(Device& device) {
     return m;
 }
 
-std::vector<View> pieces_for_grids(const View& v) {
+std::vector<View> slices_for_grids(const View& v) {
     constexpr int64_t MOST_ROWS = 65535 * 128;
-    std::vector<View> pieces;
+    std::vector<View> slices;
     for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
-        pieces.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
-        pieces.back().scales = v.scales;
+        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
+        slices.back().scales = v.scales;
     }
-    return pieces;
+    return slices;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -203,12 +203,12 @@ void Scales::clear_operand_amaxes() const {
 
 void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
 
-void Scales::end_step(StepOutcome* outcome) const {
+void Scales::update_delayed_scales(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
-        end_delayed_step(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
-                         storage_of(setup_.recipe, o).format, &outcome->gradients.skip,
-                         &outcome->empty_histories, stream_);
+        gpu::update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
+                                   storage_of(setup_.recipe, o).format, &outcome->gradients.skip,
+                                   &outcome->empty_histories, stream_);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ void Scales::end_step(StepOutcome* outcome) const {
 
 Parameters::Parameters(const Device& device, const Memory& memory, Scales& scales)
     : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
-      shards(shard_places(setup)), weight_storage{setup.recipe.compute}, gradient_storage{gradient_format(
+      places(shard_places(setup)), weight_storage{setup.recipe.compute}, gradient_storage{gradient_format(
                                                                              setup)},
       weight_bytes(info(weight_storage.format).bytes), gradient_bytes(info(gradient_storage.format).bytes),
       device_(device), memory_(memory), scales_(scales), stream_(device.stream) {
@@ -237,11 +237,11 @@ std::optional<size_t> Parameters::bias_of(size_t weight) const {
 void Parameters::note_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const std::string& name = params[i].name;
-        const int64_t count = shards[i].own.count;
+        const int64_t count = places[i].own.count;
         int16_t* const remainder =
-            memory_.weights.remainder ? memory_.weights.remainder + shards[i].rank_offset : nullptr;
+            memory_.weights.remainder ? memory_.weights.remainder + places[i].rank_offset : nullptr;
         entries_[name] = {i, owned_weight_data(i), count * 2};
-        if (setup.master) entries_[name + ".remainder"] = {i, remainder, count * 2};
+        if (setup.has_master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentView& m = memory_.moments[second][i];
             const int64_t groups = setup.optimizer.moment_group_count(m.format, count);
@@ -256,7 +256,7 @@ void Parameters::note_state() {
 void Parameters::note_delayed_scales(size_t i) {
     for (LinearOperand o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
-        const int64_t layer = linear_layer_number(i);
+        const int64_t layer = linear_layer_index(i);
         entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history * 4};
         entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
     }
@@ -273,12 +273,12 @@ void Parameters::initialize() {
     int64_t most_groups = 0;
     for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
     const std::vector<float> ones(most_groups, 1.0f);
-    std::vector<Segment> table;
+    std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [own, at, first_unit] = shards[i];
+        const auto& [own, at, first_unit] = places[i];
         gpu::initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
-        refresh_amax(i);
+        recompute_weight_amax(i);
         const MomentView &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
             if (k) copy(k, ones.data(), groups(i) * 4, stream_);
@@ -286,54 +286,54 @@ void Parameters::initialize() {
                          .size = own.count,
                          .m = m,
                          .v = v,
-                         .decays = p.role.decay,
+                         .decays = p.role.decays,
                          .amax = p.role.linear ? scales_.of_parameter(i) : nullptr,
                          .to_flat_order = p.offset + own.first - at,
                          .shard_unit = first_unit + own.first / SHARD_UNIT});
     }
-    copy(memory_.segments, table.data(), int64_t(table.size() * sizeof(Segment)), stream_);
+    copy(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     device_.wait("Initializing the weights failed");
 }
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
-    const int64_t in_bucket = shards[i].rank_offset - shards[buckets[bucket].first].rank_offset;
+    const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first].rank_offset;
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
 // The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
 // owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
-void Parameters::update(const AdamW& a, int64_t first, int64_t last, Collectives& collectives) {
+void Parameters::update(const AdamW& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
-    const Range range{.first = shards[begin].rank_offset,
-                      .count = shards[end].rank_offset - shards[begin].rank_offset};
-    const int64_t first_unit = shards[begin].first_shard_unit;
-    const int64_t units = shards[end].first_shard_unit - first_unit;
-    const Segment* const segments = memory_.segments + begin;
+    const Range range{.first = places[begin].rank_offset,
+                      .count = places[end].rank_offset - places[begin].rank_offset};
+    const int64_t first_unit = places[begin].first_shard_unit;
+    const int64_t units = places[end].first_shard_unit - first_unit;
+    const Shard* const shards = memory_.shards + begin;
     const void* const gradients = owned_gradient_sum(begin);
     StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
     GradientState* const state = &outcome->gradients;
 
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
-    gradient_squares(segments, count, gradients, gradient_storage.format, range.first, first_unit, units,
-                     &outcome->checked_loss, own_squares, stream_);
-    collectives.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
-    gradient_norm(memory_.squares, units, setup.ranks, a.clip, state, stream_);
-    adamw(a, setup.optimizer, segments, count, range, memory_.weights,
+    compute_gradient_squares(shards, count, gradients, gradient_storage.format, range.first, first_unit,
+                             units, &outcome->loss_or_nan, own_squares, stream_);
+    sharding.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
+    update_gradient_state(memory_.squares, units, setup.ranks, a.clip, state, stream_);
+    adamw(a, setup.optimizer, shards, count, range, memory_.weights,
           rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_storage.format, state, stream_);
 }
 
-// measure_moments() copies the moments to the host: it must not have to wait for another rank.
-void Parameters::measure_moments_of(int64_t bucket, const Collectives& collectives,
-                                    QuantReport& report) const {
+// add_moment_quant_errors() copies the moments to the host: it must not have to wait for another rank.
+void Parameters::add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding,
+                                            QuantReport& report) const {
     device_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
-        const Range& own = shards[i].own;
-        const uint8_t* const gradient = static_cast<const uint8_t*>(collectives.gradient_to_write(i).data);
-        measure_moments(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
-                        gradient + own.first * gradient_bytes, gradient_storage.format, own.count, report,
-                        stream_);
+        const Range& own = places[i].own;
+        const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
+        add_moment_quant_errors(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
+                                gradient + own.first * gradient_bytes, gradient_storage.format, own.count,
+                                report, stream_);
     }
 }
 
@@ -344,18 +344,18 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
         if (!k) continue;
         const size_t before = all.size();
         all.resize(before + size_t(groups(i)));
-        device_.fetch(all.data() + before, k, groups(i) * 4);
+        device_.copy_to_host(all.data() + before, k, groups(i) * 4);
     }
     return all;
 }
 
 // Computes the amax of weights that were written. (The optimizer leaves the amax of those that it updates.)
-void Parameters::refresh_amax(size_t i) {
+void Parameters::recompute_weight_amax(size_t i) {
     if (!params[i].role.linear) return;
     TensorScale* const scale = scales_.of_parameter(i);
     clear(scale, sizeof(TensorScale), stream_);
     if (weight_storage.format == Format::FP32) return;
-    for (const View& piece : pieces_for_grids(owned_weight(i))) amax(stored(piece), scale, stream_);
+    for (const View& slice : slices_for_grids(owned_weight(i))) compute_amax(stored(slice), scale, stream_);
 }
 
 const Parameters::StateEntry& Parameters::find(const std::string& name) const {
@@ -374,7 +374,7 @@ void Parameters::read(const std::string& name, void* out) const {
 void Parameters::write(const std::string& name, const void* in) {
     transfer(name, nullptr, in);
     scales_.expect_empty_histories();
-    refresh_amax(find(name).param);
+    recompute_weight_amax(find(name).param);
     device_.wait("Writing a tensor failed");
 }
 
@@ -384,16 +384,16 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
     const bool remainder = name == params[i].name + ".remainder";
     if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
         transfer_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
-    else if (out) device_.fetch(out, data, bytes);
-    else device_.send(data, in, bytes);
+    else if (out) device_.copy_to_host(out, data, bytes);
+    else device_.copy_to_gpu(data, in, bytes);
 }
 
 // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
 void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
-    const int64_t count = shards[i].own.count;
+    const int64_t count = places[i].own.count;
     uint8_t* const masters = owned_weight_data(i);
     std::vector<uint32_t> bits(count);
-    device_.fetch(bits.data(), masters, count * 4);
+    device_.copy_to_host(bits.data(), masters, count * 4);
     for (size_t e = 0; e < bits.size(); e++) {
         const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
         if (out) out[e] = uint16_t(remainder ? rest : weight);
@@ -401,15 +401,15 @@ void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const ui
         else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
     }
     if (out) return;
-    device_.send(masters, bits.data(), count * 4);
+    device_.copy_to_gpu(masters, bits.data(), count * 4);
     device_.wait("Writing a tensor failed");
 }
 
 // As FP32, of which BF16 is the upper half.
 void Parameters::read_gradient(size_t i, float* out) const {
-    const int64_t count = shards[i].own.count, bytes = gradient_bytes;
+    const int64_t count = places[i].own.count, bytes = gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);
-    device_.fetch(raw.data(), owned_gradient_sum(i), count * bytes);
+    device_.copy_to_host(raw.data(), owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
         std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
@@ -474,12 +474,12 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
 }
 
 std::unique_ptr<Model> make_gpu(const Setup& setup) {
-    int local = setup.communicator ? setup.communicator->local() : 0;  // number of the GPU
-    const std::string missing = why_no_gpu(local);
+    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // number of the GPU
+    const std::string missing = why_no_gpu(gpu);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
-    if (std::getenv("COAT_SHARE_GPU")) local = 0;  // slow: for tests of several ranks on one GPU
-    check(cudaSetDevice(local),
-          concat("Choosing GPU number ", local, " failed; each rank needs a GPU of its own").c_str());
+    if (std::getenv("COAT_SHARE_GPU")) gpu = 0;  // slow: for tests of several ranks on one GPU
+    check(cudaSetDevice(gpu),
+          concat("Choosing GPU number ", gpu, " failed; each rank needs a GPU of its own").c_str());
     const int capability = gpu_capability();
     for (int theirs : setup.communicator ? setup.communicator->all_gather(capability) : std::vector<int>())
         if (theirs != capability)

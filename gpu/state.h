@@ -2,7 +2,7 @@
 // where in it (Memory), the stream of the computation (Device), the scales of FP8 operands (Scales), and by
 // parameter weights, gradients and moments with their update (Parameters).
 //
-// What the other GPUs of a run do is behind one interface, Collectives (gpu/collectives.h).
+// What the other GPUs of a run do is behind one interface, Sharding (gpu/sharding.h).
 //
 // From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. The top of
 // gpu/operators.h says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables
@@ -19,7 +19,7 @@
 
 namespace coat::gpu {
 
-class Collectives;
+class Sharding;
 
 // -----------------------------------------------------------------------------------------------------------
 // Memory
@@ -57,7 +57,7 @@ public:
     };
 
 private:
-    Owned<void*, cudaFree> allocated_;
+    UniqueHandle<void*, cudaFree> allocated_;
     // Where the allocation begins. In a dry run it is a made-up address, aligned as a real one is; not null,
     // because a null View is no tensor.
     uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
@@ -69,8 +69,8 @@ private:
 
 // What a step finds out. It is on the device, cleared before the step, and fetched at its end.
 struct StepOutcome {
-    double loss;          // the sum of the losses so far * Scalars::loss_weight
-    double checked_loss;  // the same, or NaN if FP8 codes have hidden a value that is not finite
+    double loss;         // the sum of the losses so far * Scalars::loss_weight
+    double loss_or_nan;  // the same, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
     uint32_t empty_histories;  // delayed scaling: operands that have had no amax yet
 };
@@ -99,7 +99,7 @@ struct Memory {
 
     // What this rank owns, in the rank's order
     Weights weights;
-    Segment* segments;                   // AdamW's table of parameters
+    Shard* shards;                       // AdamW's table of parameters
     TensorScale* scales;                 // see Scales
     float* histories;                    // of amaxes: (operands, linear layers, Recipe::history)
     std::vector<MomentView> moments[2];  // the first and the second, by parameter
@@ -137,10 +137,10 @@ struct Device {
     // that has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
     // Copy between the host and this GPU. Both wait for the whole stream before they copy: CUDA may do so
-    // anyway, without noticing that a rank has ended. send() does not wait for its copy, so what it reads
-    // must stay until the next wait(). fetch() returns when the copy is there.
-    void send(void* to_gpu, const void* from_host, int64_t bytes) const;
-    void fetch(void* to_host, const void* from_gpu, int64_t bytes) const;
+    // anyway, without noticing that a rank has ended. copy_to_gpu() does not wait for its copy, so what it
+    // reads must stay until the next wait(). copy_to_host() returns when the copy is there.
+    void copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
+    void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     QuantStats* quant_stats_of(ReportKind kind) const {
         return quant_stats ? quant_stats + int(kind) : nullptr;
@@ -150,8 +150,8 @@ struct Device {
 // Takes what lasts for the run.
 Memory take_memory(Device& device);
 
-// A view in pieces of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
-std::vector<View> pieces_for_grids(const View& v);
+// A view in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
+std::vector<View> slices_for_grids(const View& v);
 
 // -----------------------------------------------------------------------------------------------------------
 // The scales of FP8 operands, and the amaxes from which they follow. They are one array:
@@ -175,14 +175,14 @@ public:
     TensorScale* all() const { return scales_; }
     TensorScale* of_parameter(size_t i) const { return scales_ + i; }
     TensorScale* of_operand(LinearOperand o, int64_t linear_layer) const {
-        return scales_ + parameter_count + number_of(o, linear_layer);
+        return scales_ + parameter_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     TensorScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(LinearOperand::W, linear_layer) : of_parameter(i);
     }
     float* history(LinearOperand o, int64_t linear_layer) const {
-        return histories_ + number_of(o, linear_layer) * setup_.recipe.history;
+        return histories_ + index_of(o, linear_layer) * setup_.recipe.history;
     }
     bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
 
@@ -193,7 +193,7 @@ public:
     void expect_empty_histories();
     // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 take no amaxes:
     // then histories and scales stay as they are. outcome: on the device.
-    void end_step(StepOutcome* outcome) const;
+    void update_delayed_scales(StepOutcome* outcome) const;
 
 private:
     const Setup& setup_;
@@ -202,7 +202,7 @@ private:
     float* const histories_;
 
     // The number of an operand among those of all linear layers.
-    int64_t number_of(LinearOperand o, int64_t linear_layer) const {
+    int64_t index_of(LinearOperand o, int64_t linear_layer) const {
         return int(o) * linear_layer_count + linear_layer;
     }
 };
@@ -218,7 +218,8 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
-    const std::vector<ShardPlace> shards;  // by parameter: what this rank owns; and one where the last ends
+    const std::vector<ShardPlace>
+        places;  // by parameter: what this rank owns, and where; one more where the last ends
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // of one element
 
@@ -227,21 +228,21 @@ public:
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_of(size_t weight) const;
     // The number, in the order of forward, of the linear layer whose weight this is; -1 if it is none.
-    int64_t linear_layer_number(size_t i) const { return linear_layers_[i]; }
+    int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
     // Where the weights of parameter i begin that this rank owns.
     uint8_t* owned_weight_data(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + shards[i].rank_offset * weight_bytes;
+        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
-    // and Collectives::weight() the whole.
+    // and Sharding::weight() the whole.
     View whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
     // The part that this rank owns. It need not be whole rows, so this view has MOMENT_GROUP columns.
     View owned_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, shards[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
+        return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
     // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
@@ -253,10 +254,10 @@ public:
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
     // of the new ones. Nothing is updated if something in the step was not finite.
-    void update(const AdamW& a, int64_t first, int64_t last, Collectives& collectives);
+    void update(const AdamW& a, int64_t first, int64_t last, Sharding& sharding);
 
     // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
-    void measure_moments_of(int64_t bucket, const Collectives& collectives, QuantReport& report) const;
+    void add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
     // A tensor of the state, or a gradient, by name, as Model::read() and write() pass it.
@@ -273,14 +274,14 @@ private:
     const Memory& memory_;
     Scales& scales_;
     const cudaStream_t stream_;
-    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_number()
+    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_index()
     std::map<std::string, StateEntry> entries_;  // by name
 
     void note_state();
     void note_delayed_scales(size_t i);
     void initialize();
-    int64_t groups(size_t i) const { return ceil_div(shards[i].own.count, MOMENT_GROUP); }
-    void refresh_amax(size_t i);
+    int64_t groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
+    void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
     void transfer(const std::string& name, void* out, const void* in) const;
     void transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const;

@@ -33,7 +33,7 @@ void find_resumed(Run& run) {
         if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), flags.out))
             print_error(concat(path, " is now ", set_aside(path), "."));
     }
-    run.weights = run.processes->all_gather(found.path).front();
+    run.weights_folder = run.processes->all_gather(found.path).front();
 }
 
 // Takes the state of the checkpoint, and its values of the flags that are not given. The micro-batches of a
@@ -41,7 +41,7 @@ void find_resumed(Run& run) {
 // run remembers what was changed after which step.
 void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
-    run.state = read_loop_state(run.weights);
+    run.state = read_loop_state(run.weights_folder);
     Json& settings = run.state.settings;
     const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
     if (all % ranks)
@@ -71,7 +71,7 @@ bool is_complete(const Run& run) {
     const Flags& flags = run.flags;
     if (flags.plan || flags.steps == 0 || run.state.step < flags.steps) return false;
     std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
-                printable(run.weights).c_str(), run.state.step, run.state.step);
+                printable(run.weights_folder).c_str(), run.state.step, run.state.step);
     return true;
 }
 
@@ -124,7 +124,7 @@ void require_own_folder(const Run& run) {
     const Flags& flags = run.flags;
     if (!run.saves_checkpoints()) return;
     const std::string newest = find_checkpoint(flags.out);
-    if (newest.empty() || (flags.given("resume") && fs::equivalent(newest, run.weights))) return;
+    if (newest.empty() || (flags.given("resume") && fs::equivalent(newest, run.weights_folder))) return;
     throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with --resume ",
                 flags.out, ", or choose another folder with --out.");
 }
@@ -143,14 +143,14 @@ void create_out_folder(const Run& run) {
 // full. Then rank 0 says why.
 static bool save_in(Run& run, const std::string& folder) {
     try {
-        run.processes->checkpoint =
+        run.processes->last_checkpoint =
             save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep);
     } catch (const Error& error) {
         if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
     run.at_savable_step = false;
-    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->checkpoint).c_str());
+    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->last_checkpoint).c_str());
     return true;
 }
 
@@ -169,7 +169,7 @@ static void save_elsewhere(Run& run) {
         if (save_in(run, folder)) {
             if (run.is_rank_0())
                 print_error("--out " + run.flags.out + " could not be written; move " +
-                            run.processes->checkpoint + " there when it can be.");
+                            run.processes->last_checkpoint + " there when it can be.");
             return;
         }
         if (run.is_rank_0()) ::rmdir(folder.c_str());
@@ -178,7 +178,7 @@ static void save_elsewhere(Run& run) {
         print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
 }
 
-double minute() {
+double seconds_per_minute() {
     const char* const text = std::getenv("COAT_MINUTE");
     return text ? std::atof(text) : 60;
 }
@@ -197,7 +197,7 @@ int save_last(Run& run) {
         if (run.is_rank_0())
             print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
                                "); after the last try, or Ctrl-C, it saves to another folder."));
-        ::usleep(useconds_t(minute() * 1e6));  // or less, if a signal comes
+        ::usleep(useconds_t(seconds_per_minute() * 1e6));  // or less, if a signal comes
         for (int theirs : run.processes->all_gather(int(interrupted))) signal = std::max(signal, theirs);
     }
     return 0;

@@ -19,7 +19,7 @@ static int32_t draw(const std::vector<float>& logits, double temperature, std::m
     return std::discrete_distribution<int32_t>(weights.begin(), weights.end())(random);
 }
 
-void continue_tokens(Model& model, ProcessGroup& processes, const Drawing& drawing,
+void generate_tokens(Model& model, ProcessGroup& processes, const SamplingOptions& drawing,
                      std::vector<int32_t>& tokens, const std::function<void()>& on_token) {
     std::vector<float> logits(size_t(model.setup().config.V));
     std::mt19937_64 random(drawing.seed);
@@ -129,11 +129,11 @@ static size_t incomplete_end(const std::string& text) {
 static Setup setup_to_generate(Setup s, int64_t T) {
     s.optimizer = find_row(optimizers(), "coat", "--optimizer");
     s.B = 1;
-    s.accumulate = 1;
+    s.micro_batches_per_rank = 1;
     s.T = T;
-    s.master = s.recipe.compute == Format::FP32;
+    s.has_master = s.recipe.compute == Format::FP32;
     s.keep_gradients = s.ranks > 1;
-    validate(s);
+    require_supported(s);
     return s;
 }
 
@@ -168,10 +168,10 @@ void answer_prompt(const Run& run) {
     const std::unique_ptr<Model> model = run.on_gpu() ? make_gpu(setup) : make_reference(setup);
     load_weights(folder, setup.config, model.get());
 
-    const Drawing drawing{.temperature = flags.temperature,
-                          .most = flags.tokens,
-                          .end_token = vocabulary.end_token,
-                          .seed = uint64_t(flags.seed)};
+    const SamplingOptions drawing{.temperature = flags.temperature,
+                                  .most = flags.tokens,
+                                  .end_token = vocabulary.end_token,
+                                  .seed = uint64_t(flags.seed)};
     std::string pending = flags.prompt;    // what is not printed yet
     const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
         const std::string whole = pending.substr(0, pending.size() - kept);
@@ -180,7 +180,7 @@ void answer_prompt(const Run& run) {
         pending.erase(0, whole.size());
     };
     print(incomplete_end(pending));
-    continue_tokens(*model, *run.processes, drawing, tokens, [&] {
+    generate_tokens(*model, *run.processes, drawing, tokens, [&] {
         if (tokens.back() == drawing.end_token) return;
         pending += vocabulary.decode({tokens.back()});
         print(incomplete_end(pending));

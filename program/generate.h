@@ -11,7 +11,7 @@
 namespace coat {
 
 // How tokens are drawn.
-struct Drawing {
+struct SamplingOptions {
     double temperature = 0.8;  // logits are divided by it; 0 takes the most probable token
     int64_t most = 256;        // the largest number of new tokens
     int32_t end_token = -1;    // after this token no other follows; -1 if there is none
@@ -21,8 +21,8 @@ struct Drawing {
 // Appends new tokens to `tokens`, which has at least one. The model sees the last --seq tokens; each new one
 // costs a whole forward pass, because nothing is saved between them. Every rank calls it at the same time and
 // gets the same tokens. `on_token` is called after each token that was appended.
-void continue_tokens(
-    Model& model, ProcessGroup& processes, const Drawing& drawing, std::vector<int32_t>& tokens,
+void generate_tokens(
+    Model& model, ProcessGroup& processes, const SamplingOptions& drawing, std::vector<int32_t>& tokens,
     const std::function<void()>& on_token = [] {});
 
 // The tokens that a sample continues, from held-out data in windows of T tokens. If the data are text, these

@@ -53,7 +53,7 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     if (!flags.given("resume")) check_out_folder(run);
     require_own_folder(run);
     const Json data = load_data(run);
-    validate(run.setup);
+    require_supported(run.setup);
     if (!flags.plan) require_same(run, data);
     print_start(run);
     if (flags.plan) {

@@ -35,8 +35,8 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
     return 6 * (weights + double(c.L * c.q_cols() * T));
 }
 
-void validate(const Setup& s) {
-    validate(s.config);
+void require_supported(const Setup& s) {
+    require_supported(s.config);
     if (s.T > s.config.longest_sequence())
         throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
                     s.config.longest_sequence(), ".");
@@ -44,10 +44,10 @@ void validate(const Setup& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.master))
+    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.has_master))
         throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
                     " computes in FP32; leave them out, or choose --recipe coat.");
-    if (!s.keep_gradients && s.accumulate > 1)
+    if (!s.keep_gradients && s.micro_batches_per_rank > 1)
         throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
@@ -75,7 +75,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const std::string read = recipe.forward_reads_groups ? nonlinear : compute;  // by norms and activations
     const std::string sum =
         compute + (recipe.nonlinear.fp8() ? " and " + nonlinear : "");  // the residual stream
-    const std::string weights = compute + (s.master && compute != fp32 ? " + 16 bits = " + fp32 : "");
+    const std::string weights = compute + (s.has_master && compute != fp32 ? " + 16 bits = " + fp32 : "");
     const std::string falls = linear.fallback ? " (falls back)" : "";
     const auto saves = [&](Saved which) {
         const SavedTensor t = saved_per_layer(s)[int(which)];
@@ -123,7 +123,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
               {"attention", (recipe.attention.fp8() ? attention + ", " : "") + compute, none, compute},
               {"head", compute, compute, compute}}},
             {"update",
-             {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
+             {{"AdamW, weights", weights, none, weights + (s.has_master ? "" : ", stochastic")},
               moment("AdamW, first moment", s.optimizer.m),
               moment("AdamW, second moment", s.optimizer.v)}}};
 }
@@ -139,7 +139,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;
-    for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
+    for (const StateTensor& t : delayed_scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     const BucketElements bucket = bucket_elements(s);
     // How many elements of gradients exist at the same time.
     const int64_t gradients =
@@ -183,7 +183,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_baseline(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    s.master = true;
+    s.has_master = true;
     s.keep_gradients = true;
     return s;
 }

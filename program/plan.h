@@ -19,7 +19,7 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 double flops_per_token(const ModelConfig& c, int64_t T);
 
 // Error if such a run is refused. That does not depend on the device, even if only a GPU has the limit.
-void validate(const Setup& s);
+void require_supported(const Setup& s);
 
 // The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
 // writes, and of what it saves for backward, as --plan prints them.

@@ -235,8 +235,8 @@ Launch find_launch(int64_t ranks_flag) {
     launch.ranks = ranks;
     launch.rank = integer_variable("RANK", 0, ranks - 1);
     launch.address = variable("MASTER_ADDR");
-    launch.local = launch.rank;
-    if (std::getenv("LOCAL_RANK")) launch.local = integer_variable("LOCAL_RANK", 0, MOST_RANKS - 1);
+    launch.local_rank = launch.rank;
+    if (std::getenv("LOCAL_RANK")) launch.local_rank = integer_variable("LOCAL_RANK", 0, MOST_RANKS - 1);
     // torchrun itself listens at MASTER_PORT.
     if (std::getenv("COAT_PORT")) launch.port = integer_variable("COAT_PORT", 1, MOST_PORT);
     else launch.port = integer_variable("MASTER_PORT", 1, MOST_PORT - 1) + 1;
@@ -258,7 +258,7 @@ static std::unique_ptr<ProcessGroup> connect_with_others(const Launch& launch, d
     } else {
         sockets[0] = connect_to_rank_0(launch, deadline);
     }
-    auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
+    auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local_rank, sockets);
     const int expected = launch.rank == 0 ? launch.ranks : 1;  // the ranks to which this one has a socket
     for (int rank = 0; rank < expected; rank++) {
         if (rank == launch.rank || sockets[rank] >= 0) continue;
@@ -278,8 +278,8 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
     return processes;
 }
 
-ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
-    : rank_(rank), local_(local), peers_(sockets.size()) {
+ProcessGroup::ProcessGroup(int rank, int local_rank, const std::vector<int>& sockets)
+    : rank_(rank), local_rank_(local_rank), peers_(sockets.size()) {
     for (size_t rank = 0; rank < sockets.size(); rank++) peers_[rank].socket = sockets[rank];
 }
 
@@ -426,8 +426,8 @@ void ProcessGroup::watch(const std::stop_token& stop) {
 // printed, unless it is empty. Rank 0 ends all other ranks.
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
-    if (!sentence.empty() && !checkpoint.empty())
-        print_error("The last complete checkpoint is " + checkpoint + "; continue it with --resume.");
+    if (!sentence.empty() && !last_checkpoint.empty())
+        print_error("The last complete checkpoint is " + last_checkpoint + "; continue it with --resume.");
     if (rank_ == 0)
         for (const Peer& peer : peers_) tell(peer.socket, ENDING);
     for (const pid_t child : children) {

@@ -24,7 +24,7 @@ inline volatile std::sig_atomic_t interrupted = 0;
 // with --ranks, by rank 0 itself.
 struct Launch {
     int rank = 0, ranks = 1;
-    int local = 0;        // the rank's number among those of its machine, which chooses the GPU
+    int local_rank = 0;   // the rank's number among those of its machine, which chooses the GPU
     std::string address;  // of rank 0; empty if rank 0 starts the other ranks itself
     int port = 0;         // at which rank 0 listens
 };
@@ -39,13 +39,13 @@ public:
     // it forks, so it must come before CUDA and before the first parallel loop.
     static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
     // sockets has one for each rank, or -1. Rank 0 has one to each of the others, they have one to rank 0.
-    explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
+    explicit ProcessGroup(int rank = 0, int local_rank = 0, const std::vector<int>& sockets = {-1});
     ~ProcessGroup() override;  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
 
     int rank() const { return rank_; }
     int count() const { return int(peers_.size()); }
-    int local() const override { return local_; }
+    int local_rank() const override { return local_rank_; }
 
     std::vector<Bytes> gather(const Bytes& mine, bool on_all) override;
     void wait_until(const std::function<bool()>& done) override;
@@ -55,7 +55,7 @@ public:
     inline static double grace = 10;
 
     // The last complete checkpoint, or empty. After the sentence of an error a second one names it.
-    std::string checkpoint;
+    std::string last_checkpoint;
 
     // If several ranks fail, rank 0's sentence is printed, or the first that reaches it. If the process of a
     // rank ends in any other way, all ranks end, too.
@@ -68,7 +68,7 @@ private:
         Bytes message;     // the message that it is sending, with its header
         size_t got = 0;    // the bytes of this message that have come
     };
-    const int rank_, local_;
+    const int rank_, local_rank_;
     std::vector<Peer> peers_;  // by rank
     int sending_to_ = -1;      // the rank to which a message is being sent; -1 if there is none
     std::mutex reading_;       // of has_sent(), which two threads call

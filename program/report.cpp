@@ -32,11 +32,12 @@ void print_start(const Run& run) {
     const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
     print("model: ", c.name, ", ", grouped(parameter_count(c)), " parameters: ", counted(c.L, "layer"),
           ", hidden size ", c.C, ", ", counted(c.NH, "head"), ", vocabulary ", c.V, "; ",
-          run.weights.empty() ? "random weights" : "weights of " + run.weights);
+          run.weights_folder.empty() ? "random weights" : "weights of " + run.weights_folder);
     print("recipe: ", recipe_text(s));
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
-          s.master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
-    const std::string why = run.no_gpu.empty() ? "" : " (no GPU can be used here: " + run.no_gpu + ")";
+          s.has_master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
+    const std::string why =
+        run.why_no_gpu.empty() ? "" : " (no GPU can be used here: " + run.why_no_gpu + ")";
     print("device: ", run.flags.device, why);
     print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"),
           " of ", s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
@@ -49,12 +50,12 @@ void print_start(const Run& run) {
               run.on_gpu() ? "" : ", without working memory", "; --plan lists it");
         print("checkpoints: ", run.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
-    if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights);
+    if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
               grouped(text.validation.size()), " held out");
-    if (run.corpus.bytes && !run.weights.empty() && c.V > 256)
-        print("text: its bytes are the tokens, since ", run.weights, " has no tokenizer");
+    if (run.corpus.bytes && !run.weights_folder.empty() && c.V > 256)
+        print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     const Json changes = run.state.settings.value("changes", Json::array());
@@ -81,7 +82,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
     const double rate = run.step_tokens() / took;
     const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
     const char* note = "";
-    if (result.skipped) note = result.targets ? " | skipped: not finite" : " | skipped: no token counts";
+    if (result.skipped) note = result.target_count ? " | skipped: not finite" : " | skipped: no token counts";
     std::printf(
         "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
         int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,
@@ -111,7 +112,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
                 state.first_validation, validation);
     run.print_log("end", end);
-    const std::string command = command_to_try(run.processes->checkpoint, run.setup.config);
+    const std::string command = command_to_try(run.processes->last_checkpoint, run.setup.config);
     if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
 }
 
@@ -119,19 +120,20 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
 // Validation, samples, and the report on quantization
 
 // The held-out text as windows of --seq tokens. Their order is the same in every run.
-static Loader held_out(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
+static Loader validation_loader(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
 
 // How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
 // on --batch nor on the number of ranks, and so the loss does not.
-static int64_t evaluated_windows(const Run& run, const Loader& windows) {
+static int64_t validation_window_count(const Run& run, const Loader& windows) {
     return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
 }
 
 // Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
 // window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
 // amax.
-static void read_evaluated(Run& run, const Loader& windows, int64_t number) {
-    const int64_t T = run.setup.T, first = number * run.setup.B, count = evaluated_windows(run, windows);
+static void read_validation_batch(Run& run, const Loader& windows, int64_t number) {
+    const int64_t T = run.setup.T, first = number * run.setup.B,
+                  count = validation_window_count(run, windows);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
     read_on_all_ranks(run, [&] {
@@ -148,13 +150,13 @@ static void read_evaluated(Run& run, const Loader& windows, int64_t number) {
 // computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on --batch,
 // because the values of a micro-batch share a scale.
 double validation_loss(Run& run) {
-    const Loader windows = held_out(run);
-    const int64_t batches = ceil_div(evaluated_windows(run, windows), run.setup.B);
+    const Loader windows = validation_loader(run);
+    const int64_t batches = ceil_div(validation_window_count(run, windows), run.setup.B);
     struct LossSum {
         double loss, targets;
     } sum{0, 0};
     for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
-        read_evaluated(run, windows, first + run.setup.rank);
+        read_validation_batch(run, windows, first + run.setup.rank);
         const double targets = double(counted_targets(run.targets.data(), run.batch_tokens()));
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const LossSum mine{.loss = mean * targets, .targets = targets};
@@ -182,7 +184,7 @@ void print_sample(Run& run) {
     std::vector<int32_t> tokens = sample_prompt(run.corpus.validation, T);
     if (tokens.empty()) return;
     const auto prompt = int64_t(tokens.size());
-    continue_tokens(*run.model, *run.processes,
+    generate_tokens(*run.model, *run.processes,
                     {.temperature = run.flags.temperature,
                      .most = std::min(T - prompt, LONGEST),
                      .end_token = run.corpus.vocabulary.end_token,
@@ -203,9 +205,9 @@ void print_sample(Run& run) {
 // and backward. After a run also the moments that its gradients would lead to, each on the rank that keeps
 // them, and the expansion factors k in use.
 void print_quantization(Run& run) {
-    const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
-    read_evaluated(run, held_out(run), 0);     // the same micro-batch on every rank
-    QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
+    const bool trained = run.flags.steps > 0;               // --steps 0 updates no moments
+    read_validation_batch(run, validation_loader(run), 0);  // the same micro-batch on every rank
+    QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
     for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
         QuantStats sum;
         for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;

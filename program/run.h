@@ -19,11 +19,13 @@ struct Run {
     Flags flags;
     Setup setup{};
     std::unique_ptr<ProcessGroup> processes;  // all ranks, also if there is only this one
-    std::string no_gpu;  // why this process has no GPU; empty if it has one, or if --device cpu asks for none
-    std::string weights;       // the folder that the run starts from, or continues; empty: random weights
-    LoopState state;           // its settings are those of the run that is continued, until require_same()
-    FileContents other_files;  // of `weights`, for the checkpoints
-    std::vector<std::string> outputs;  // the files that standard output and error go to, if they are files
+    std::string
+        why_no_gpu;  // why this process has no GPU; empty if it has one, or if --device cpu asks for none
+    std::string weights_folder;  // the folder that the run starts from, or continues; empty: random weights
+    LoopState state;             // its settings are those of the run that is continued, until require_same()
+    FileContents other_files;    // of `weights`, for the checkpoints
+    std::vector<std::string>
+        output_files;  // the files that standard output and error go to, if they are files
     Corpus corpus;
     std::unique_ptr<Model> model;
     RunLog log;                            // of rank 0
@@ -57,7 +59,7 @@ void log_settings(Run& run);
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-void find_resumed(Run& run);     // fills run.weights: the checkpoint; and --out, if it is not given
+void find_resumed(Run& run);     // fills run.weights_folder: the checkpoint; and --out, if it is not given
 void take_checkpoint(Run& run);  // fills run.state, and in run.flags those that are not given
 bool is_complete(const Run& run);
 std::string model_in(const std::string& folder);
@@ -66,7 +68,8 @@ void check_out_folder(Run& run);
 void require_own_folder(const Run& run);  // fills nothing: Error if --out has another run's checkpoints
 void create_out_folder(const Run& run);
 
-double minute();  // its length in seconds, which tests make shorter, because they cannot wait so long
+double
+seconds_per_minute();  // its length in seconds, which tests make shorter, because they cannot wait so long
 
 bool save(Run& run);
 int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out

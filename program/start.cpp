@@ -34,7 +34,7 @@ void start_ranks(Run& run) {
     const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
     const bool several = launch.ranks > 1 && !flags.plan;
     if (several && launch.address.empty()) require_cores(launch.ranks);
-    run.outputs = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
+    run.output_files = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
     run.processes = ProcessGroup::start(several ? launch : Launch());
     run.setup.ranks = launch.ranks;
     run.setup.rank = run.processes->rank();
@@ -48,10 +48,10 @@ void start_ranks(Run& run) {
 // needs none.
 void choose_device(Run& run) {
     Flags& flags = run.flags;
-    if (flags.device != "cpu") run.no_gpu = why_no_gpu(run.processes->local());
-    if (flags.device == "gpu" && !run.no_gpu.empty() && !flags.plan)
-        throw Error("--device gpu cannot be used: ", run.no_gpu, ".");
-    if (flags.device == "auto") flags.device = run.no_gpu.empty() ? "gpu" : "cpu";
+    if (flags.device != "cpu") run.why_no_gpu = why_no_gpu(run.processes->local_rank());
+    if (flags.device == "gpu" && !run.why_no_gpu.empty() && !flags.plan)
+        throw Error("--device gpu cannot be used: ", run.why_no_gpu, ".");
+    if (flags.device == "auto") flags.device = run.why_no_gpu.empty() ? "gpu" : "cpu";
     if (run.on_gpu()) flags.take_gpu_defaults();
 }
 
@@ -64,24 +64,24 @@ void make_setup(Run& run) {
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
     if (flags.attention == "groups") s.recipe.attention = E4M3_GROUP;
-    s.master = flags.master == "exact";
+    s.has_master = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
-    if (run.weights.empty() && fs::is_directory(flags.model)) {
-        run.weights = model_in(flags.model);
+    if (run.weights_folder.empty() && fs::is_directory(flags.model)) {
+        run.weights_folder = model_in(flags.model);
         flags.take_folder_defaults();
         for (const ModelConfig& c : models())
             if (c.name == flags.model)
                 throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
     }
-    s.config =
-        run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
+    s.config = run.weights_folder.empty() ? find_row(models(), flags.model, "--model")
+                                          : read_model_config(run.weights_folder);
     s.B = flags.batch;
-    s.accumulate = flags.accumulate;
+    s.micro_batches_per_rank = flags.accumulate;
     s.seed = uint64_t(flags.seed);
-    if (run.on_gpu() && run.no_gpu.empty())  // an older GPU lacks FP8 GEMMs
+    if (run.on_gpu() && run.why_no_gpu.empty())  // an older GPU lacks FP8 GEMMs
         s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
 }
 
@@ -111,7 +111,7 @@ static std::vector<DataFile> data_files(const Json& settings) {
 static CorpusOptions corpus_options(Run& run) {
     const Flags& flags = run.flags;
     CorpusOptions options;
-    std::vector<std::string> written = run.outputs;
+    std::vector<std::string> written = run.output_files;
     written.push_back(flags.log);
     written.push_back(flags.out);
     for (const std::string& path : written)
@@ -146,7 +146,7 @@ Json load_data(Run& run) {
     const int64_t in_use = std::max(train.largest, held_out.largest) + 1;  // 0: there are no data
     const int64_t packed = run.corpus.seq;                                 // 0: the data are not packed
     if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
-    if (run.corpus.bytes && !run.weights.empty()) require_no_tokenizer(run.weights, flags.data);
+    if (run.corpus.bytes && !run.weights_folder.empty()) require_no_tokenizer(run.weights_folder, flags.data);
     if (in_use > config.V)
         throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
@@ -172,18 +172,18 @@ static std::string difference_of_data(const Json& there, const Json& here) {
 // Hashes of the files of a model folder. The first rank of each machine makes them, if there are several
 // machines: another one may have other files under the same name.
 static Json hashes_of_weights(const Run& run) {
-    const std::vector<int> local = run.processes->all_gather(run.processes->local());
+    const std::vector<int> local = run.processes->all_gather(run.processes->local_rank());
     const bool several_machines = std::count(local.begin(), local.end(), 0) > 1;
     Json hashes;
-    if (!several_machines || run.processes->local() != 0 || run.weights.empty()) return hashes;
-    for (const auto& file : fs::directory_iterator(run.weights))
+    if (!several_machines || run.processes->local_rank() != 0 || run.weights_folder.empty()) return hashes;
+    for (const auto& file : fs::directory_iterator(run.weights_folder))
         if (file.is_regular_file()) hashes[file.path().filename()] = hash_file(file.path());
     return hashes;
 }
 
 // Error if ranks differ in a flag, in data or in the model.
 static void require_same_on_ranks(const Run& run, Json mine) {
-    mine["resume"] = run.weights;
+    mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
     mine["weights_found"] = hashes_of_weights(run);
     // A path may have bytes that are not UTF-8.
@@ -229,9 +229,9 @@ void require_same(Run& run, const Json& data) {
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
 // own gets the tokenizer.bin of the token files, so that --prompt can use it.
 static void take_other_files(Run& run) {
-    if (!run.weights.empty()) run.other_files = read_other_files(run.weights);
+    if (!run.weights_folder.empty()) run.other_files = read_other_files(run.weights_folder);
     const std::string& pieces = run.corpus.vocabulary_file;
-    const bool has_tokenizer = !run.weights.empty() && !tokenizer_in(run.weights).empty();
+    const bool has_tokenizer = !run.weights_folder.empty() && !tokenizer_in(run.weights_folder).empty();
     if (!pieces.empty() && !has_tokenizer) run.other_files["tokenizer.bin"] = MappedFile(pieces).text();
     add_tokenizer(run.corpus.tokenizer_folder, &run.other_files);
 }
@@ -239,12 +239,12 @@ static void take_other_files(Run& run) {
 // Makes the model, with the weights of a checkpoint or of a folder, or with random ones. What can be wrong
 // with files is found before, because this can take minutes.
 void make_model(Run& run) {
-    if (!run.weights.empty()) check_weights(run.weights, run.setup.config);
+    if (!run.weights_folder.empty()) check_weights(run.weights_folder, run.setup.config);
     if (run.is_rank_0()) take_other_files(run);
     if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
     run.model = run.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
-    if (!run.flags.resume.empty()) load_checkpoint(run.weights, *run.model);
-    else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
+    if (!run.flags.resume.empty()) load_checkpoint(run.weights_folder, *run.model);
+    else if (!run.weights_folder.empty()) load_weights(run.weights_folder, run.setup.config, run.model.get());
 }
 
 // Every start of ./train begins its lines of the log with its flags.

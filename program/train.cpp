@@ -25,7 +25,7 @@ struct Events {
 
 }  // namespace
 
-static void take_step(Run& run, const Loader& loader, Progress& progress);
+static void train_step(Run& run, const Loader& loader, Progress& progress);
 static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
@@ -34,14 +34,16 @@ static int finish(Run& run, const Progress& progress);
 int train(Run& run) {
     const Flags& flags = run.flags;
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
-    if (!flags.out.empty()) run.processes->checkpoint = find_checkpoint(flags.out);  // errors name it
+    if (!flags.out.empty()) run.processes->last_checkpoint = find_checkpoint(flags.out);  // errors name it
     if (run.state.step == 0) run.state.first_validation = validation_loss(run);
     create_out_folder(run);
-    Progress progress{
-        .first_step = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute()};
+    Progress progress{.first_step = run.state.step,
+                      .started = now(),
+                      .saved_at = now(),
+                      .save_interval = 30 * seconds_per_minute()};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
-        take_step(run, loader, progress);
+        train_step(run, loader, progress);
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
         if (events.signal && !last) return end_at_signal(run, events.signal);
@@ -61,16 +63,16 @@ int train(Run& run) {
 static void read_step(Run& run, const Loader& loader) {
     const Setup& s = run.setup;
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches(s) + s.rank;
-    run.tokens.resize(s.accumulate * n);
-    run.targets.resize(s.accumulate * n);
+    run.tokens.resize(s.micro_batches_per_rank * n);
+    run.targets.resize(s.micro_batches_per_rank * n);
     read_on_all_ranks(run, [&] {
-        for (int64_t i = 0; i < s.accumulate; i++)
+        for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
             loader.read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
 }
 
 // One optimizer step: reads its micro-batches, updates the model, and prints.
-static void take_step(Run& run, const Loader& loader, Progress& progress) {
+static void train_step(Run& run, const Loader& loader, Progress& progress) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const Flags& flags = run.flags;
     LoopState& state = run.state;
@@ -90,12 +92,12 @@ static void take_step(Run& run, const Loader& loader, Progress& progress) {
     if (!result.skipped) {
         state.updates++;
         progress.skipped_in_a_row = 0;
-    } else if (result.targets) {
+    } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
     // A skip may mean that weights have overflowed. They must not replace a good checkpoint. (The last step
     // of the run has a better proof: finish().)
-    run.at_savable_step = progress.skipped_in_a_row == 0 || run.processes->checkpoint.empty();
+    run.at_savable_step = progress.skipped_in_a_row == 0 || run.processes->last_checkpoint.empty();
 
     const double took = now() - before;
     const double made = double(state.step - progress.first_step);
@@ -121,7 +123,7 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 static int end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
     std::string what = "; nothing was saved.";
-    const fs::path checkpoint = run.processes->checkpoint;
+    const fs::path checkpoint = run.processes->last_checkpoint;
     if (!checkpoint.empty()) what = ": continue with --resume " + checkpoint.parent_path().string();
     std::printf("Interrupted after step %ld%s\n", run.state.step, printable(what).c_str());
     return 128 + signal;

@@ -1,6 +1,6 @@
 // adamw.cu - tests of AdamW on the GPU (../adamw.cu, gpu/other_optimizers.cu), and of the report's
-// measurement of moments (gpu/report.cu). A step is compared with the same step in double and in the CPU
-// reference; help/adamw.h says how.
+// measurement of moments (gpu/quant_report.cu). A step is compared with the same step in double and in the
+// CPU reference; help/adamw.h says how.
 #include "help/adamw.h"
 
 using namespace coat;
@@ -40,19 +40,19 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<TensorScale> amax(std::vector<TensorScale>{{1, OLD_AMAX, 0, 0}});
-    const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
+    const Buffer<gpu::Shard> shard({gpu::Shard{0, 0, {}, {}, true, amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});
-        gpu::adamw(STEP, optimizers()[0], segment.get(), 1, {0, 0}, {nullptr, nullptr, Format::BF16}, 0,
+        gpu::adamw(STEP, optimizers()[0], shard.get(), 1, {0, 0}, {nullptr, nullptr, Format::BF16}, 0,
                    nullptr, Format::BF16, state.get(), 0);
         CHECK(amax.read()[0].amax == (skip ? OLD_AMAX : 0.0f));
     }
 }
 
-// measure_moments() copies the old moments and the gradient from the GPU, and the reference measures them: so
-// the errors are exactly the reference's. Of a large parameter it measures 128 pieces of 2048 elements,
-// evenly spread.
-GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
+// add_moment_quant_errors() copies the old moments and the gradient from the GPU, and the reference measures
+// them: so the errors are exactly the reference's. Of a large parameter it measures 128 pieces of 2048
+// elements, evenly spread.
+GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
         const OptimizerFormat& o = find_row(optimizers(), name, "--optimizer");
@@ -64,7 +64,7 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
             const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
             const Tensor g(run.gradient, Format::BF16);
             QuantReport report;
-            gpu::measure_moments(o, m.view(), v.view(), g.codes.get(), Format::BF16, n, report, 0);
+            gpu::add_moment_quant_errors(o, m.view(), v.view(), g.codes.get(), Format::BF16, n, report, 0);
 
             Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
             Floats weights(n);

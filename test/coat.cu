@@ -1,5 +1,6 @@
 // coat.cu - tests of the quantizers in ../coat.cu and gpu/other_scaling.cu, and of the statistics in
-// gpu/report.cu. Codes and scales must equal the CPU reference's byte for byte; the codes of NaN may differ.
+// gpu/quant_report.cu. Codes and scales must equal the CPU reference's byte for byte; the codes of NaN may
+// differ.
 //
 // To add a test of a kernel, begin with gpu/first.cu. Tensors of any format and the comparisons are in
 // help/gpu.h.
@@ -27,7 +28,7 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
 
 // Quantizes a stored tensor. With one scale per tensor its amax is taken first.
 static void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
-    if (out.per_tensor()) gpu::amax(gpu::stored(x), out.slot.get(), 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::stored(x), out.slot.get(), 0);
     gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
 }
 
@@ -170,7 +171,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = operand.transposed_scales = nullptr;
-        if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.view()), out.slot.get(), 0);
         gpu::quantize(gpu::stored(in.view()), operand, nullptr, 0);
         reference::Quantized wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
@@ -227,7 +228,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 gpu::quantize_groups(gate_up.view(), groups.view(), write_back, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
                 const View read = forward_reads_groups ? groups.view() : gate_up.view();
-                gpu::amax(gpu::lazy_activation(gated, read), separate.slot.get(), 0);
+                gpu::compute_amax(gpu::lazy_activation(gated, read), separate.slot.get(), 0);
                 CHECK(fused.amax() == separate.amax());
                 CHECK(fused.amax() > 0);
             }
@@ -244,8 +245,8 @@ GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and co
             const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::FP32),
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
-            gpu::column_sums(gpu::stored(in.view()), wanted_sums.view(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
+            gpu::add_column_sums(gpu::stored(in.view()), wanted_sums.view(), workspace.get(), nullptr, 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.view()), out.slot.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
             gpu::quantize_and_sum(gpu::stored(in.view()), out.operand(), sums.view(), workspace.get(),
                                   stats.get(), 0);
@@ -275,7 +276,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         const Tensor exact({rows, 2 * F}, FP32);
         gpu::store_values(x, exact.view(), 0);
         const Floats values = exact.values();
-        const float amax = reference::amax(values.data(), rows * 2 * F);
+        const float amax = reference::compute_amax(values.data(), rows * 2 * F);
         const float scale = reference::scale_of(E5M2_TENSOR, amax);
         const Tensor out({rows, 2 * F}, E5M2_TENSOR, scale);
         Operand operand = out.operand();
@@ -288,7 +289,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
     }
 }
 
-GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
+GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
     FRESH_RANDOM(rng);
     constexpr int SCALES = 5;
     auto random_amax = [&] { return rng.below(9) ? float(std::exp(3 * rng.normal())) : INFINITY; };
@@ -317,12 +318,12 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 device_scales.write(scales);
                 const Buffer<gpu::GradientState> state({gpu::GradientState{1, 1, 1, skipped}});
                 empty.zero();
-                gpu::end_delayed_step(device_scales.get(), SCALES, histories.get(), length, format,
-                                      &state.get()->skip, empty.get(), 0);
+                gpu::update_delayed_scales(device_scales.get(), SCALES, histories.get(), length, format,
+                                           &state.get()->skip, empty.get(), 0);
                 CHECK(empty.read()[0] == (skipped ? 0u : 1u));
                 scales = device_scales.read();
                 for (int i = 0; i < SCALES; i++) {
-                    if (!skipped) wanted[i].end_step(format);
+                    if (!skipped) wanted[i].update_history_and_scale(format);
                     CHECK(scales[i].from_history == wanted[i].scale);
                 }
                 CHECK(histories.read() == wanted_histories());

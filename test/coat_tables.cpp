@@ -3,7 +3,7 @@
 
 #include <sstream>
 
-#include "../coat.h"
+#include "../architecture.h"
 
 using namespace coat;
 
@@ -45,7 +45,7 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         for (int64_t n : {c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T}) text << " " << n;
         text << (c.tied ? " tied " : " untied ") << c.norm_eps << " " << c.rope_theta;
         if (c.head_size) text << ", heads of " << c.head_size;
-        if (c.window) text << ", window " << c.window;
+        if (c.sliding_window) text << ", window " << c.sliding_window;
         if (const RopeScaling& r = c.rope_scaling; r.type == RopeScaling::Llama3)
             text << ", x" << r.factor << " " << r.low_freq_factor << " " << r.high_freq_factor << " "
                  << r.original_positions;

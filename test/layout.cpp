@@ -7,7 +7,7 @@
 
 using namespace coat::test;
 
-constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 20;
+constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 21;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
@@ -83,10 +83,13 @@ TEST_CASE("layout: the reading order in the README has the files' lines within a
 
 GIT_TEST_CASE("includes run one way") {
     // A file includes files of its own level and of those below it.
-    const std::vector<std::vector<std::string>> levels = {
-        {"coat.h", "text.h"}, {"architecture.h"}, {"model.h", "data/"},
-        {"gpu/layout"},       {"reference", "gpu/", "coat.cu", "adamw.cu"},
-        {"model.cu"},         {"program/"}};
+    const std::vector<std::vector<std::string>> levels = {{"coat.h", "text.h"},
+                                                          {"architecture.h"},
+                                                          {"model.h", "data/"},
+                                                          {"gpu/layout"},
+                                                          {"reference", "gpu/", "coat.cu", "adamw.cu"},
+                                                          {"model.cu"},
+                                                          {"program/"}};
     auto level = [&](const std::string& f) {
         for (size_t i = 0; i < levels.size(); i++)
             for (const std::string& name : levels[i])

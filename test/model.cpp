@@ -43,7 +43,7 @@ struct Update {
             x[v].resize(master.size());
             moments[v].load(x[v].data());
         }
-        reference::adamw(reference::adamw_factors(a, p.role.decay, grad_norm), p.size(),
+        reference::adamw(reference::adamw_factors(a, p.role.decays, grad_norm), p.size(),
                          gradient(model, p).data(), master.data(), x[0].data(), x[1].data());
     }
     void store(int v, QuantStats* stats = nullptr) { moments[v].store(x[v].data(), v, stats); }
@@ -63,8 +63,8 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 const int64_t used = used_elements(s.config, p);
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
-                    first.push_back(first_value(p.init_std, p.role.ones, used, s.seed, index, i));
-                    if (!s.master) first.back() = reference::round_to(Format::BF16, first.back());
+                    first.push_back(first_value(p.init_std, p.role.starts_at_one, used, s.seed, index, i));
+                    if (!s.has_master) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);
                 index++;
@@ -106,12 +106,13 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
                 const auto rounded = reference::round_stochastically(w[i], key, p.offset + int64_t(i));
-                const float wanted = s.master ? w[i] : reference::from_bf16(rounded), size = std::fabs(w[i]);
+                const float wanted = s.has_master ? w[i] : reference::from_bf16(rounded),
+                            size = std::fabs(w[i]);
                 const float bound = 1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * size;
-                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.master ? 0 : bound));
+                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.has_master ? 0 : bound));
                 padding += int64_t(i) >= used && got[i] != 0;
             }
-            CHECK(wrong <= (exact || s.master ? 0 : p.size() / 100));
+            CHECK(wrong <= (exact || s.has_master ? 0 : p.size() / 100));
             CHECK(padding == 0);
             for (int v : {0, 1}) {
                 update.store(v);
@@ -135,7 +136,7 @@ PROPERTY("the same bits every time with any number of threads and after a resume
     FOR_EACH_SETUP(s, list) {
         Setup other = s;
         other.seed = 99;
-        Training whole(make, s), again(make, s), resumed(make, s.master ? other : s);
+        Training whole(make, s), again(make, s), resumed(make, s.has_master ? other : s);
         const Doubles losses = whole.losses(2);
         CHECK(Training(make, other).losses(1)[0] != losses[0]);
         const Snapshot state = snapshot(*whole.model);
@@ -164,7 +165,7 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
     for (const Recipe& recipe : recipes())
         for (int64_t T : {5, 16}) list.push_back(setup_of(recipe.name, tiny_config(LLAMA, true), 16, T));
     FOR_EACH_SETUP(s, list) {
-        if (s.accumulate > 1) continue;
+        if (s.micro_batches_per_rank > 1) continue;
         Training t(make, s);
         t.losses(2);
         t.next();
@@ -314,7 +315,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             CHECK(t.evaluate() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             t.adamw.lr = 0;
             const StepResult r = t.again();
-            CHECK((r.targets == COUNTED && r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12)));
+            CHECK((r.target_count == COUNTED && r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12)));
             const auto gradients = gradients_of(*t.model);
             for (int64_t token = 0; token < c.V; token++) {  // rows of the gradient of the embedding
                 const auto row = gradients[0].begin() + token * c.C;
@@ -329,7 +330,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             t.adamw.lr = 1;
             const Snapshot kept = snapshot(*t.model);
             const StepResult empty = t.again();
-            CHECK((empty.skipped && empty.targets == 0 && empty.loss == 0 && empty.grad_norm == 0));
+            CHECK((empty.skipped && empty.target_count == 0 && empty.loss == 0 && empty.grad_norm == 0));
             CHECK((snapshot(*t.model) == kept));
             CHECK(t.evaluate() == 0);
         }
@@ -503,7 +504,7 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
         s.keep_gradients = true;
-        s.accumulate = 1;
+        s.micro_batches_per_rank = 1;
         Setup none = s;
         none.keep_gradients = false;
         Training kept(make, s), dropped(make, none);
@@ -541,7 +542,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
         const StepResult x = a.again(), y = b.again();
         CHECK((x.loss == y.loss) == equal);
         CHECK((gradients_of(*a.model) == gradients_of(*b.model)) == equal);
-        for (const StateTensor& t : scaling_tensors(te.config, te.recipe))
+        for (const StateTensor& t : delayed_scaling_tensors(te.config, te.recipe))
             CHECK(read_as<float>(*a.model, t.name, t.size())[0] > 0);
     }
     // Zeros have no scale: layers.0.down's weight gets its own with its first values, in the second step.
@@ -563,7 +564,7 @@ PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales 
         REQUIRE(!linear_formats(s).x.fp8());
         Training t(make, s);
         Snapshot before;
-        for (const StateTensor& tensor : scaling_tensors(s.config, s.recipe)) {
+        for (const StateTensor& tensor : delayed_scaling_tensors(s.config, s.recipe)) {
             const Floats values(size_t(tensor.size()), tensor.name.ends_with(".scale") ? 0.5f : 3.0f);
             t.model->write(tensor.name, values.data());
             before[tensor.name] = read_as<uint8_t>(*t.model, tensor.name, tensor.total_bytes());
@@ -625,7 +626,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
         s.keep_gradients = true;
-        s.accumulate = 1;
+        s.micro_batches_per_rank = 1;
         Training t(make, s);
         t.losses(3);
         const Snapshot state = snapshot(*t.model);

@@ -64,21 +64,21 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken 
     CHECK(arena.take(1) == later + GPU_ALIGNMENT);
 }
 
-TEST_CASE("pieces_for_grids: the rows in their order; no piece has more than a grid") {
+TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a grid") {
     constexpr int64_t MOST = 65535 * 128, COLS = 4;
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
     TensorScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
         const View v{.data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = BF16};
         int64_t next = 0;
-        for (const View& piece : gpu::pieces_for_grids(v)) {
-            CHECK(piece.data == begin.data() + next * COLS * 2);
-            CHECK((piece.rows > 0 && piece.rows <= MOST && piece.cols == COLS));
-            CHECK((piece.scales == &scale && piece.storage == BF16));
-            next += piece.rows;
+        for (const View& slice : gpu::slices_for_grids(v)) {
+            CHECK(slice.data == begin.data() + next * COLS * 2);
+            CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
+            CHECK((slice.scales == &scale && slice.storage == BF16));
+            next += slice.rows;
         }
         CHECK(next == rows);
-        CHECK(std::ssize(gpu::pieces_for_grids(v)) == ceil_div(rows, MOST));
+        CHECK(std::ssize(gpu::slices_for_grids(v)) == ceil_div(rows, MOST));
     }
 }
 
@@ -125,7 +125,7 @@ template <class Check> void for_every_setup(Check check) {
                 check(setup);
                 setup.T = 48;  // the tokens of a micro-batch are a multiple of 16
                 check(setup);
-                setup.accumulate = 2;
+                setup.micro_batches_per_rank = 2;
                 if (setup.keep_gradients) check(setup);
             }
 }
@@ -151,7 +151,7 @@ TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
     s.config.L = 4096;
     s.config.C = s.config.F = 64;
     s.config.NH = s.config.NKV = 4;
-    validate(s);
+    require_supported(s);
     const auto before = std::chrono::steady_clock::now();
     CHECK(arena_bytes(s, false) > total_bytes(memory_plan(s)));
     CHECK(std::chrono::steady_clock::now() - before < std::chrono::seconds(20));
@@ -174,7 +174,7 @@ TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of ke
     for (const int64_t ranks : {1, 2}) {
         s.ranks = ranks;
         s.rank = ranks - 1;
-        validate(s);
+        require_supported(s);
         CHECK(arena_bytes(s, false) > s.config.F * s.config.C);
     }
 }

@@ -20,7 +20,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 =
-        s.recipe.x.fp8() || s.recipe.attention.fp8() || moments_need_scaling(s.optimizer.m) || !s.master;
+        s.recipe.x.fp8() || s.recipe.attention.fp8() || moments_need_scaling(s.optimizer.m) || !s.has_master;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));
@@ -57,13 +57,13 @@ static void check_step(Random& rng, const Setup& s) {
     INFO(text(s));
     Setup in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
-    in_fp32.master = in_fp32.keep_gradients = true;
+    in_fp32.has_master = in_fp32.keep_gradients = true;
     Training gpu(make_gpu, s), cpu(make_reference, s), exact(make_reference, in_fp32);
     // fp32 computes with master weights, other recipes with these rounded to BF16: both are equal here.
     for (const Param& p : parameters(s.config)) {
         Floats values;
         for (uint16_t w : read_as<uint16_t>(*cpu.model, p.name, p.size())) {
-            const float other = float((p.role.ones ? 1 : 0) + 0.05 * rng.normal());
+            const float other = float((p.role.starts_at_one ? 1 : 0) + 0.05 * rng.normal());
             values.push_back(p.init_std == 0 ? reference::round_to(Format::BF16, other)
                                              : reference::from_bf16(w));
         }
@@ -72,7 +72,7 @@ static void check_step(Random& rng, const Setup& s) {
     for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0, t->adamw.clip = 0;
     if (s.recipe.scaling == Scaling::Delayed) {  // the first step uses just-in-time scales
         for (Training* t : {&gpu, &cpu, &exact}) t->step();
-        for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
+        for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
             if (linear_formats(s).x.fp8())  // the largest element differs by one or two roundings to FP8
                 CHECK(relative_error(read_as<float>(*gpu.model, t.name, t.size()),
                                      read_as<float>(*cpu.model, t.name, t.size())) <= 0.25);
@@ -82,7 +82,7 @@ static void check_step(Random& rng, const Setup& s) {
     auto bound = [&](double own) {  // BF16's rounding is always allowed
         return s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
-    CHECK((!on_gpu.skipped && on_gpu.targets == on_cpu.targets));
+    CHECK((!on_gpu.skipped && on_gpu.target_count == on_cpu.target_count));
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
           on_cpu.loss * bound(std::fabs(on_cpu.loss - of_fp32.loss) / on_cpu.loss));
     for (const Param& p : parameters(s.config)) {
@@ -97,7 +97,7 @@ static void check_step(Random& rng, const Setup& s) {
     }
     restore(*cpu.model, snapshot(*gpu.model));
     check_logits(rng, gpu, cpu);
-    if (s.accumulate == 1) check_reports(gpu.report(), cpu.report());
+    if (s.micro_batches_per_rank == 1) check_reports(gpu.report(), cpu.report());
 }
 
 GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any setup") {
@@ -140,14 +140,14 @@ GPU_MODEL_TEST("step: recipes that no row of the table has") {
 
 GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
     constexpr int64_t B = 262, T = 64;
-    static_assert(B * T > 4 * HEAD_TOKENS && B * T % HEAD_TOKENS != 0);
+    static_assert(B * T > 4 * HEAD_SLICE_TOKENS && B * T % HEAD_SLICE_TOKENS != 0);
     FRESH_RANDOM(rng);
     const ModelConfig untied = tiny_config(LLAMA, false);
     REQUIRE(head_sum_in_fp32(setup_of("bf16", untied, B, T)));
     for (const char* recipe : {"bf16", "coat", "coat-saved"}) check_step(rng, setup_of(recipe, untied, B, T));
     check_step(rng, setup_of("coat", tiny_config(LLAMA, true), B, T, 2));
 
-    // All sequences are equal, and so are all pieces of the head's gradient. Their roundings to BF16 then add
+    // All sequences are equal, and so are all slices of the head's gradient. Their roundings to BF16 then add
     // up in one direction: after 16 additions to 0.72%, after four to 0.21%. Eight micro-batches have FP32
     // gradients; they divide by twice as many targets, which changes no bit of a term.
     std::vector<Floats> gradients;
@@ -171,7 +171,7 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         Setup s = listed;
         s.B = 8;
         s.T = 32;
-        s.accumulate = 1;
+        s.micro_batches_per_rank = 1;
         Training gpu(make_gpu, s), cpu(make_reference, s);
         std::vector<Training> others;  // 2^-17: the error of a gradient in FP32
         for (float change : s.recipe.compute == Format::FP32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {

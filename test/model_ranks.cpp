@@ -63,7 +63,7 @@ RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continu
         // Two steps, after which the run is saved to `to`; or those that follow, after loading `from`.
         auto part = [&](int64_t ranks, const std::string& from, const std::string& to) {
             Snapshot state;
-            setup.accumulate = parts / ranks;
+            setup.micro_batches_per_rank = parts / ranks;
             with_ranks(setup, ranks, [&](const Setup& own) {
                 RankTraining t(make, own);
                 if (!from.empty()) {
@@ -184,7 +184,7 @@ TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const Setup s = small("te");
     const RankRun three = train_ranks(make_reference, s, 3, 1),
                   one = train_ranks(make_reference, small("te", LLAMA, 3), 1, 1);
-    for (const StateTensor& t : scaling_tensors(s.config, s.recipe))  // these depend on no scales
+    for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))  // these depend on no scales
         if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, suffix_of(LinearOperand::G)))
             CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
 }

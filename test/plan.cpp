@@ -192,7 +192,7 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
     };
     ModelConfig c = tiny_config(LLAMA, true);
     c.max_T = 256;
-    c.window = 200;
+    c.sliding_window = 200;
     for (const auto& [run, T, B, accumulate, ranks, refused] :
          {Row{"coat", 200, 1, 9, 9},
           {"coat", 201, 1, 1, 1, "use at most --seq 200."},
@@ -209,15 +209,15 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
         INFO(std::string(run), " ", T, " ", B, " ", accumulate, " ", ranks);
         Setup s = setup_of(run, c, B, T, accumulate);
         s.ranks = ranks;
-        const std::string error = error_of([&] { validate(s); });
+        const std::string error = error_of([&] { require_supported(s); });
         CHECK(contains(error, refused));
         CHECK(error.empty() == (*refused == 0));
     }
     c.NH = c.NKV = 1 << 13;
     c.head_size = 128;  // the product is bounded, not only each factor
-    CHECK_NOTHROW(validate(c));
+    CHECK_NOTHROW(require_supported(c));
     c.NH = c.NKV = 1 << 14;
-    CHECK_THROWS_AS(validate(c), Error);
+    CHECK_THROWS_AS(require_supported(c), Error);
 }
 
 TEST_CASE("recipe_text: says why linear layers do not run in FP8") {

@@ -1,5 +1,6 @@
-// processes.cpp (tests) - ranks start, find each other, exchange values, and end together in one sentence. Where
-// none fails, they are threads. Other ranks are forked from the test: they use neither its checks nor OpenMP.
+// processes.cpp (tests) - ranks start, find each other, exchange values, and end together in one sentence.
+// Where none fails, they are threads. Other ranks are forked from the test: they use neither its checks nor
+// OpenMP.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -118,7 +119,7 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
     for (const auto& [values, flag, expected] : rows) {
         set(values);
         const Launch got = find_launch(flag), &want = expected;
-        CHECK((got.rank == want.rank && got.ranks == want.ranks && got.local == want.local));
+        CHECK((got.rank == want.rank && got.ranks == want.ranks && got.local_rank == want.local_rank));
         CHECK((got.address == want.address && got.port == want.port));
     }
     for (const std::string wrong : {"RANK=8", "RANK=1x", "WORLD_SIZE=2000", "WORLD_SIZE=0",
@@ -138,7 +139,7 @@ TEST_CASE("ranks: every rank gets the values of all whatever their sizes; rank 0
         auto run = [&](int me) {
             const auto processes = ProcessGroup::start({me, count, me, "127.0.0.1", port});
             ProcessGroup& ranks = *processes;
-            CHECK((ranks.rank() == me && ranks.count() == count && ranks.local() == me));
+            CHECK((ranks.rank() == me && ranks.count() == count && ranks.local_rank() == me));
             std::vector<Bytes> expected;
             for (int r = 0; r < count; r++) expected.push_back(Bytes(size_t(r) * 2'000'000, uint8_t(r + 1)));
             const Bytes& mine = expected[size_t(me)];

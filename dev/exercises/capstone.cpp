@@ -101,8 +101,8 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
                                           .one_minus_beta2 = 1 - s.beta2,
                                           .eps = s.eps,
                                           .decay = s.decay,
-                                          .bias1 = s.bias1,
-                                          .bias2_root = std::sqrt(s.bias2),
+                                          .bias_correction1 = s.bias1,
+                                          .bias_correction2_sqrt = std::sqrt(s.bias2),
                                           .clip_factor = 1.0f};
     Floats values[2] = {Floats(n), Floats(n)};
     const Moment views[2] = {m, v};

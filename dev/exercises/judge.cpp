@@ -265,7 +265,7 @@ template <class F> Floats maxima(const Floats& x, int rows, F largest) {
             result.push_back(largest(&x[r * cols + c], std::min(16, cols - c)));
     return result;
 }
-Floats amaxes(const Floats& x, int rows) { return maxima(x, rows, reference::amax); }
+Floats amaxes(const Floats& x, int rows) { return maxima(x, rows, reference::compute_amax); }
 float largest_signed(const float* x, int64_t n) {
     float largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::isnan(x[i]) ? INFINITY : std::max(largest, x[i]);
@@ -411,7 +411,7 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
     return on_tensors(2, 7, [&](Comparison& c, int, const Floats& x) {
         const int n = int(x.size());
         const Quantized q = reference::quantize(x.data(), 1, n, {Format::E4M3});
-        const float amax = reference::amax(x.data(), n), s = q.scale(0, 0);
+        const float amax = reference::compute_amax(x.data(), n), s = q.scale(0, 0);
         const float above_zero = largest_signed(x.data(), n);
         Codes codes = unwritten(n);
         const float got = quantize(n, guarded(x).data(), codes.data());
@@ -448,11 +448,11 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         flat.resize(amax.size(), UNDEFINED);
         for (int i = 0; i < n; i++) {
             const int group = i / cols * ((cols + 15) / 16) + i % cols / 16;
-            if (i % cols % 16 == 0) wide.push_back(scale(reference::amax(&behind[i], 16)));
+            if (i % cols % 16 == 0) wide.push_back(scale(reference::compute_amax(&behind[i], 16)));
             inexact.push_back(given::encode(x[i] * (1 / unrounded(amax[group]))));
             divided.push_back(given::encode(x[i] / expected[group]));
         }
-        whole.assign(amax.size(), scale(reference::amax(x.data(), n)));
+        whole.assign(amax.size(), scale(reference::compute_amax(x.data(), n)));
         c.of = text(" of ", rows, " x ", cols, " values");
         c("scale", expected, got,
           {{"Scales are stored in BF16, not in FP32.", each(amax, unrounded)},
@@ -494,7 +494,7 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
             return largest;
         };
         auto nan_stays = [](const float* x, int64_t n) {
-            const float largest = reference::amax(x, n);
+            const float largest = reference::compute_amax(x, n);
             return std::isinf(largest) ? NAN : largest;
         };
         Floats wide = expected, cut = expected, largest_of_undefined;
@@ -512,7 +512,7 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
            {"NaN gets lost at the next value: a comparison with it is false.", maxima(x, 1, nan_until_next)},
            {"The maximum of a group with a NaN is infinity here, not NaN.", maxima(x, 1, nan_stays)},
            {"maxima is undefined before: begin each group with 0.", largest_of_undefined}});
-        c("amax", Floats{reference::amax(x.data(), n)}, Floats{returned},
+        c("amax", Floats{reference::compute_amax(x.data(), n)}, Floats{returned},
           {{"This is the maximum of the last group: return the largest of all.", {expected.back()}},
            {"This is the maximum of the first group: return the largest of all.", {expected[0]}}});
     });
@@ -865,8 +865,8 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
                                               .one_minus_beta2 = 1 - in.s.beta2,
                                               .eps = in.s.eps,
                                               .decay = in.s.decay,
-                                              .bias1 = in.s.bias1,
-                                              .bias2_root = std::sqrt(in.s.bias2),
+                                              .bias_correction1 = in.s.bias1,
+                                              .bias_correction2_sqrt = std::sqrt(in.s.bias2),
                                               .clip_factor = 1.0f};
         Floats w = in.w, now[2] = {in.m, in.v};
         reference::adamw(factors, n, in.g.data(), w.data(), now[0].data(), now[1].data());
@@ -1184,7 +1184,7 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
     Comparison c(13);
     for (const auto& [rows, cols] : {std::pair{64, 64}, {32, 96}, {1, 1}, {100, 37}, {33, 160}}) {
         const Floats x = c.normal(rows * cols, 1);
-        const float inverse = 448 / reference::amax(x.data(), rows * cols);
+        const float inverse = 448 / reference::compute_amax(x.data(), rows * cols);
         auto codes_of = [=](const Floats& values) {
             Codes codes;
             for (float v : values) codes.push_back(given::encode(v * inverse));

@@ -65,8 +65,8 @@ struct State {
     const bf16* gradient;  // (n)
     Moment m, v;
 };
-// The constants of a step: beta1, one_minus_beta1, beta2, one_minus_beta2, bias1 (1 - beta1^t), bias2_root
-// (the root of 1 - beta2^t), lr, eps and decay. The two here are for rung 4.
+// The constants of a step: beta1, one_minus_beta1, beta2, one_minus_beta2, bias_correction1 (1 - beta1^t),
+// bias_correction2_sqrt (the root of 1 - beta2^t), lr, eps and decay. The two here are for rung 4.
 struct Constants : reference::AdamWFactors {
     float root_factor, scaled_eps;
 };
@@ -128,7 +128,7 @@ __device__ Scale scale_of(float max, float min_nonzero) {
 __device__ void update_as_written(const Constants& c, float g, float& m, float& v, float& w) {
     m = c.beta1 * m + c.one_minus_beta1 * g;
     v = c.beta2 * v + c.one_minus_beta2 * (g * g);
-    w -= c.lr * (m / c.bias1 / (sqrtf(v) / c.bias2_root + c.eps) + c.decay * w);
+    w -= c.lr * (m / c.bias_correction1 / (sqrtf(v) / c.bias_correction2_sqrt + c.eps) + c.decay * w);
 }
 
 // The largest, or the smallest, of a number from each of the block's 128 threads.
@@ -640,8 +640,8 @@ unsigned blocks_with(int64_t n, int64_t elements_of_block) {
 
 Constants constants() {
     Constants c{reference::adamw_factors(SETTINGS, true, 0), 0, 0};
-    c.root_factor = c.bias1 / c.bias2_root;
-    c.scaled_eps = c.bias1 * c.eps;
+    c.root_factor = c.bias_correction1 / c.bias_correction2_sqrt;
+    c.scaled_eps = c.bias_correction1 * c.eps;
     return c;
 }
 
@@ -673,11 +673,11 @@ struct Difference {
 class Optimizer {
 public:
     explicit Optimizer(int64_t n)
-        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / GROUP), segment_(1),
+        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / GROUP), shard_(1),
           gradient_state_(1) {
         const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3};
         const gpu::MomentView v{v_.get(), scales(2), scales(3), Format::E4M3};
-        segment_.write({{0, n, m, v, true, nullptr}});
+        shard_.write({{0, n, m, v, true, nullptr}});
         gradient_state_.write({{0, 0, 1.0f, 0}});
     }
     // Random weights and gradients; the moments after three steps from zero. Two groups have no gradient, so
@@ -712,7 +712,7 @@ public:
     }
     void run(int rung) {
         if (rung == FROM_TRAINING)
-            gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_},
+            gpu::adamw(SETTINGS, optimizers()[0], shard_.get(), 1, {0, n_},
                        {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), Format::BF16,
                        gradient_state_.get(), nullptr);
         else launch(rung, state());
@@ -755,7 +755,7 @@ private:
     Buffer<uint8_t> m_, v_;
     Buffer<int16_t> remainder_;
     Buffer<float> scales_;  // (4, n / 128): max and k of m, max and k of v
-    Buffer<gpu::Segment> segment_;
+    Buffer<gpu::Shard> shard_;
     Buffer<gpu::GradientState> gradient_state_;
 
     float* scales(int which) const { return scales_.get() + which * (n_ / GROUP); }

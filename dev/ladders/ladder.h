@@ -84,7 +84,7 @@ template <class Run> float milliseconds(int repeats, Run run) {
     for (float& ms : times) {
         // Reads all
         const int64_t rows = static_cast<int64_t>(other.size) / 1024;
-        gpu::amax(gpu::stored({other.get(), nullptr, rows, 1024, BF16}), scale.get(), nullptr);
+        gpu::compute_amax(gpu::stored({other.get(), nullptr, rows, 1024, BF16}), scale.get(), nullptr);
         gpu::check(cudaEventRecord(start), "Timing failed");
         run();
         gpu::check(cudaEventRecord(stop), "Timing failed");

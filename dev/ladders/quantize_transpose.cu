@@ -430,7 +430,7 @@ public:
                                                   .codes = codes_.get(),
                                                   .transposed = transposed_.get()} {
         scale_.fill(0);
-        gpu::amax(gpu::stored({x_.get(), nullptr, rows, cols, BF16}), scale_.get(), nullptr);
+        gpu::compute_amax(gpu::stored({x_.get(), nullptr, rows, cols, BF16}), scale_.get(), nullptr);
     }
     Verdict against_reference(int rung) {
         std::vector<float> values;

@@ -148,7 +148,7 @@ static HuggingFace without_prefix(bool tied) {
 static MemoryModel model_of(const std::string& folder, bool master = true) {
     Setup setup = small_setup(LLAMA);
     setup.config = read_model_config(folder);
-    setup.master = master;
+    setup.has_master = master;
     return MemoryModel(setup, 9);
 }
 
@@ -267,7 +267,7 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
         f.config.erase("sliding_window");
         f.config["max_position_embeddings"] = 100000;
         const ModelConfig c = read_fields(f, Json::parse(fields));
-        CHECK((c.window == expected && c.longest_sequence() == (expected ? expected : 100000)));
+        CHECK((c.sliding_window == expected && c.longest_sequence() == (expected ? expected : 100000)));
     }
 }
 

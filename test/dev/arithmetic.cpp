@@ -178,7 +178,7 @@ for (const f of [E4M3, E5M2])
                 CHECK(zero.at(step) == lost.flushed);
                 CHECK(saturated.at(step) == lost.saturated);
                 delayed.amax = amaxes[step];
-                delayed.end_step(storage.format);
+                delayed.update_history_and_scale(storage.format);
             }
         }
 }
@@ -232,10 +232,10 @@ fs.writeFileSync("plans.json", JSON.stringify(plans));
         s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
         s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
         if (p["groups"]) s.recipe.attention = s.recipe.nonlinear;
-        s.master = p["master"];
+        s.has_master = p["master"];
         s.B = p["B"];
         s.T = p["T"];
-        s.accumulate = p["accumulate"];
+        s.micro_batches_per_rank = p["accumulate"];
         const std::vector<MemoryRow> wanted = memory_plan(s);
         const auto& plan = p["plan"];
         CHECK(plan["count"] == parameter_count(s.config));
@@ -340,7 +340,7 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());
             for (float& w : weights)
-                w = round_to(Format::BF16, float((p.role.ones ? 1 : 0) + 0.15 * rng.normal()));
+                w = round_to(Format::BF16, float((p.role.starts_at_one ? 1 : 0) + 0.15 * rng.normal()));
             write_weights(*t.model, p.name, weights);
             folder.put(p.name, weights);
         }

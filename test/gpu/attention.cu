@@ -138,7 +138,7 @@ ModelConfig config(const AttentionShape& s) {
 
 struct RopeTable : Buffer<float2> {
     explicit RopeTable(const AttentionShape& s) : Buffer(s.T * s.HS / 2) {
-        gpu::rope_table(config(s), s.T, get(), nullptr);
+        gpu::fill_rope_table(config(s), s.T, get(), nullptr);
     }
 };
 
@@ -190,7 +190,8 @@ void check_epilogues(const AttentionShape& s, const Run& run) {
     CHECK(run.rotated_dqkv.codes.read() == wanted.codes.read());
     for (const Tensor* x : {&run.out, &run.dqkv, &run.rotated_dqkv}) {
         const Floats values = x->values();
-        CHECK(x->amax() == (amax_of(*x) ? reference::amax(values.data(), int64_t(values.size())) : 0));
+        CHECK(x->amax() ==
+              (amax_of(*x) ? reference::compute_amax(values.data(), int64_t(values.size())) : 0));
     }
 }
 

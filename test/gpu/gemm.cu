@@ -42,7 +42,7 @@ struct Operands {
     static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
         using reference::ReduceOver;
         const ReduceOver which = over_rows ? ReduceOver::Rows : ReduceOver::Columns;
-        return doubles(reference::decoded_operand(x, s.rows, s.cols, q, which));
+        return doubles(reference::fake_quantize(x, s.rows, s.cols, q, which));
     }
     Doubles product() const {
         Doubles c(of.M() * of.N());

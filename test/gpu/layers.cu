@@ -92,7 +92,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     const LazyTensor norm = gpu::lazy_norm(c.norm(read.view()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::store_values(norm, values.view(), 0);
-                    CHECK(y.amax() == reference::amax(values.values().data(), s.n()));
+                    CHECK(y.amax() == reference::compute_amax(values.values().data(), s.n()));
                 }
 }
 
@@ -119,7 +119,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                                        workspace.get(), 0);
                     c.check_statistics(in);
                     const Floats got = out.values(), around = add ? g.values() : Floats(n);
-                    CHECK(out.amax() == reference::amax(got.data(), n));
+                    CHECK(out.amax() == reference::compute_amax(got.data(), n));
                     const auto exact = c.backward<double>(in, dy, around, before);
                     const auto in_float = c.backward<float>(in, dy, around, before);
                     check_as_float(got, exact[0], in_float[0], s.cols, f.compute);
@@ -184,7 +184,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
             const Floats x = heavy(rng, compute, N * cols);
             const Buffer<float2> table(8192 * HS / 2);
-            gpu::rope_table(c, 8192, table.get(), 0);  // far on, angles need frequencies in double
+            gpu::fill_rope_table(c, 8192, table.get(), 0);  // far on, angles need frequencies in double
             const std::vector<float2> angles = table.read();
             for (int64_t i = 0; i < HS / 2; i++) {
                 const double angle = 8191 * reference::rope_frequency(c, i);
@@ -204,7 +204,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 gpu::rope(rope, got.view(), direction != FORWARD, amax, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
-                CHECK(got.amax() == (amax ? reference::amax(values.data(), N * cols) : 0));
+                CHECK(got.amax() == (amax ? reference::compute_amax(values.data(), N * cols) : 0));
             }
         }
 }
@@ -230,7 +230,7 @@ GPU_TEST_CASE(
             };
             // With all angles 0 the result is that of the norms. Else it is what rope() makes of that.
             const Buffer<float2> no_angles(std::vector<float2>(T * HS / 2, float2{1, 0})), angles(T * HS / 2);
-            gpu::rope_table(c, T, angles.get(), 0);
+            gpu::fill_rope_table(c, T, angles.get(), 0);
             const gpu::Rope rope{angles.get(), T, HS, normed}, no_rope{no_angles.get(), T, HS, normed};
             gpu::head_norm_and_rope(n, no_rope, in.view(), out.view(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
@@ -299,7 +299,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                 }
                 const Buffer<double> total(Doubles{2});
                 loss_weight.write({0.5});
-                gpu::loss_sum(losses.get(), N, loss_weight.get(), total.get(), 0);
+                gpu::add_loss_sum(losses.get(), N, loss_weight.get(), total.get(), 0);
                 double wanted = 2;
                 for (float l : got) wanted += 0.5 * l;
                 CHECK(total.read()[0] == doctest::Approx(wanted).epsilon(1e-14));

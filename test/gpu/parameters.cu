@@ -19,7 +19,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
             const int64_t used = used_elements(c, p);
             gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.offset, i, used, 7, 0);
             for (int64_t e = 0; e < p.size(); e++)
-                expected[p.offset + e] = first_value(p.init_std, p.role.ones, used, 7, i, e);
+                expected[p.offset + e] = first_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
         }
         std::vector<uint16_t> upper(total);
         std::vector<int16_t> lower(total);
@@ -38,9 +38,10 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         state.zero();
         const int64_t n = int64_t(g.size()), units = ceil_div(n, SHARD_UNIT);
         const Buffer<double> sums(1 + units), losses(Doubles{loss});
-        const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, losses.get(), sums.get(), 0);
-        gpu::gradient_norm(sums.get(), units, 1, clip, state.get(), 0);
+        const Buffer<gpu::Shard> shard({gpu::Shard{0, n, {}, {}, true, nullptr}});
+        gpu::compute_gradient_squares(shard.get(), 1, x.codes.get(), f, 0, 0, units, losses.get(), sums.get(),
+                                      0);
+        gpu::update_gradient_state(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];
     };
     for (Format f : {Format::FP32, Format::BF16})
@@ -66,7 +67,7 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         const Buffer<double> loss(Doubles{1}), checked(Doubles{0});
         for (float amax : {1.0f, bad, 1.0f}) {  // of three micro-batches
             const Buffer<TensorScale> scale({TensorScale{1, amax, 0, 0}});
-            gpu::checked_loss(scale.get(), 1, loss.get(), checked.get(), 0);
+            gpu::write_loss_or_nan(scale.get(), 1, loss.get(), checked.get(), 0);
         }
         CHECK(std::isnan(checked.read()[0]));
     }

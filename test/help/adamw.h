@@ -146,14 +146,14 @@ struct AdamWRun {
         const int64_t total = int64_t(master.size());
         const Buffer<TensorScale> amaxes(std::vector<TensorScale>(params.size(), {1, OLD_AMAX, 0, 0}));
         std::deque<DeviceMoment> m, v;
-        std::vector<gpu::Segment> table;
+        std::vector<gpu::Shard> table;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
             TensorScale* const amax = amaxes.get() + table.size();
             table.push_back({p.offset, p.size, m.back().view(), v.back().view(), p.decays, amax});
         }
-        const Buffer<gpu::Segment> segments(table);
+        const Buffer<gpu::Shard> shards(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
         const Tensor g(gradient, gradients);
         const bool splits = has_master && compute == Format::BF16;
@@ -173,7 +173,7 @@ struct AdamWRun {
         for (size_t end : ends) {
             const int64_t begin = params[first].offset;
             const int64_t n = (end < params.size() ? params[end].offset : total) - begin;
-            gpu::adamw(a, optimizer, segments.get() + first, int(end - first), {begin, n}, weights, ROUNDING,
+            gpu::adamw(a, optimizer, shards.get() + first, int(end - first), {begin, n}, weights, ROUNDING,
                        g.codes.get() + begin * info(gradients).bytes, gradients, state.get(), 0);
             first = end;
         }
@@ -211,7 +211,8 @@ struct Exact {
             v[i] = f.beta2 * v[i] + f.one_minus_beta2 * scaled * scaled;
             for (double* x : {&m[i], &v[i]})
                 if (std::abs(*x) < 0x1p-150) *x = 0;  // FP32 has no such numbers
-            w[i] -= f.lr * (m[i] / f.bias1 / (std::sqrt(v[i]) / f.bias2_root + f.eps) + f.decay * w[i]);
+            w[i] -= f.lr * (m[i] / f.bias_correction1 / (std::sqrt(v[i]) / f.bias_correction2_sqrt + f.eps) +
+                            f.decay * w[i]);
             w_terms.push_back(std::max(std::abs(w_before[i]), std::abs(w[i])));
             m_terms.push_back(std::max(std::abs(m_before[i]), std::abs(m[i])));
         }
@@ -339,7 +340,7 @@ inline void check_adamw(AdamWRun run, const AdamW& a) {
         };
         check_limits(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP, stored, exact.w_terms);
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
-        CHECK(r.amax[i] == reference::amax(&r.stored[p.offset], p.size));
+        CHECK(r.amax[i] == reference::compute_amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);
         MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.per_tensor);
     }

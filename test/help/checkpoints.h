@@ -37,7 +37,9 @@ public:
     StepResult step(const int32_t*, const int32_t*, const AdamW&) override { throw std::logic_error("step"); }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits"); }
-    QuantReport quantization(const int32_t*, const int32_t*) override { throw std::logic_error("no report"); }
+    QuantReport measure_quantization(const int32_t*, const int32_t*) override {
+        throw std::logic_error("no report");
+    }
     void read(const std::string& name, void* out) override {
         std::memcpy(out, tensors.at(name).data(), tensors.at(name).size());
     }

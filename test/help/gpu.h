@@ -210,7 +210,7 @@ inline void check_quantized(const Tensor& out, const Floats& x, const float* del
         CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
     if (!out.for_gemm()) return;
-    const float amax = reference::amax(x.data(), out.rows * out.cols), got = out.amax();
+    const float amax = reference::compute_amax(x.data(), out.rows * out.cols), got = out.amax();
     CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
     if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.storage, amax)));
 }
@@ -301,8 +301,8 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
-        CHECK(sums.amax() == (with_amax ? reference::amax(values.data(), x.rows * x.cols) : 0));
+        gpu::add_column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
+        CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
 }
@@ -317,7 +317,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::FP32) {
-        CHECK_THROWS_AS(gpu::amax(x, bf16.slot.get(), 0), Error);
+        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.slot.get(), 0), Error);
         return;
     }
     gpu::store_values(x, bf16.view(), 0);
@@ -330,7 +330,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
             if (t == &column_major) out.view.data = nullptr;
             if (t == &column_major && !per_tensor) out.view.scales = nullptr;
-            if (per_tensor) gpu::amax(x, t->slot.get(), 0);
+            if (per_tensor) gpu::compute_amax(x, t->slot.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }
         check_quantized(both, values);
@@ -340,7 +340,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         CHECK(same_bytes(column_major.transposed_scales.read(), both.transposed_scales.read()));
         if (!per_tensor) continue;
         // half of the amax: some values saturate
-        const float scale = reference::scale_of(q, reference::amax(values.data(), s.n()) / 2);
+        const float scale = reference::scale_of(q, reference::compute_amax(values.data(), s.n()) / 2);
         const Tensor delayed(s, q, scale);
         gpu::quantize(x, delayed.operand(), nullptr, 0);
         check_quantized(delayed, values, &scale);

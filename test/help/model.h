@@ -41,7 +41,7 @@ inline Setup with_modes(Setup s, const std::string& flags) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
     if (has("attention")) s.recipe.attention = E4M3_GROUP;
-    s.master = !has("master");
+    s.has_master = !has("master");
     s.keep_gradients = !has("gradients");
     return s;
 }
@@ -59,7 +59,7 @@ inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny
     return with_modes(s, words.substr(0, moments));
 }
 inline bool supported(const Setup& s) {
-    return error_of([&] { validate(s); }).empty();
+    return error_of([&] { require_supported(s); }).empty();
 }
 
 // The setups that a property is checked for: every recipe with two architectures, every choice of memory,
@@ -81,7 +81,7 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
         const int64_t B = 1 + rng.below(5), T = 1 + rng.below(40);
         Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
         s.optimizer = any(optimizers());
-        s.master = rng.below(2);
+        s.has_master = rng.below(2);
         s.keep_gradients = rng.below(2);
         if (rng.below(2)) s.recipe.attention = E4M3_GROUP;
         if (!supported(s)) continue;
@@ -92,8 +92,8 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
 }
 inline std::string text(const Setup& s) {
     return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
-                  s.optimizer.name, ", ", s.accumulate, "x", s.B, "x", s.T,
-                  s.recipe.attention.fp8() ? ", attention groups" : "", s.master ? "" : ", master none",
+                  s.optimizer.name, ", ", s.micro_batches_per_rank, "x", s.B, "x", s.T,
+                  s.recipe.attention.fp8() ? ", attention groups" : "", s.has_master ? "" : ", master none",
                   s.keep_gradients ? "" : ", gradients none");
 }
 #define FOR_EACH_SETUP(s, list) \
@@ -146,7 +146,7 @@ inline void write_weights(Model& model, const std::string& name, const Floats& x
     std::vector<int16_t> lower(x.size());
     for (size_t i = 0; i < x.size(); i++) reference::split_master(x[i], &upper[i], &lower[i]);
     model.write(name, upper.data());
-    if (model.setup().master) model.write(name + ".remainder", lower.data());
+    if (model.setup().has_master) model.write(name + ".remainder", lower.data());
 }
 inline Floats gradient(Model& model, const Param& p) {
     return read_as<float>(model, p.name + ".gradient", p.size());
@@ -210,7 +210,7 @@ struct Training {
     }
     const Setup& setup() const { return model->setup(); }
     std::vector<Param> params() const { return parameters(setup().config); }
-    void next() { text.next(setup().accumulate * setup().B, setup().T, &tokens, &targets); }
+    void next() { text.next(setup().micro_batches_per_rank * setup().B, setup().T, &tokens, &targets); }
     StepResult step() {
         next();
         return again();
@@ -234,7 +234,7 @@ struct Training {
         model->next_logits(tokens.data(), n, logits.data());
         return logits;
     }
-    QuantReport report() { return model->quantization(tokens.data(), targets.data()); }
+    QuantReport report() { return model->measure_quantization(tokens.data(), targets.data()); }
 };
 
 inline double mean(const Doubles& x) { return std::accumulate(x.begin(), x.end(), 0.0) / double(x.size()); }

@@ -42,7 +42,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
             std::unique_ptr<ProcessGroup> processes;
             if (ranks > 1) {
                 processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
-                processes->threads = true;
+                processes->ranks_are_threads = true;
             }
             Setup own = setup;
             own.rank = rank;
@@ -72,7 +72,7 @@ struct RankTraining : Training {
     Tokens own_part(const Tokens& all) const {
         const Setup& s = setup();
         Tokens own;
-        for (int64_t a = 0; a < s.accumulate; a++) {
+        for (int64_t a = 0; a < s.micro_batches_per_rank; a++) {
             const auto begin = all.begin() + (a * s.ranks + s.rank) * s.B * s.T;
             own.insert(own.end(), begin, begin + s.B * s.T);
         }
@@ -80,7 +80,7 @@ struct RankTraining : Training {
     }
     void next() {
         const Setup& s = setup();
-        text.next(s.accumulate * s.ranks * s.B, s.T, &tokens, &targets);
+        text.next(s.micro_batches_per_rank * s.ranks * s.B, s.T, &tokens, &targets);
         if (masked) mask_unevenly(&targets, s.B * s.T);
         tokens = own_part(tokens);
         targets = own_part(targets);

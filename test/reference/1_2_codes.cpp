@@ -141,18 +141,18 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
         const Floats x = rng.normals<float>(n);
         float expected = 0;
         for (float v : x) expected = std::max(expected, std::fabs(v));
-        CHECK(amax(x.data(), n) == expected);
+        CHECK(compute_amax(x.data(), n) == expected);
         for (uint32_t bits : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7F800000u, 0xFF800000u}) {
             if (n == 0) continue;
             Floats bad = x;
             bad[size_t(rng.below(n))] = float_of(bits);
-            CHECK(amax(bad.data(), n) == INFINITY);
+            CHECK(compute_amax(bad.data(), n) == INFINITY);
         }
     }
 }
 
 TEST_CASE(
-    "quantize and decoded_operand: scale and code and value of every element over columns and over rows") {
+    "quantize and fake_quantize: scale and code and value of every element over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -169,7 +169,7 @@ TEST_CASE(
                 CHECK(int64_t(z.scales.size()) == q.scale_count(rows, cols) * info(q.scale_format).bytes);
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
-                                 got = decoded_operand(x, rows, cols, q, over, &stats);
+                                 got = fake_quantize(x, rows, cols, q, over, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
                         const float s = scale_by_definition(q, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
@@ -215,7 +215,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         const Quantized z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
         for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
         CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
-        CHECK(decoded_operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
+        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }
@@ -233,9 +233,9 @@ TEST_CASE("end_step: the scale is the largest amax of the history / FMAX unless 
                 d.amax = draws[std::min<int64_t>(5, rng.below(12))];
                 seen.insert(seen.begin(), d.amax);
                 seen.pop_back();
-                const float top = amax(seen.data(), int64_t(length));  // infinity if one is NaN
+                const float top = compute_amax(seen.data(), int64_t(length));  // infinity if one is NaN
                 if (std::isfinite(top) && top > 0) expected = top / info(f).max;
-                d.end_step(f);
+                d.update_history_and_scale(f);
                 REQUIRE((d.scale == expected && d.amax == 0));
                 for (size_t i = 0; i < length; i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));
             }

@@ -24,7 +24,7 @@ static std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Fo
     std::vector<Doubles> weights;
     for (const Param& p : parameters(c)) {
         Doubles w = rng.normals<double>(p.size(), size ? size : p.init_std > 0 ? double(p.init_std) : 0.02);
-        for (double& v : w) v = double(round_to(f, float(v + (p.role.ones ? 1 : 0))));
+        for (double& v : w) v = double(round_to(f, float(v + (p.role.starts_at_one ? 1 : 0))));
         std::fill(w.begin() + used_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
@@ -58,7 +58,7 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
     const int64_t B = 2, T = 5;
     const double h = 1e-5;
     for (const ModelConfig& c : configs()) {
-        validate(c);
+        require_supported(c);
         std::vector<Doubles> weights = random_weights(c, rng, Format::FP32, 0.3), gradients;
         Tokens tokens, targets;
         Text(rng.bits(), c.V).next(B, T, &tokens, &targets);

@@ -1,4 +1,4 @@
-// gpu/report.cu - the quantization report: a kernel for tensors, and moments on the host.
+// gpu/quant_report.cu - the quantization report: a kernel for tensors, and moments on the host.
 #include "../reference.h"
 #include "other_scaling.cuh"
 
@@ -49,7 +49,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-void measure(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     if (!quant_stats) return;
     const Storage& q = out.view.storage;
     auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
@@ -71,8 +71,9 @@ void measure(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, c
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, evenly spread. If there is one scale per tensor, it is that of the
 // pieces.
-void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
-                     Format format, int64_t count, QuantReport& report, cudaStream_t s) {
+void add_moment_quant_errors(const OptimizerFormat& o, const MomentView& m, const MomentView& v,
+                             const void* gradient, Format format, int64_t count, QuantReport& report,
+                             cudaStream_t s) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;

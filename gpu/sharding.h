@@ -1,6 +1,6 @@
-// gpu/collectives.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
-// small values (step by step: dev/WALK.md). Collectives is the interface that a step calls, and with one GPU
-// also the implementation, in which nothing travels. collectives.cpp derives that of several GPUs from it:
+// gpu/sharding.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
+// small values (step by step: dev/WALK.md). Sharding is the interface that a step calls, and with one GPU
+// also the implementation, in which nothing travels. sharding.cpp derives that of several GPUs from it:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
@@ -17,15 +17,15 @@
 namespace coat::gpu {
 
 // -----------------------------------------------------------------------------------------------------------
-// Collectives. This class itself is for a run on one GPU: weights and gradients are those of Parameters.
+// Sharding. This class itself is for a run on one GPU: weights and gradients are those of Parameters.
 // Stages are counted in the order of forward: the embeddings, each linear layer, the head.
 
 enum class Pass : uint8_t { Forward, Backward };
 
-class Collectives {
+class Sharding {
 public:
-    explicit Collectives(Parameters& parameters) : parameters_(parameters) {}
-    virtual ~Collectives() = default;
+    explicit Sharding(Parameters& parameters) : parameters_(parameters) {}
+    virtual ~Sharding() = default;
 
     static constexpr int64_t EMBEDDING_STAGE = 0;
     static int64_t stage_of(int64_t linear_layer) { return linear_layer + 1; }
@@ -104,9 +104,8 @@ public:
 // this call. The result is null with one rank.
 std::shared_ptr<Transport> connect_gpus(const Setup& s);
 
-// The collectives of a run. transport: null with one rank, and in a dry run, in which nothing travels.
-std::unique_ptr<Collectives> make_collectives(const Device& device, const Memory& memory,
-                                              Parameters& parameters, const Scales& scales,
-                                              std::shared_ptr<Transport> transport);
+// The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
+std::unique_ptr<Sharding> make_sharding(const Device& device, const Memory& memory, Parameters& parameters,
+                                        const Scales& scales, std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

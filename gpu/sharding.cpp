@@ -1,6 +1,6 @@
-// gpu/collectives.cpp - what travels between the GPUs of a run (gpu/collectives.h): through copy engines or
+// gpu/sharding.cpp - what travels between the GPUs of a run (gpu/sharding.h): through copy engines or
 // NCCL, and when.
-#include "collectives.h"
+#include "sharding.h"
 
 #include <cuda.h>
 
@@ -30,7 +30,7 @@ public:
     // ranks have closed it before one goes on. After an error no rank goes on.
     ~MappedMemory() {
         for (void* memory : others_)
-            if (memory && !processes_.threads) cudaIpcCloseMemHandle(memory);
+            if (memory && !processes_.ranks_are_threads) cudaIpcCloseMemHandle(memory);
         cudaGetLastError();
         if (!std::uncaught_exceptions()) processes_.all_gather(0);
     }
@@ -65,7 +65,7 @@ private:
 
     // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
     bool map(const Address& theirs, void*& other) const {
-        if (!processes_.threads)
+        if (!processes_.ranks_are_threads)
             return cudaIpcOpenMemHandle(&other, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
         other = theirs.memory;
         const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
@@ -84,12 +84,12 @@ public:
     ~CopyEngines() override {
         if (!memory_ || std::uncaught_exceptions()) return;
         // Copies may be in flight, which wait for another rank.
-        setup_.communicator->wait_until([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; });
+        setup_.communicator->wait_until([&] { return cudaStreamQuery(comm_stream_) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
     }
 
     void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) override {
-        stream_ = stream;
+        comm_stream_ = stream;
         ready_ = flags;
         arrived_ = flags + setup_.ranks;
         check(cudaMemset(flags, 0, size_t(2 * setup_.ranks) * sizeof(uint32_t)), "Clearing memory failed");
@@ -111,7 +111,7 @@ public:
             flag(wait_, ready_ + to, AT_LEAST);
             for (const Transfer& t : transfers)
                 if (t.with == to && t.send_bytes)
-                    copy(memory_->at(to, t.there), t.send, t.send_bytes, stream_);
+                    copy(memory_->at(to, t.there), t.send, t.send_bytes, comm_stream_);
             flag(write_, memory_->at(to, arrived_ + me), 0);
         }
         for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i), AT_LEAST | flush_);
@@ -119,7 +119,7 @@ public:
 
 private:
     const Setup setup_;
-    cudaStream_t stream_ = nullptr;
+    cudaStream_t comm_stream_ = nullptr;
     uint32_t *ready_ = nullptr, *arrived_ = nullptr;  // flags, by the rank that sets them
     std::unique_ptr<MappedMemory> memory_;
     uint32_t number_ = 0;  // of the exchange; flags only grow
@@ -135,7 +135,7 @@ private:
     StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", CURE_OLD_DRIVER);
 
     void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
-        if (operation(stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
+        if (operation(comm_stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }
 };
@@ -177,7 +177,7 @@ public:
     // that all are there.
     void allocate_buffers() {
         const Stream stream(false);
-        Owned<void*, cudaFree> bytes;
+        UniqueHandle<void*, cudaFree> bytes;
         check(cudaMalloc(&bytes.handle, size_t(setup_.ranks)), "Allocating memory failed");
         uint8_t* const mine = static_cast<uint8_t*>(bytes.handle);
         std::vector<Transfer> transfers;
@@ -223,21 +223,22 @@ private:
 };
 
 // What the other GPUs do in a step. Transfers are put on a stream of their own.
-class MultiGpuCollectives : public Collectives {
+class Zero3Sharding : public Sharding {
 public:
-    MultiGpuCollectives(const Device& device, const Memory& memory, Parameters& parameters,
-                        const Scales& scales, std::shared_ptr<Transport> transport)
-        : Collectives(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
-          compute_(device.stream), stream_(transport == nullptr), transport_(std::move(transport)),
-          matrices_(size_t(head_stage()) + 1), gathered_(parameters.params.size()) {
+    Zero3Sharding(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
+                  std::shared_ptr<Transport> transport)
+        : Sharding(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
+          compute_stream_(device.stream), comm_stream_(transport == nullptr),
+          transport_(std::move(transport)), matrices_(size_t(head_stage()) + 1),
+          gathered_(parameters.params.size()) {
         list_matrices();
-        if (transport_) transport_->attach(device.arena.begin(), memory.flags, stream_);
+        if (transport_) transport_->attach(device.arena.begin(), memory.flags, comm_stream_);
     }
 
     // --- Weights
     void gather_weights(int64_t stage, Pass pass) override {
         gather(stage);
-        is_gathered_[stage % 2].make_wait(compute_);
+        is_gathered_[stage % 2].make_wait(compute_stream_);
         // In backward the stage of the first linear layer is the last: the embedding stage is not read again.
         const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
@@ -265,7 +266,7 @@ public:
         return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_storage};
     }
     void wait_for_gradient_buffer(int64_t bucket) override {
-        is_sent_[buffer_of(bucket)].make_wait(compute_);
+        is_sent_[buffer_of(bucket)].make_wait(compute_stream_);
     }
     bool sends_gradients() const override { return true; }
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
@@ -287,12 +288,13 @@ public:
         for (size_t i = b.first; i < b.last; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
                           gradient_from(i, own(i, me).first), received(i, me == 0 ? 1 : 0, me),
-                          parameters_.gradient_storage.format, padded(own(i, me)), me, setup_.ranks, stream_);
-        is_sent_[buffer_of(bucket)].record(stream_);
+                          parameters_.gradient_storage.format, padded(own(i, me)), me, setup_.ranks,
+                          comm_stream_);
+        is_sent_[buffer_of(bucket)].record(comm_stream_);
     }
     void wait_for_transfers() override {
-        sent_so_far_.record(stream_);
-        sent_so_far_.make_wait(compute_);
+        sent_so_far_.record(comm_stream_);
+        sent_so_far_.make_wait(compute_stream_);
     }
 
     // --- Small values
@@ -312,8 +314,8 @@ private:
     const Device& device_;
     const Memory& memory_;
     const Scales& scales_;
-    const cudaStream_t compute_;
-    const Stream stream_;
+    const cudaStream_t compute_stream_;
+    const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
     std::vector<std::vector<size_t>> matrices_;   // by stage: the parameters that it gathers
     std::vector<View> gathered_;                  // by parameter: a matrix, as it was gathered last
@@ -326,17 +328,17 @@ private:
 
     // What is put on the stream from now on runs after what the computation has launched so far.
     void wait_for_compute() {
-        launched_so_far_.record(compute_);
-        launched_so_far_.make_wait(stream_);
+        launched_so_far_.record(compute_stream_);
+        launched_so_far_.make_wait(comm_stream_);
     }
     // Before CUDA loads a kernel, it waits for all GPUs of the process. One that waits for a transfer, which
     // the host of another rank is about to launch, would wait for ever, if that host, in the same process,
     // loads a kernel. So where ranks are threads, their hosts meet before and after they launch transfers.
     void send(const std::vector<Transfer>& transfers) {
         if (!transport_) return;
-        if (setup_.communicator->threads) setup_.communicator->all_gather(0);
-        transport_->send(transfers, stream_);
-        if (setup_.communicator->threads) setup_.communicator->all_gather(0);
+        if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
+        transport_->send(transfers, comm_stream_);
+        if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
     }
     // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
@@ -379,9 +381,9 @@ private:
         const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.scales_of_ranks;
-        copy(all + setup_.rank * n, scales_.all(), bytes, compute_);
+        copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_);
+        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
     }
 
     void list_matrices() {
@@ -389,17 +391,17 @@ private:
             const Param& p = parameters_.params[i];
             if (p.rows == 1) continue;
             int64_t stage = EMBEDDING_STAGE;
-            if (p.role.linear) stage = stage_of(parameters_.linear_layer_number(i));
+            if (p.role.linear) stage = stage_of(parameters_.linear_layer_index(i));
             else if (p.name == "head") stage = head_stage();
             matrices_[size_t(stage)].push_back(i);
         }
         if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
     }
-    void quantize_pieces(const View& from, const View& to) const {
-        const std::vector<View> values = pieces_for_grids(from), codes = pieces_for_grids(to);
+    void quantize_slices(const View& from, const View& to) const {
+        const std::vector<View> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
             quantize(stored(values[i]), {.view = codes[i], .delayed = scales_.delayed()},
-                     device_.quant_stats_of(ReportKind::Weight), stream_);
+                     device_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers a stage, unless it is there. FP8 codes travel, which each rank makes of its part with the scale
     // of the whole; or the weights as they are.
@@ -413,7 +415,7 @@ private:
             const bool codes = sends_codes() && p.role.linear;
             const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
             TensorScale* const scale =
-                codes ? scales_.of_weight(i, parameters_.linear_layer_number(i)) : nullptr;
+                codes ? scales_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
             const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {
                 return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};
@@ -421,14 +423,14 @@ private:
             const Range mine = part(setup_.rank);
             const View kept = parameters_.owned_weight(i);
             const View sent{to + mine.first, scale, kept.rows, kept.cols, storage};
-            if (codes) quantize_pieces(kept, sent);
-            else copy(sent.data, kept.data, mine.count, stream_);
+            if (codes) quantize_slices(kept, sent);
+            else copy(sent.data, kept.data, mine.count, comm_stream_);
             add_gather(to, part, transfers);
             gathered_[i] = {to, scale, p.rows, p.cols, storage};
             to += gathered_bytes(setup_, p);
         }
         send(transfers);
-        is_gathered_[stage % 2].record(stream_);
+        is_gathered_[stage % 2].record(comm_stream_);
         in_buffer_[stage % 2] = stage;
     }
 };
@@ -437,7 +439,7 @@ private:
 
 // Whether the copy engines can be used: tried with a small allocation.
 static bool reach_each_other(const Setup& s) {
-    Owned<void*, cudaFree> memory;
+    UniqueHandle<void*, cudaFree> memory;
     check(cudaMalloc(&memory.handle, GPU_ALIGNMENT), "Allocating memory failed");
     MappedMemory mapped(s, static_cast<uint8_t*>(memory.handle));
     return mapped.map();
@@ -466,11 +468,10 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
     return nccl;
 }
 
-std::unique_ptr<Collectives> make_collectives(const Device& device, const Memory& memory,
-                                              Parameters& parameters, const Scales& scales,
-                                              std::shared_ptr<Transport> transport) {
-    if (device.setup.ranks == 1) return std::make_unique<Collectives>(parameters);
-    return std::make_unique<MultiGpuCollectives>(device, memory, parameters, scales, std::move(transport));
+std::unique_ptr<Sharding> make_sharding(const Device& device, const Memory& memory, Parameters& parameters,
+                                        const Scales& scales, std::shared_ptr<Transport> transport) {
+    if (device.setup.ranks == 1) return std::make_unique<Sharding>(parameters);
+    return std::make_unique<Zero3Sharding>(device, memory, parameters, scales, std::move(transport));
 }
 
 }  // namespace coat::gpu
