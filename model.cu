@@ -26,9 +26,8 @@
 //     beginning. What a step needs besides is taken where it is used, and given back when the Arena::Scope
 //     ends in which it was taken.
 //   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
-//   activations
-//     are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what they are computed from,
-//     and the kernel that makes the operand of the next GEMM computes them.
+//     activation functions are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what
+//     they are computed from, and the kernel that makes the operand of the next GEMM computes them.
 //
 // The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). Where a tensor has one scale,
 // which comes just in time, its amax must be known before its codes are made. A kernel that has the values
@@ -175,8 +174,8 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A step
 
-    // Forward and backward of each micro-batch, then the update. (With --gradients none, run_bucket()
-    // updates the weights within backward.)
+    // Forward and backward of each micro-batch, then the update. (With --gradients none,
+    // finish_bucket() updates the weights within backward.)
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
@@ -217,8 +216,8 @@ private:
     // Delayed scaling: this step takes the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
         scales_.clear_operand_amaxes();
-        cached_weights_are_valid_ = false;  // they are made again, which takes their amaxes
-        sharding_->scales_changed();
+        cached_weights_are_valid_ = false;     // they are made again, which takes their amaxes
+        sharding_->forget_gathered_weights();  // they are FP8 codes, whose scales change
     }
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because that measures their errors.
@@ -231,7 +230,8 @@ private:
     }
     void weights_changed() {
         cached_weights_are_valid_ = false;
-        sharding_->weights_changed();
+        sharding_->forget_gathered_weights();
+        sharding_->combine_amaxes();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
@@ -474,7 +474,7 @@ private:
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
         sharding_->gather_weights(sharding_->head_stage(), Pass::Backward);
-        // The GEMMs of the slices write this gradient earlier than run_bucket() would wait for its place
+        // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
         sharding_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
         // The sum goes on from what micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
@@ -482,9 +482,10 @@ private:
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
         // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
-        run_bucket(parameters_.params[final_norm_weight_].bucket, [&] {
-            norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax_out());
-        });
+        const int64_t bucket = parameters_.params[final_norm_weight_].bucket;
+        begin_bucket(bucket);
+        norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax_out());
+        finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight.
@@ -531,10 +532,10 @@ private:
     // part. Where backward is between two norms, it is the g of the linear layer that comes next. The
     // argument dresidual_amax is where the norm leaves its amax for that linear layer.
     //
-    // Gradients of parameters are computed by bucket: run_bucket(), at the end of this section, runs
-    // what it is given, with what must come before and after. Memory is given back as early as possible,
-    // which can be in the middle of a bucket: there a Scope is ended by end(). What must outlive a Scope is
-    // taken before it, because memory is a stack.
+    // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket(), which are
+    // at the end of this section. Memory is given back as early as possible, which can be in the middle of a
+    // bucket: there a Scope is ended by end(). What must outlive a Scope is taken before it, because memory
+    // is a stack.
 
     // From the gradient of the residual stream behind a layer to that before norm 2.
     void mlp_block_backward(Layer& layer) {
@@ -545,16 +546,18 @@ private:
         const Operand dgate_up = layer.gate_up.take_g8(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        View dact{};
-        run_bucket(layer.down.bucket(), [&] { dact = down_backward(layer, gate_up); });
-        run_bucket(layer.gate_up.bucket(), [&] {
-            // activation
-            layer.gate_up.write_g8(lazy_activation_backward(gated_, gate_up, dact),
-                                   LinearLayer::AmaxIs::Unknown, dgate_up);
-            until_dgate_up.end();
-            // gate and up projection, norm 2
-            linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax_out());
-        });
+        begin_bucket(layer.down.bucket());
+        const View dact = down_backward(layer, gate_up);
+        finish_bucket(layer.down.bucket());
+
+        begin_bucket(layer.gate_up.bucket());
+        // activation
+        layer.gate_up.write_g8(lazy_activation_backward(gated_, gate_up, dact), LinearLayer::AmaxIs::Unknown,
+                               dgate_up);
+        until_dgate_up.end();
+        // gate and up projection, norm 2
+        linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax_out());
+        finish_bucket(layer.gate_up.bucket());
     }
     // Returns dact, in memory that it takes in the caller's scope.
     View down_backward(Layer& layer, const View& gate_up) {
@@ -576,16 +579,19 @@ private:
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
         const View dout = take_view(N_, config_.q_cols());
-        run_bucket(layer.attention_out.bucket(), [&] { attention_out_backward(layer, dout); });
-        run_bucket(layer.qkv.bucket(), [&] {
-            // attention with rotary positions, norms of heads
-            core_attention_backward(layer, dout, dqkv);
-            until_dqkv.end();
-            // q, k, v projection, norm 1
-            const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-            const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
-            linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax);
-        });
+        begin_bucket(layer.attention_out.bucket());
+        attention_out_backward(layer, dout);
+        finish_bucket(layer.attention_out.bucket());
+
+        begin_bucket(layer.qkv.bucket());
+        // attention with rotary positions, norms of heads
+        core_attention_backward(layer, dout, dqkv);
+        until_dqkv.end();
+        // q, k, v projection, norm 1
+        const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
+        const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
+        linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax);
+        finish_bucket(layer.qkv.bucket());
     }
     void attention_out_backward(Layer& layer, const View& dout) {
         const Arena::Scope scope(arena_);
@@ -648,25 +654,26 @@ private:
         device_.copy_to_gpu(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
         device_.copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
                             distinct * static_cast<int64_t>(sizeof(TokenRows)));
-        run_bucket(parameters_.params[embedding_].bucket, [&] {
-            gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                    embedding_order_.frequent, sharding_->gradient_to_write(embedding_),
-                                    stream_);
-            if (rotary_) return;
+        const int64_t bucket = parameters_.params[embedding_].bucket;
+        begin_bucket(bucket);
+        gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
+                                embedding_order_.frequent, sharding_->gradient_to_write(embedding_), stream_);
+        if (!rotary_)
             positions_backward(dresidual(), T_, sharding_->gradient_to_write(parameters_.index("positions")),
                                stream_);
-        });
+        finish_bucket(bucket);
     }
 
-    // Completes the gradients of a bucket (gpu/layout.h) in this micro-batch: waits until they may be
-    // written, clears what is added to, runs compute(), and hands the gradients on. compute() launches what
-    // adds to them, and is the last in backward to read the weights of the bucket. Afterwards the gradients
-    // go to the GPUs that own them, and with --gradients none the weights are updated. While quantization is
-    // measured, the gradients serve only to measure what storing the moments would lose: nothing is updated.
-    template <class Compute> void run_bucket(int64_t bucket, Compute compute) {
+    // To be called before the first kernel that adds to the gradients of a bucket (gpu/layout.h).
+    void begin_bucket(int64_t bucket) {
         sharding_->wait_for_gradient_buffer(bucket);
         if (linear_.overwrites_gradients) clear_added_gradients(bucket);
-        compute();
+    }
+    // To be called when all is launched that adds to the gradients of a bucket in this micro-batch, or reads
+    // its weights. The gradients go to the GPUs that own them, and with --gradients none the weights are
+    // updated. While quantization is measured, the gradients serve only to measure what storing the moments
+    // would lose: nothing is updated.
+    void finish_bucket(int64_t bucket) {
         if (device_.quant_stats) {
             parameters_.add_moment_quant_errors_of(bucket, *sharding_, report_);
             return;

@@ -246,11 +246,15 @@ public:
     View weight(size_t i) const override {
         return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
-    void weights_changed() override {
-        scales_changed();
-        combine_amaxes();
+    void combine_amaxes() override {
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
+        const int64_t bytes = n * int64_t(sizeof(TensorScale));
+        TensorScale* const all = memory_.scales_of_ranks;
+        copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
+        all_gather(all, bytes);
+        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
     }
-    void scales_changed() override {
+    void forget_gathered_weights() override {
         for (int64_t& stage : in_buffer_) stage = NONE;
     }
     QuantStats weight_quant_stats(const QuantStats& mine) const override {
@@ -374,17 +378,6 @@ private:
     // --- Weights
     // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
     bool sends_codes() const { return codes_travel_ && !scales_.any_empty_history; }
-
-    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
-    // scaling those of a step. The codes of weights get their scale.
-    void combine_amaxes() {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
-        const int64_t bytes = n * int64_t(sizeof(TensorScale));
-        TensorScale* const all = memory_.scales_of_ranks;
-        copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
-        all_gather(all, bytes);
-        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
-    }
 
     void list_matrices() {
         for (size_t i = 0; i < parameters_.params.size(); i++) {

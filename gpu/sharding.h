@@ -38,10 +38,13 @@ public:
     // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
     // gathered.
     virtual View weight(size_t i) const { return parameters_.whole_weight(i); }
-    // To be called after an update, or after weights have been written.
-    virtual void weights_changed() {}
-    // To be called when codes of weights are to have another scale.
-    virtual void scales_changed() {}
+    // To be called after the weights have changed, or the scale of their codes is to: what was gathered
+    // before is gathered again when it is needed.
+    virtual void forget_gathered_weights() {}
+    // To be called after the weights have changed. The amaxes of all ranks become one: of the weights, of
+    // which each rank has updated a part, and with delayed scaling those of a step. The codes of weights get
+    // their scale.
+    virtual void combine_amaxes() {}
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
