@@ -217,17 +217,16 @@ static void compute_codes(const float* x, Quantized& q) {
     });
 }
 
-// Adds the errors of all elements of x (rows, cols) to statistics. A value a little above FMAX s is encoded
-// as FMAX without more error than rounding has elsewhere: up to half a step, and the step at FMAX is at least
-// FMAX / 2^(M + 1). A value that is further above counts as saturated. (In E4M3 the step at 448 is 32, so
-// every value up to 464 rounds to 448; from 448 (1 + 1/32) = 462 on a value counts.)
+// Adds the errors of all elements of x (rows, cols) to statistics. A value up to half a step above FMAX s is
+// rounded to FMAX, as any value is to its neighbour. A value that is further above counts as saturated. In
+// E4M3 the step at 448 is 32, so these are values beyond 464 s.
 static void add_quant_errors(const float* x, const Quantized& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
-    const float beyond = f.max * (1 + std::ldexp(0.25f, -f.mantissa));
+    const float half_step = std::ldexp(0.5f, std::ilogb(f.max) - f.mantissa);  // at FMAX
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
         const int64_t row = i / q.cols, col = i % q.cols;
         add_error(stats, x[i], q.value(row, col));
-        stats.saturated += std::abs(x[i]) > beyond * q.scale(row, col);
+        stats.saturated += std::abs(x[i]) > (f.max + half_step) * q.scale(row, col);
     }
 }
 

@@ -27,8 +27,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 if (blocks.scales) scale = *blocks.at(at.row + i, p * x.width + at.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
-                // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
-                const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
+                const float half_step = e5m2 ? 4096.0f : 16.0f;  // at FMAX, to which it rounds
+                const float limit = (fmax + half_step) * scale;
                 const double error = static_cast<double>(value) - back;
                 signal += static_cast<double>(value) * value;
                 noise += error * error;

@@ -209,8 +209,8 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
 TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
     for (Format f : {Format::E4M3, Format::E5M2}) {
         const float scale = 0.25f, edge = info(f).max * scale,
-                    half_step = std::ldexp(edge, -1 - info(f).mantissa);
-        const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + 0.45f * half_step, edge + half_step};
+                    half_step = std::ldexp(edge / 1.75f, -1 - info(f).mantissa);  // edge / scale = 1.75 x 2^e
+        const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
         const Quantized z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
         for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
