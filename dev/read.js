@@ -16,25 +16,38 @@ function follow() {
 }
 addEventListener("scroll", () => requestAnimationFrame(follow), {passive: true});
 
-// Folds: one column of a lesson, or (keys 1 to 4) of all; f folds a lesson to its idea.
-const KINDS = {2: "cpu", 3: "gpu", 4: "test"};
-function fold_all(kind) {
-  const cols = all(".col." + kind), fold = cols.some(c => !c.classList.contains("folded"));
-  cols.forEach(c => c.classList.toggle("folded", fold));
+// The code of a lesson has columns: CPU, GPU, test. In a wide window they are tabs beside the text, one of which is
+// open; without the text they stand beside each other. In a narrow window they lie below the text and fold.
+const KINDS = {2: "cpu", 3: "gpu", 4: "test"}, wide = matchMedia("(min-width: 1300px)");
+const columns = all(".cols").map(c => all(".col", c));
+let text_shown = true;
+const are_tabs = () => wide.matches && text_shown;
+
+function show(col) {
+  if (are_tabs()) all(".col", col.parentNode).forEach(c => c.classList.add("folded"));
+  col.classList.remove("folded");
 }
-all(".col .head").forEach(b => b.onclick = () => b.parentNode.classList.toggle("folded"));
+function arrange() {  // what is open at first, and again when columns become tabs or tabs columns
+  columns.flat().forEach(c => c.classList.toggle("folded", !wide.matches || text_shown));
+  columns.forEach(cols => show(cols[0]));
+  sections.forEach(s => s.classList.toggle("no-idea", !text_shown && s.querySelector(".cols") !== null));
+  all(".whole").forEach(b => b.textContent = text_shown ? "code alone" : "code beside the text");
+}
+function fold_all(kind) {
+  const of_kind = all(".col." + kind), fold = of_kind.some(c => !c.classList.contains("folded"));
+  if (are_tabs()) of_kind.forEach(show);
+  else of_kind.forEach(c => c.classList.toggle("folded", fold));
+}
+function toggle_text() { text_shown = !text_shown, arrange(); }
+all(".col .head").forEach(b => b.onclick = () => are_tabs() ? show(b.parentNode) : b.parentNode.classList.toggle("folded"));
+all(".whole").forEach(b => b.onclick = () => keep_place(toggle_text, b.closest("section")));
 all("section > header").forEach(h => h.onclick = () => h.parentNode.classList.toggle("folded"));
-all(innerWidth > 1000 ? ".col.test" : ".col.test, .col.gpu").forEach(c => c.classList.add("folded"));
+wide.addEventListener("change", () => keep_place(arrange));
+arrange();
 
-// A column that is shorter than its neighbour stays in view beside it.
-const watch = new ResizeObserver(changed => changed.forEach(({target: body}) => {
-  const head = body.previousElementSibling.offsetHeight;
-  body.style.top = innerWidth > 1000 ? Math.min(head, innerHeight - body.offsetHeight - 24) + "px" : "auto";
-}));
-all(".col .body").forEach(body => watch.observe(body));
-
-function keep_place(change) {  // the lesson at hand stays where it is on the screen
-  const at = sections[Math.max(here, 0)], before = at.getBoundingClientRect().top;
+// Changes the page; the lesson at hand stays where it is on the screen, or its title is shown.
+function keep_place(change, at = sections[Math.max(here, 0)]) {
+  const before = Math.max(at.getBoundingClientRect().top, 0);
   change();
   scrollBy(0, at.getBoundingClientRect().top - before);
 }
@@ -45,10 +58,7 @@ addEventListener("keydown", e => {
   if (e.key === "j") sections[Math.min(here + 1, sections.length - 1)].scrollIntoView();
   else if (e.key === "k") (sections[here - 1] ?? document.body).scrollIntoView();
   else if (e.key === "f") at.classList.toggle("folded"), at.scrollIntoView();
-  else if (e.key === "1") keep_place(() => {
-    const fold = sections.some(s => !s.classList.contains("no-idea"));
-    sections.forEach(s => s.classList.toggle("no-idea", fold));
-  });
+  else if (e.key === "1") keep_place(toggle_text);
   else if (KINDS[e.key]) keep_place(() => fold_all(KINDS[e.key]));
   else if (e.key === "/") nav.classList.add("open"), search.focus();
   else return;
@@ -66,18 +76,29 @@ function find() {
 search.oninput = find;
 search.onkeydown = e => { if (e.key === "Enter") search.blur(), nav.querySelector(".hit a")?.click(); };
 
-// A link opens what it leads to.
+// A link opens what it leads to. Beside the text only the code moves, if the lesson is in view.
 function go() {
   const to = location.hash.length > 1 && document.getElementById(location.hash.slice(1));
   if (!to || to.id === "top") return;
-  to.closest(".col")?.classList.remove("folded");
-  to.closest("section")?.classList.remove("folded");
-  document.body.classList.add("still");
-  to.scrollIntoView();
-  document.body.classList.remove("still");
+  const col = to.closest(".col"), section = to.closest("section");
+  section?.classList.remove("folded");
+  if (col) show(col);
+  if (!col || !are_tabs()) return to.scrollIntoView();
+  const cols = col.parentNode, body = to.parentNode;
+  if (Math.abs(cols.getBoundingClientRect().top) > innerHeight / 3) section.scrollIntoView();
+  body.scrollTop += to.getBoundingClientRect().top - body.getBoundingClientRect().top;
 }
 addEventListener("hashchange", go);
-nav.addEventListener("click", e => { if (e.target.closest("a")) nav.classList.remove("open"), setTimeout(go); });
+addEventListener("click", e => {  // the browser's own jump would move the text, too
+  const link = e.target.closest?.("a[href^='#']"), at = scrollY;
+  if (!link) return;
+  e.preventDefault();
+  nav.classList.remove("open");
+  const known = location.hash === link.hash;
+  location.hash = link.hash;
+  scrollTo(0, at);
+  if (known) go();
+});
 menu.onclick = () => nav.classList.toggle("open");
 
 addEventListener("mouseover", e => {

@@ -161,6 +161,12 @@ POWER = re.compile(r"(?<=[\w)|])\^(\([^()]*\)|-?\w+(?:[./]\w+)?)")
 def superscript(match):
     return f"<sup>{match[1].strip('()')}</sup>".replace("-", "−")
 
+def pre(kind, text):
+    """Text as it stands. The style sheet chooses a size of letters with which its longest line, --w, fits."""
+    widest = max(len(line) for line in text.split("\n"))
+    css = f" class={kind}" if kind else ""
+    return f"<pre{css} style=--w:{widest}>{html.escape(text, quote=False)}</pre>"
+
 class Page:
     def __init__(self, cuts):
         self.by_name = collections.defaultdict(list)
@@ -229,7 +235,7 @@ class Page:
                 out.append(f"<p>{self.words(' '.join(paragraph), cut)}</p>")
             if table:
                 least = min(len(x) - len(x.lstrip()) for x in table)
-                out.append("<pre>" + html.escape("\n".join(x[least:] for x in table), quote=False) + "</pre>")
+                out.append(pre("", "\n".join(x[least:] for x in table)))
             paragraph.clear(), table.clear()
         for line in lines:
             text = re.sub(r"^\s*// ?(-{3} )?| -{3}$", "", line)
@@ -257,12 +263,13 @@ class Page:
 # --- The text of a lesson: the part of Markdown that WALK.md uses
 
 FIELD = re.compile(r"^(cpu|gpu|test|paper): (.*)$", re.M)
-def inline(text):
-    """Code, links, bold and italic words of one paragraph."""
+def inline(text, places):
+    """Code, links, bold and italic words of one paragraph. places: where a definition of this lesson stands, by name."""
     parts = re.split(r"(`[^`]+`)", text)
     for i, part in enumerate(parts):
         if part[:1] == "`":
-            parts[i] = f"<code>{html.escape(part[1:-1], quote=False)}</code>"
+            code = f"<code>{html.escape(part[1:-1], quote=False)}</code>"
+            parts[i] = f'<a href="#{places[part[1:-1]]}">{code}</a>' if part[1:-1] in places else code
             continue
         part = html.escape(part, quote=False).replace("&lt;br&gt;", "<br>")
         part = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", part)
@@ -288,29 +295,37 @@ def picture(path):
                  (ROOT / "dev" / path).read_text(), flags=re.S)
     return "data:image/svg+xml;base64," + base64.b64encode(svg.strip().encode()).decode()
 
-def table(lines):
-    cells = [[inline(cell.strip()) for cell in line.strip().strip("|").split("|")] for line in lines]
+def table(lines, places):
+    cells = [[inline(cell.strip(), places) for cell in line.strip().strip("|").split("|")] for line in lines]
     head = "".join(f"<th>{cell}" for cell in cells[0])
     rows = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in cells[2:])
     return f"<div class=scrolls><table><tr>{head}{rows}</table></div>"
 
-def block(lines):
+def equation(lines):
+    """Formulas. What stands behind a wide gap of a single line may go below it."""
+    lines = [line[4:] for line in lines]
+    parts = re.split(r" {5,}", lines[0])
+    if len(lines) > 1 or len(parts) == 1:
+        return pre("eq", "\n".join(lines))
+    return f"<div class=parts>{''.join(pre('eq', part) for part in parts)}</div>"
+
+def block(lines, places):
     """HTML of one block: lines between two empty ones."""
     text = "\n".join(lines)
     if lines[0].startswith("    "):
-        return f"<pre class=eq>{html.escape(re.sub('^    ', '', text, flags=re.M), quote=False)}</pre>"
+        return equation(lines)
     if lines[0].startswith("|"):
-        return table(lines)
+        return table(lines, places)
     if lines[0].startswith("<"):  # <picture>, <details>, </details>
         return re.sub(r'(src|srcset)="([^"]*\.svg)"', lambda m: f'{m[1]}="{picture(m[2])}"', text)
     if re.match(r"(- |\d+\. )", lines[0]):
         items = re.split(r"^(?:- |\d+\. )", text, flags=re.M)[1:]
         kind = "ul" if lines[0][0] == "-" else "ol"
-        return f"<{kind}>" + "".join(f"<li>{inline(' '.join(item.split()))}" for item in items) + f"</{kind}>"
+        return f"<{kind}>" + "".join(f"<li>{inline(' '.join(item.split()), places)}" for item in items) + f"</{kind}>"
     css = " class=try" if lines[0].startswith(("**Predict.**", "**Try.**", "**Now put")) else ""
-    return f"<p{css}>{inline(' '.join(lines))}</p>"
+    return f"<p{css}>{inline(' '.join(lines), places)}</p>"
 
-def prose(text):
+def prose(text, places):
     """HTML of a lesson."""
     out = []
     for i, part in enumerate(re.split(r"^```(.*)\n((?:.*\n)*?)```$", text, flags=re.M)):
@@ -318,12 +333,12 @@ def prose(text):
             source = part.removeprefix("cpp ").strip()
             out.append(f"<p class=from>{html.escape(source)}</p>" if source not in ("", "text") else "")
         elif i % 3 == 2:
-            out.append(f"<pre class=quoted>{html.escape(part, quote=False)}</pre>")
+            out.append(pre("quoted", part))
         else:
             part = re.sub(r"\n</details>$", "\n\n</details>", part, flags=re.M)
             for lines in re.split(r"\n\s*\n", part.strip("\n")):
                 if lines.strip():
-                    out.append(block(lines.split("\n")))
+                    out.append(block(lines.split("\n"), places))
     return "\n".join(out)
 
 def lessons(text):
@@ -342,7 +357,8 @@ def columns(page, mine):
             body = "".join(page.article(c) for c in of_kind)
             out.append(f'<div class="col {kind}"><button class=head><b>{name}</b> <span>{files}</span></button>'
                        f"<div class=body>{body}</div></div>")
-    return f'<div class=cols>{"".join(out)}</div>' if out else ""
+    whole = '<button class=whole title="key 1">code alone</button>'
+    return f'<div class=cols>{"".join(out)}{whole}</div>' if out else ""
 
 def main(out):
     text = (ROOT / "dev/WALK.md").read_text()
@@ -360,12 +376,14 @@ def main(out):
     for title, paper, words, mine in all_lessons:
         number, name = re.match(r"(?:(\d+)\. )?(.*)", title).groups()
         place = "lesson-" + (number or re.sub(r"\W+", "-", name.lower()))
+        places = {c.short: c.id for c in mine[::-1] if not c.test}
         names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{html.escape(c.short or c.name)}</a></li>' for c in mine)
         nav.append(f'<li><a href="#{place}"><b>{number or ""}</b>{name}</a><ul>{names}</ul></li>')
         paper = f"<p class=paper>Paper: section {paper}</p>" if paper[:1].isdigit() else ""
         body.append(f'<section id="{place}"><header><span class=no>{number or ""}</span><h2>{name}</h2>{paper}</header>'
-                    f"<div class=idea><div class=say>{prose(words)}</div></div>{columns(page, mine)}</section>")
+                    f"<div class=idea><div class=say>{prose(words, places)}</div></div>{columns(page, mine)}</section>")
     heading, intro = re.match(r"# ([^\n]*)\n\n(.*?)\n\n## ", text, re.S).groups()
+    legend = " ".join(f"<span class={kind}>{name}</span>" for kind, name in KINDS.items())
     css, js = ((ROOT / "dev" / name).read_text() for name in ("read.css", "read.js"))
     out.parent.mkdir(exist_ok=True)
     out.write_text(f"""<!DOCTYPE html>
@@ -373,10 +391,11 @@ def main(out):
 <title>{heading}</title><style>{css}</style>
 <button id=menu aria-label="lessons">Lessons</button>
 <nav><h1><a href="#top">{heading}</a></h1><input type=search placeholder="Search functions  /" aria-label="search functions">
+<p class=legend>{legend}</p>
 <ol>{"".join(nav)}</ol>
 <p class=keys><kbd>j</kbd> <kbd>k</kbd> next, previous <br><kbd>f</kbd> fold a lesson <br><kbd>1</kbd> <kbd>2</kbd>
-<kbd>3</kbd> <kbd>4</kbd> fold text, CPU, GPU, test</p></nav>
-<main id=top><div class=intro><h1>{heading}</h1>{prose(intro)}</div>{"".join(body)}</main>
+<kbd>3</kbd> <kbd>4</kbd> text, CPU, GPU, test</p></nav>
+<main id=top><div class=intro><h1>{heading}</h1>{prose(intro, {})}</div>{"".join(body)}</main>
 <div id=tip hidden></div><script>{js}</script></html>
 """)
     numbered = sum(title[0].isdigit() for title, *_ in all_lessons)

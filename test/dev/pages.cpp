@@ -114,6 +114,15 @@ addEventListener("load", () => setTimeout(() => {
       }
     });
   }
+  for (const code of document.querySelectorAll(".cols")) {  // make read: beside the text, or below it
+    const lesson = code.closest("section"), text = lesson.querySelector(".idea").getBoundingClientRect();
+    const at = code.getBoundingClientRect(), title = lesson.querySelector("h2").getBoundingClientRect();
+    if (innerWidth >= 1300 ? at.left < text.right || at.top > title.bottom : at.top < text.bottom)
+      wrong.push("the code of " + lesson.id + " is not where it should be");
+  }
+  for (const table of document.querySelectorAll(".note pre"))
+    if (innerWidth >= 1400 && table.scrollWidth > table.clientWidth + 1)
+      wrong.push("cut off: " + table.textContent.slice(0, 40));
   for (const guess of document.querySelectorAll(".guess")) {  // a wrong guess marks the right one, too
     const buttons = [...guess.querySelectorAll("button")], right = Number(guess.dataset.right);
     buttons[(right + 1) % buttons.length].click();
@@ -170,7 +179,7 @@ TEST_CASE("make read: the course beside its code; every name in WALK.md has one 
 TEST_CASE("make read: its page opens without an error in any width" * doctest::skip(NO_BROWSER)) {
     const Folder folder;
     make_read(folder);
-    for (int width : {500, 1400}) CHECK(opened_in_browser(folder / "read.html", width) == "opened: ");
+    for (int width : {360, 1024, 1300, 1440, 1920}) CHECK(opened_in_browser(folder / "read.html", width) == "opened: ");
 }
 
 TEST_CASE("explore.html: it opens without an error in any width" * doctest::skip(NO_BROWSER)) {
