@@ -4,7 +4,8 @@
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
 Three kinds of values have 8 bits (FP8): operands of matrix products (GEMMs), activations that are saved for
-the backward pass, and AdamW's moments. test/dev/arithmetic.cpp compares all of it with the CPU reference.
+the backward pass, and AdamW's moments. test/dev/arithmetic.cpp compares sections 1 to 5 and the loss with the
+CPU reference; the loop of section 6 is only here.
 """
 import os
 from collections import namedtuple
@@ -53,12 +54,13 @@ def bf16(x):
 # operands the block is the whole tensor: a GPU multiplies codes, and the sum by both scales. (Here operands
 # are decoded first: the same but for rounding.) Norms and activation functions decode every value they read,
 # so their inputs can have a scale for each 1x16 group.
+Quantized = namedtuple("Quantized", "codes scales")
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
 
 def quantize_tensor(f, x):  # -> codes and one FP32 scale
     s = scales_of(f, np.max(np.abs(x)))
-    return encode(f, x * (F32(1) / s)), s
+    return Quantized(encode(f, x * (F32(1) / s)), s)
 def gemm_operand(f, x):  # x as a GEMM reads it
     codes, s = quantize_tensor(f, x)
     return decode(f, codes) * s
@@ -67,7 +69,7 @@ def quantize_groups(x, width=16):
     """x (rows, cols) -> E4M3 codes, and scales (rows, cols / width) that are rounded before they are used."""
     groups = x.reshape(len(x), -1, width)
     s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))
-    return encode(E4M3, groups * (F32(1) / s)[..., None]).reshape(x.shape), s
+    return Quantized(encode(E4M3, groups * (F32(1) / s)[..., None]).reshape(x.shape), s)
 def dequantize_groups(codes, s):
     return (decode(E4M3, codes).reshape(*s.shape, -1) * s[..., None]).reshape(codes.shape)
 
@@ -76,6 +78,7 @@ def dequantize_groups(codes, s):
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
+Moment = namedtuple("Moment", "codes largest k")  # (groups, 128), (groups, 1) and (groups, 1)
 def expansion_factor(largest, smallest, f=E4M3):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
         k = np.log2(float(f.max) / float(f.min)) / np.log2(largest.astype(float) / smallest)
@@ -88,14 +91,14 @@ def contract(y, largest, k, f=E4M3):
     return (np.sign(y) * largest * (np.abs(y) / f.max).astype(float) ** (1 / k)).astype(F32)
 
 def store_moment(x, keep_positive, f=E4M3):
-    """A moment (groups, 128) -> codes, max and k of each group. keep_positive is for second moments: a
-    positive value that became 0 would make the next update huge."""
+    """x (groups, 128) -> what is stored of it. keep_positive is for second moments: a positive value that
+    became 0 would make the next update huge. A group of zeros has max 0 and k 1."""
     magnitude = np.abs(x)
     largest = magnitude.max(axis=1, keepdims=True)
     smallest = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
     k = np.where(largest > 0, expansion_factor(largest, smallest, f), F32(1))
     codes = encode(f, expand(x, largest, k, f))
-    return np.where(keep_positive & (x > 0) & (codes == 0), 1, codes), largest, k
+    return Moment(np.where(keep_positive & (x > 0) & (codes == 0), 1, codes), largest, k)
 def load_moment(codes, largest, k, f=E4M3): return contract(decode(f, codes), largest, k, f)
 
 def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
@@ -154,11 +157,15 @@ def attention(qkv, T, HS, out=None, dout=None):
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
-# --- 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms
-# and the activation function read what was saved in groups, in both passes. Everything else is BF16. Outputs
-# of norms and of the activation function are not saved: backward computes them again. It takes the derivative
-# of rounding to be 1 (straight-through estimation), and all others at the values that forward used.
-def linear(x, w): return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
+# --- 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms 1
+# and 2 and the activation function read what was saved in groups, in both passes. All else is BF16: weights
+# (linear layers make codes of them), the residual stream, attention, gradients. Outputs of norms and of the
+# activation function are not saved: backward computes them again. It takes the derivative of rounding to be 1
+# (straight-through estimation), and all others at the values that forward used.
+Saved = namedtuple("Saved", "norm1_input qkv heads norm2_input gate_up")  # qkv and heads are BF16 values
+
+def linear(x, w):
+    return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
 def linear_backward(x, w, g):
     g8 = gemm_operand(E5M2, g)
     dx = bf16(g8 @ gemm_operand(E4M3, w))                           # dgrad: dx = g w
@@ -167,100 +174,97 @@ def linear_backward(x, w, g):
 def layer_forward(w, x, T, HS):
     """The residual stream x (tokens, C) -> the stream after the layer in FP32, and what is saved. A sum is
     rounded once for each of its readers: to groups for the norm, and to BF16, in which the stream goes on."""
-    norm1_input = quantize_groups(x)
+    norm1_input = quantize_groups(x)                                # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
-    qkv = bf16(rope(qkv, T, HS))
-    heads = bf16(attention(qkv, T, HS))
+    qkv = bf16(rope(qkv, T, HS))                                    # (tokens, 3 C)
+    heads = bf16(attention(qkv, T, HS))                             # (tokens, C)
     residual2 = bf16(x) + linear(heads, w["attention_out"])
-    norm2_input = quantize_groups(residual2)
-    gate_up = quantize_groups(linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"]))
+    norm2_input = quantize_groups(residual2)                        # (tokens, C)
+    gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
+    gate_up = quantize_groups(gate_up)                              # (tokens, 2 F)
     out = bf16(residual2) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
-    return out, (norm1_input, qkv, heads, norm2_input, gate_up)
+    return out, Saved(norm1_input, qkv, heads, norm2_input, gate_up)
 
 def layer_backward(w, saved, dx, T, HS):
-    """The gradient dx of the stream after the layer -> before the layer, and the gradients of the weights."""
-    norm1_input, qkv, heads, norm2_input, gate_up = saved
-    x1, x2, gate_up = (dequantize_groups(*s) for s in (norm1_input, norm2_input, gate_up))
-    d = {}
-    dact, d["down"] = linear_backward(swiglu(gate_up), w["down"], dx)
-    dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"],
-                                           swiglu_backward(gate_up, dact))
+    """The gradient dx of the stream after the layer -> before it, and the gradients of the weights."""
+    x1, x2 = dequantize_groups(*saved.norm1_input), dequantize_groups(*saved.norm2_input)
+    gate_up, d = dequantize_groups(*saved.gate_up), {}
+    dact, d["down"] = linear_backward(swiglu(gate_up), w["down"], dx)           # (tokens, F)
+    dgate_up = swiglu_backward(gate_up, dact)                                   # (tokens, 2 F)
+    dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
-    dx = bf16(dx + dbranch)
-    dheads, d["attention_out"] = linear_backward(heads, w["attention_out"], dx)
-    dqkv = bf16(rope(bf16(attention(qkv, T, HS, heads, dheads)), T, HS, -1))  # a gradient is rotated back
+    dx = bf16(dx + dbranch)                                                     # (tokens, C)
+    dheads, d["attention_out"] = linear_backward(saved.heads, w["attention_out"], dx)
+    dqkv = bf16(attention(saved.qkv, T, HS, saved.heads, dheads))               # (tokens, 3 C)
+    dqkv = bf16(rope(dqkv, T, HS, -1))                                          # rotated back
     dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
     dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)
     return bf16(dx + dbranch), d
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
-def head_loss(w, x, targets):
-    """The stream behind the last layer -> the mean cross entropy in nats, and gradients of x and of w."""
-    y = rms_norm(x, w["final_norm"])
-    p = softmax(y @ w["embedding"].T)
+def head_loss(norm, head, x, targets):
+    """The stream behind the last layer -> the mean cross entropy in nats; gradients of x, norm and head."""
+    x = bf16(x)
+    y = bf16(rms_norm(x, norm))                                     # this norm and the head read BF16
+    p = softmax(bf16(y @ head.T))                                   # (tokens, vocabulary)
     correct = np.arange(len(targets)), targets
     loss = -np.mean(np.log(p[correct]))
     p[correct] -= 1
-    dlogits = p / F32(len(targets))                                 # of the mean loss
-    dx, dfinal = rms_norm_backward(x, w["final_norm"], dlogits @ w["embedding"])
-    return loss, dx, {"final_norm": dfinal, "embedding": dlogits.T @ y}
+    dlogits = bf16(p / F32(len(targets)))                           # of the mean loss
+    dx, dnorm = rms_norm_backward(x, norm, bf16(dlogits @ head))
+    return loss, bf16(dx), dnorm, dlogits.T @ y
 
-def in_groups(x):  # a tensor as rows of 128 values for the optimizer; zeros fill the last row
+def in_groups(x):  # a tensor as rows of 128 values, for the optimizer; zeros fill the last row
     return np.append(x.ravel(), np.zeros(-x.size % 128, F32)).reshape(-1, 128)
 
+Step = namedtuple("Step", "loss gradients saved m v")  # gradients and moments by the name of their weight
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
-    """Trains on windows of T ASCII characters. Yields the loss, gradients, what was saved, and moments."""
+    """Trains on windows of T ASCII characters, and yields a Step after each."""
     random = np.random.default_rng(seed)
     rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
-    w = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
-    m, v = ({name: store_moment(0 * in_groups(x), False) for name, x in w.items()} for _ in "mv")
+    master = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
+    m, v = ({name: store_moment(0 * in_groups(x), False) for name, x in master.items()} for _ in "mv")
     for name in ("norm1", "norm2", "final_norm"):
-        w[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
+        master[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
     for step in range(1, steps + 1):
         windows = np.stack([text[i:i + T + 1] for i in random.integers(0, len(text) - T, B)])
         tokens, targets = windows[:, :-1].ravel(), windows[:, 1:].ravel()
+        w = {name: bf16(x) for name, x in master.items()}           # only the optimizer reads master weights
         x, saved = layer_forward(w, w["embedding"][tokens], T, HS)
-        loss, dx, gradients = head_loss(w, x, targets)
+        loss, dx, dfinal, dembedding = head_loss(w["final_norm"], w["embedding"], x, targets)
         dx, of_layer = layer_backward(w, saved, dx, T, HS)
-        np.add.at(gradients["embedding"], tokens, dx)
-        gradients |= of_layer
+        np.add.at(dembedding, tokens, dx)
+        gradients = {"final_norm": dfinal, "embedding": dembedding, **of_layer}
+        rate = lr * min(1, step / 20)                               # it rises for 20 steps
         for name, g in gradients.items():
-            rate = lr * min(1, step / 20)                           # it rises for 20 steps
-            new, m[name], v[name] = adamw(in_groups(w[name]), in_groups(g), m[name], v[name], step, rate,
-                                          matrix=name in rows)
-            w[name] = new.ravel()[:g.size].reshape(g.shape)
-        yield loss, gradients, saved, (m, v)
+            new, m[name], v[name] = adamw(in_groups(master[name]), in_groups(bf16(g)), m[name], v[name], step,
+                                          rate, matrix=name in rows)
+            master[name] = new.ravel()[:g.size].reshape(g.shape)
+        yield Step(loss, gradients, saved, dict(m), dict(v))
 
 def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
 
-def run(text, fp8, seed):  # -> losses of 200 steps; gradients, saved and moments of the first and last step
-    global FP8  # the switch at the top
-    FP8, losses, states = fp8, [], []
-    for loss, *state in train(text, 200, seed):
-        losses.append(loss)
-        states = states[:1] + [state]
-    FP8 = True
-    return losses, states[0], states[-1]
-
 if __name__ == "__main__":
     text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "reference.cpp"), np.uint8) & 127
-    fp32, (exact, _, _), (_, _, moments) = run(text, fp8=False, seed=1)
-    fp8, (coat, saved, _), _ = run(text, fp8=True, seed=1)
-    other_seed, _, _ = run(text, fp8=False, seed=2)
+    runs = []
+    for FP8, seed in ((False, 1), (True, 1), (False, 2)):           # sets the switch at the top
+        runs.append(list(train(text, 200, seed)))
+    fp32, coat, other_seed = runs
+    FP8 = True
     print("The gradients of the first step in COAT: RMS error against FP32")
-    for name in exact:
-        print(f"  {name:14} {rms(coat[name] - exact[name]) / rms(exact[name]):6.1%}")
+    for name, exact in fp32[0].gradients.items():
+        print(f"  {name:14} {rms(coat[0].gradients[name] - exact) / rms(exact):6.1%}")
     print("Moments of `down` after 200 steps in FP32: median k, and median error in FP8, plain and expanded")
-    for name, expanded in zip("mv", moments):
-        x = contract(*expanded["down"])
+    for name, moments in (("m", fp32[-1].m), ("v", fp32[-1].v)):
+        x = contract(*moments["down"])                              # without FP8 its codes are values
         plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x, name == "v")
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
-        print(f"  {name} {np.median(stored[2]):6.2f} ", *(f"{error:6.2%}" for error in errors))
-    norm1_input, qkv, heads, norm2_input, gate_up = saved
-    in_fp8 = sum(codes.size + 2 * scales.size for codes, scales in (norm1_input, norm2_input, gate_up))
-    in_bf16 = 2 * (qkv.size + heads.size)
-    print(f"A layer saves {(in_fp8 + in_bf16) / heads.size} C bytes a token; in BF16 16 C")
+        print(f"  {name} {np.median(stored.k):6.2f} ", *(f"{error:6.2%}" for error in errors))
+    norm1_input, qkv, heads, norm2_input, gate_up = coat[0].saved
+    in_fp8 = sum(x.codes.size + 2 * x.scales.size for x in (norm1_input, norm2_input, gate_up))
+    saved = in_fp8 + 2 * (qkv.size + heads.size)
+    print(f"A layer saves {saved / heads.size} C bytes a token; in BF16 16 C")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     for step in range(20, 201, 20):
-        means = (np.mean(losses[step - 20:step]) for losses in (fp32, fp8, other_seed))
+        means = (np.mean([s.loss for s in run[step - 20:step]]) for run in runs)
         print(f"  {step:4}", *(f"{mean:6.3f}" for mean in means))

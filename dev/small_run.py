@@ -56,7 +56,7 @@ class Run:
         for layer in self.layers:
             x, of_layer = coat.layer_forward(layer, x, T, size)
             saved.append(of_layer)
-        _, dx, _ = coat.head_loss(self.weights, x, text[1:])
+        _, dx, _, _ = coat.head_loss(self.weights["final_norm"], self.weights["embedding"], x, text[1:])
         linear_backward = coat.linear_backward
 
         def listening(x, w, g):
@@ -67,5 +67,5 @@ class Run:
         for layer, of_layer in zip(self.layers[::-1], saved[::-1]):
             dx, _ = coat.layer_backward(layer, of_layer, dx, T, size)
         coat.linear_backward = linear_backward
-        return ([coat.dequantize_groups(*norm2_input) for _, _, _, norm2_input, _ in saved],
-                [coat.dequantize_groups(*gate_up) for *_, gate_up in saved], gradients)
+        return ([coat.dequantize_groups(*of_layer.norm2_input) for of_layer in saved],
+                [coat.dequantize_groups(*of_layer.gate_up) for of_layer in saved], gradients)

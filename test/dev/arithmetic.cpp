@@ -356,21 +356,13 @@ file = lambda name: "layers.0." + name + (".weight" if "norm" in name else "")
 w = {name: load(file(name)).reshape(shape) for name, shape in shapes.items()}
 embedding, head, final = load("embedding", -1, C), load("head", -1, C), load("final_norm.weight")
 out, saved = layer_forward(w, embedding[tokens], T, HS)
-x = bf16(out)
-y = bf16(rms_norm(x, final))
-logits = bf16(y @ head.T).astype(float)
-p = np.exp(logits - logits.max(axis=1, keepdims=True))
-p /= p.sum(axis=1, keepdims=True)
-counted = np.arange(len(targets)), targets
-save("loss", F32(np.mean(-np.log(p[counted]))))
-p[counted] -= 1
-dlogits = bf16(p / len(targets))
-dx, dfinal = rms_norm_backward(x, final, bf16(dlogits @ head))
-dx, gradients = layer_backward(w, saved, bf16(dx), T, HS)
+loss, dx, dfinal, dhead = head_loss(final, head, out, targets)
+save("loss", F32(loss))
+dx, gradients = layer_backward(w, saved, dx, T, HS)
 dembedding = np.zeros_like(embedding)
 np.add.at(dembedding, tokens, dx)
 gradients = {file(name): gradient for name, gradient in gradients.items()}
-gradients |= {"embedding": dembedding, "head": dlogits.T @ y, "final_norm.weight": dfinal}
+gradients |= {"embedding": dembedding, "head": dhead, "final_norm.weight": dfinal}
 for name, gradient in gradients.items():
     save(name + ".gradient", bf16(gradient))
 )");
