@@ -43,13 +43,14 @@ def style():
 
 def formats():
     _, axes = plt.subplots(2, 1, figsize=(6.4, 3.8), sharex=True)
-    for ax, f, name, last in zip(axes, (coat.E4M3, coat.E5M2), ("E4M3", "E5M2"), (127, 124)):
+    for ax, f, name, last, but in zip(axes, (coat.E4M3, coat.E5M2), ("E4M3", "E5M2"), (127, 124),
+                                      (" (7 in the highest)", "")):
         values = coat.decode(f, np.arange(1, last))
         normal = values >= 2.0 ** (1 - f.bias)
         ax.vlines(values, 0, 1, colors=np.where(normal, theme["blue"], theme["red"]), linewidth=0.7)
         ax.set_xscale("log", base=2)
         ax.set(ylim=(0, 1.5), yticks=[], xlim=(2.0**-18.5, 2.0**18.5),
-               title=f"{name}: {last - 1} positive values, {2**f.M} in each power of two")
+               title=f"{name}: {last - 1} positive values, {2**f.M} in each power of two{but}")
         ax.spines["left"].set_visible(False)
         ax.set_xticks([2.0**e for e in range(-16, 17, 4)])
         ax.tick_params(labelbottom=True)
@@ -61,12 +62,12 @@ def formats():
 
 # --- A scale, and the staircase of rounding
 
-# The group of lesson 2.
+# The 16 values of lesson 2.
 GROUP = np.array([0.31, -0.52, 0.08, 1.1, -0.24, 0.67, -0.05, 0.43, -0.91, 0.16, 0.02, -0.38, 0.75, -0.13, 24, 0.57])
 
 
 def scale():
-    """The group's magnitudes before and after they are divided by the scale, and the error of every magnitude."""
+    """The magnitudes of lesson 2's values before and after they are divided by the scale, and the error of every magnitude."""
     _, (lines, errors) = plt.subplots(2, 1, figsize=(6.4, 5.6), sharex=True, height_ratios=[3, 2])
     magnitudes = np.abs(GROUP)
     divided = magnitudes / (24 / 448)
@@ -83,7 +84,7 @@ def scale():
         lines.axhline(y, color=theme["soft"], linewidth=1)
     lines.text(24, 1.07, "24, the amax", ha="center", color=theme["red"])
     lines.text(0.02, 1.07, "0.02", ha="center", color=theme["green"])
-    lines.text(2.0**-12.8, 1.07, "the group: |x|", weight="bold")
+    lines.text(2.0**-12.8, 1.07, "the 16 values: |x|", weight="bold")
     lines.text(2.0**-12.8, 0.62, "divided by\ns = 24 / 448:\nall move alike", color=theme["soft"])
     lines.text(2.0**-12.8, 0.07, "E4M3: |x| / s", weight="bold")
     for at, words, side in ((448, "448\nthe amax", "center"), (2.0**-6, "$2^{-6}$\namax / 28,672", "left"),
@@ -251,109 +252,145 @@ def note(ax, x, y, words, ha="left", **more):
 LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C", ""),
          ("q, k, v\nprojection", "linear", "BF16", "", "norm 1's output,\ncomputed again"),
          ("attention,\nwith RoPE", "bf16", "E4M3, one scale", "q, k, v and output\nBF16: 8 C", ""),
-         ("output\nprojection", "linear", "", "", "attention's output,\nas it was saved"),
+         ("attention_out\nprojection", "linear", "", "", "attention's output,\nas it was saved"),
          ("+", "add", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
          ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
          ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up\nE4M3 1x16: 6.1 C", ""),
          ("down\nprojection", "linear", "", "", "output of SiLU x up,\ncomputed again"),
          ("+", "add", "", "", "")]
-GRADIENT = {"linear": "dgrad and\nwgrad", "norm 1": "gradient of\nnorm 1", "norm 2": "gradient of\nnorm 2",
+GRADIENT = {"linear": "dgrad: g w\nwgrad: g$^T$x", "norm 1": "gradient of\nnorm 1", "norm 2": "gradient of\nnorm 2",
             "bf16": "gradient of\nattention", "SiLU(gate) x up": "gradient of\nSiLU x up"}
-FORWARD, SAVED, BACKWARD, STREAM, BACK_STREAM = 3.1, 7.0, 11.1, 0.55, 13.35  # where the columns are
-WIDE, TALL, MADE = 2.6, 0.56, 1.1  # a box, and where groups are made
+FORWARD, SAVED, BACKWARD, STREAM, BACK_STREAM = 3.1, 7.0, 11.0, 0.55, 13.35  # where the columns are
+WIDE, TALL, GROUPS = 2.6, 0.56, 1.45  # a box; where the groups of a sum are made
+
+
+def add(ax, y):
+    """The sum of the residual stream and a branch."""
+    ax.plot([STREAM], [y], "o", markersize=12, markerfacecolor=theme["ground"], markeredgecolor=theme["gold"], markeredgewidth=1.4,
+            zorder=3)
+    ax.text(STREAM, y - 0.015, "+", ha="center", va="center", fontsize=11, color=theme["gold"], weight="bold", zorder=4)
+
+
+def groups(ax, x, y):
+    box(ax, x, y, 0.85, 0.26, "1x16", theme["green"], filled=True)
 
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(6.7, 9.8))
+    _, ax = plt.subplots(figsize=(6.8, 10.6))
     top = len(LAYER) - 1
-    ax.set(xlim=(-0.1, 13.9), ylim=(-2.5, top + 1.25))
+    ax.set(xlim=(-0.15, 14.1), ylim=(-3.2, top + 1.75))
     ax.axis("off")
     for x, words in ((FORWARD, "forward"), (SAVED, "waits for backward"), (BACKWARD, "backward")):
-        ax.text(x, top + 1, words, ha="center", weight="bold", fontsize=11.5)
-    for x, words in ((STREAM - 0.3, "residual stream (tokens, C): BF16"), (BACK_STREAM + 0.3, "gradient of the residual stream: BF16")):
+        ax.text(x, top + 1.5, words, ha="center", weight="bold", fontsize=11.5)
+    for x, words in ((STREAM - 0.4, "residual stream (tokens, C): BF16"), (BACK_STREAM + 0.45, "gradient of the residual stream: BF16")):
         ax.text(x, top / 2, words, rotation=90, va="center", ha="center", fontsize=9.5, color=theme["soft"])
-    path(ax, (STREAM, top + 0.7), (STREAM, -0.55), color=theme["gold"])
-    path(ax, (BACK_STREAM, -0.55), (BACK_STREAM, top + 0.7), color=theme["gold"])
+    path(ax, (STREAM, top + 1.35), (STREAM, -0.75), color=theme["gold"])
+    path(ax, (BACK_STREAM, -0.75), (BACK_STREAM, top + 1.35), color=theme["gold"])
+    add(ax, top + 1)
+    note(ax, STREAM + 0.35, top + 1.0, "the layer before is added")
     for row, (name, kind, out, saved, again) in enumerate(LAYER):
         y = top - row
         if kind == "add":
-            path(ax, (FORWARD, y + 1 - TALL / 2), (FORWARD, y + 0.1), (STREAM, y + 0.1), color=theme["gold"])
-            note(ax, (STREAM + FORWARD) / 2, y + 0.26, "is added", "center")
+            path(ax, (FORWARD, y + 1 - TALL / 2), (FORWARD, y + 0.1), (STREAM + 0.18, y + 0.1), color=theme["gold"])
+            add(ax, y + 0.1)
+            note(ax, (STREAM + FORWARD) / 2 + 0.1, y + 0.26, "is added", "center")
             path(ax, (BACK_STREAM, y + 0.1), (BACKWARD, y + 0.1), (BACKWARD, y + 1 - TALL / 2), color=theme["gold"])
             note(ax, BACK_STREAM - 0.15, y + 0.26, "g: E5M2", "right")
             continue
         box(ax, FORWARD, y, WIDE, TALL, name, colors[kind])
         box(ax, BACKWARD, y, WIDE, TALL, GRADIENT.get(name) or GRADIENT[kind], colors[kind])
+        made = None  # where the groups are made that are saved
         if name.startswith("norm"):
-            path(ax, (STREAM, y), (FORWARD - WIDE / 2, y), color=theme["gold"])
+            made = y + 0.52
+            sum_at = y + (1.0 if row == 0 else 1.1)
+            path(ax, (STREAM + 0.12, sum_at - 0.12), (GROUPS - 0.43, made), color=theme["green"])
+            groups(ax, GROUPS, made)
+            path(ax, (GROUPS, made), (FORWARD, made), (FORWARD, y + TALL / 2), color=theme["green"])
             path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM, y), color=theme["gold"])
-            box(ax, MADE, y, 0.85, 0.26, "1x16", theme["green"], filled=True)
+        if name.startswith("SiLU"):
+            made = y + 0.5
+            groups(ax, FORWARD, made)
+        if kind == "linear":
+            path(ax, (FORWARD - WIDE / 2 - 0.38, y), (FORWARD - WIDE / 2, y))
+            note(ax, FORWARD - WIDE / 2 - 0.45, y, "w", "right", color=theme["text"], weight="bold")
+            path(ax, (BACKWARD + WIDE / 2, y), (BACKWARD + WIDE / 2 + 0.38, y))
+            note(ax, BACKWARD + WIDE / 2 + 0.42, y, "dw", color=theme["text"], weight="bold")
         if LAYER[row + 1][1] != "add":
             path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
             note(ax, FORWARD + 0.12, y - 0.5, out)
             path(ax, (BACKWARD, y - 1 + TALL / 2), (BACKWARD, y - TALL / 2))
             note(ax, BACKWARD + 0.12, y - 0.5, "BF16" if LAYER[row + 1][1] == "linear" else "g: E5M2")
-        if name == "gate and up\nprojection":
-            box(ax, FORWARD, y - 0.44, 0.85, 0.22, "1x16", theme["green"], filled=True)
         if saved:
-            color = theme["green"] if "1x16" in saved else theme["soft"]
+            color = theme["green"] if made else theme["soft"]
             box(ax, SAVED, y, 3.2, TALL, saved, color, filled=True)
-            path(ax, (FORWARD + WIDE / 2, y), (SAVED - 1.6, y))
+            if made:
+                path(ax, (FORWARD, made), (SAVED, made), (SAVED, y + TALL / 2), color=color)
+            else:
+                path(ax, (FORWARD + WIDE / 2, y), (SAVED - 1.6, y))
             path(ax, (SAVED + 1.6, y), (BACKWARD - WIDE / 2, y))
             path(ax, (SAVED, y - TALL / 2), (SAVED, y - 1 + TALL / 2), color=color)
         if again:
             box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
             path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
             note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
-    legend = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor"),
-              ("norm", "a norm or activation: reads and saves groups of 16 values (1x16)"),
+    path(ax, (STREAM + 0.12, -0.02), (GROUPS - 0.43, -0.42), color=theme["green"])
+    groups(ax, GROUPS, -0.42)
+    note(ax, GROUPS + 0.55, -0.42, "for norm 1 of the next layer")
+    legend = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dw goes to the optimizer"),
+              ("norm", "a norm or activation function: reads groups, which are saved, too"),
               ("bf16", "computed in BF16")]
     for i, (kind, words) in enumerate(legend):
-        box(ax, 0.6, -1.0 - 0.36 * i, 0.8, 0.22, "", colors[kind])
-        note(ax, 1.2, -1.0 - 0.36 * i, words, color=theme["text"])
-    box(ax, 0.6, -2.08, 0.8, 0.28, "1x16", theme["green"], filled=True)
-    note(ax, 1.2, -2.08, "here groups are made. Red: the x of wgrad, dw = g$^T$x", color=theme["text"])
-    note(ax, 13.9, -1.72, "saved: 16.3 C bytes a token\n(BF16: 22.8 C)", "right", color=theme["text"], weight="bold")
+        box(ax, 0.5, -1.15 - 0.36 * i, 0.8, 0.22, "", colors[kind])
+        note(ax, 1.1, -1.15 - 0.36 * i, words, color=theme["text"])
+    add(ax, -2.25)
+    note(ax, 1.1, -2.25, "a sum in FP32, rounded to BF16 for the stream, and to groups for a norm", color=theme["text"])
+    groups(ax, 0.5, -2.62)
+    note(ax, 1.1, -2.62, "here groups are made: 16 values with one scale. Red: the x of wgrad", color=theme["text"])
+    note(ax, 0.1, -3.0, "saved: 16.3 C bytes a token (BF16: 22.8 C)", color=theme["text"], weight="bold")
 
 
 # --- Where an amax comes from
 
 def amax():
-    """A kernel makes a tensor and takes its amax, and a second one makes the codes. Four threads with the group of
+    """A kernel makes a tensor and takes its amax, and a second one makes the codes. Four threads with the values of
     lesson 2 stand for the 32 of a warp."""
     codes, _ = coat.quantize_tensor(coat.E4M3, GROUP[None, :])
-    _, ax = plt.subplots(figsize=(6.4, 7.3))
-    ax.set(xlim=(0, 12.8), ylim=(-0.1, 14.7))
+    _, ax = plt.subplots(figsize=(6.6, 7.6))
+    ax.set(xlim=(0, 13.2), ylim=(-0.1, 15.2))
     ax.axis("off")
-    threads, middle, words_at = (1.4, 3.7, 6.0, 8.3), 3.7, 9.65
+    threads, words_at = (1.4, 3.7, 6.0, 8.3), 9.65
+    middle = (threads[0] + threads[3]) / 2
     green, blue, gold = (theme[color] for color in ("green", "blue", "gold"))
 
-    for low, high, title, color in ((7.55, 14.6, "A kernel makes the tensor and takes its amax", green),
-                                    (0, 5.05, "quantize makes the codes", blue)):
-        ax.add_patch(FancyBboxPatch((0.1, low), 12.6, high - low, boxstyle="round,pad=0,rounding_size=0.2", linewidth=1.2,
+    for low, high, title, color in ((7.1, 15.1, "A kernel makes the tensor and takes its amax", green),
+                                    (0, 4.7, "quantize makes the codes", blue)):
+        ax.add_patch(FancyBboxPatch((0.1, low), 13, high - low, boxstyle="round,pad=0,rounding_size=0.2", linewidth=1.2,
                                     edgecolor=color, facecolor="none"))
         ax.text(0.4, high - 0.45, title, weight="bold", fontsize=10.5, va="center", color=color)
-    for y, words in ((12.3, "values that it has\nin registers"), (10.45, "largest magnitude\nof each thread"),
-                     (8.6, "largest of the warp:\none instruction"), (6.3, "atomicMax: the larger\nstays, in any order"),
-                     (3.55, "every thread reads\nthe same scale"), (1.05, "codes of x / s")):
+    for y, words in ((12.8, "values that it has\nin registers"), (10.95, "largest magnitude\nof each thread"),
+                     (9.3, "largest of the warp:\n__reduce_max_sync"), (5.85, "atomicMax: the larger\nstays, in any order"),
+                     (3.3, "every thread reads\nthe same scale"), (1.05, "codes of x (1 / s)")):
         note(ax, words_at, y, words)
+    note(ax, words_at, 13.85, "4 of the warp's 32")
     for i, (x, values, of_thread) in enumerate(zip(threads, GROUP.reshape(4, 4), codes.reshape(4, 4))):
-        note(ax, x, 13.35, f"thread {i}", "center")
-        box(ax, x, 12.3, 2.05, 1.3, "{:g}, {:g}\n{:g}, {:g}".format(*values), green)
-        path(ax, (x, 11.65), (x, 10.85))
-        box(ax, x, 10.45, 2.05, 0.8, f"{np.abs(values).max():g}", green)
-        path(ax, (x, 10.05), (x, 9.55), (middle, 9.55), (middle, 9.0))
-        path(ax, (x, 3.15), (x, 1.7))
+        note(ax, x, 13.85, f"thread {i}", "center")
+        box(ax, x, 12.8, 2.05, 1.3, "{:g}, {:g}\n{:g}, {:g}".format(*values), green)
+        path(ax, (x, 12.15), (x, 11.35))
+        box(ax, x, 10.95, 2.05, 0.8, f"{np.abs(values).max():g}", green)
+        path(ax, (x, 10.55), (x, 9.7))
+        path(ax, (x, 2.9), (x, 1.7))
         box(ax, x, 1.05, 2.05, 1.3, "{:02X}, {:02X}\n{:02X}, {:02X}".format(*of_thread), blue)
-    note(ax, 7.6, 9.22, "other warps", "center")
-    for x, words in ((middle, f"{np.abs(GROUP).max():g}"), (6.85, "3.5"), (8.35, "8.2")):
-        box(ax, x, 8.6, 2.05 if x == middle else 1.2, 0.8, words, green if x == middle else theme["grey"])
-        path(ax, (x, 8.2), (x, 6.8))
-    box(ax, (threads[0] + threads[3]) / 2, 6.3, 8.95, 1.0, f"amax, one number in memory:  {np.abs(GROUP).max():g}", gold)
-    path(ax, (threads[3], 5.8), (threads[3], 3.95))
-    box(ax, (threads[0] + threads[3]) / 2, 3.55, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
+    box(ax, middle, 9.3, 8.95, 0.8, f"{np.abs(GROUP).max():g}", green)
+    path(ax, (threads[0], 8.9), (threads[0], 6.35))
+    note(ax, 5.0, 7.8, "other warps:", "right")
+    for x, words in ((6.0, "3.5"), (8.3, "8.2")):
+        box(ax, x, 7.8, 1.4, 0.8, words, theme["grey"])
+        path(ax, (x, 7.4), (x, 6.35))
+    box(ax, middle, 5.85, 8.95, 1.0, f"amax, one number in memory:  {np.abs(GROUP).max():g}", gold)
+    path(ax, (threads[2], 5.35), (threads[2], 3.7))
+    box(ax, middle, 3.3, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
 
 
 # --- Granularity
@@ -414,7 +451,7 @@ def memory(plans):
         gb.pop("gradients stored over activations", 0)
         areas = {"weights": part("weights", "remainder", "amaxes") * np.ones(4),
                  "moments": part("moments", "scales per") * np.ones(4),
-                 "temporary": part("operands", "CUDA", "page tables") * np.ones(4),
+                 "operands of one layer, CUDA": part("operands", "CUDA", "page tables") * np.ones(4),
                  "gradients": part("gradients") * np.array([0, 0, 1, 1])}
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
         ax.stackplot([0, 32, 64, 68], areas.values(), labels=areas, alpha=0.9,
