@@ -225,6 +225,33 @@ def gemms():
             "that are neighbours in memory, so it needs rows that run along the sum.", va="top", fontsize=9.2)
 
 
+def tails(gradients):
+    """How far gradients spread below the largest of their tensor, and what each format does with them there."""
+    ratios = np.concatenate([(np.abs(g[g != 0]) / np.abs(g).max()).ravel() for g in gradients])
+    figure, (ranges, counts) = plt.subplots(2, 1, figsize=(6.6, 5.0), sharex=True, height_ratios=[1, 2.1])
+    for y, f, name in ((1, coat.E4M3, "E4M3"), (0, coat.E5M2, "E5M2")):
+        normal, zero = np.log2(2.0 ** (1 - f.bias) / float(f.max)), np.log2(float(f.min) / 2 / float(f.max))
+        for low, high, color, words in ((-36, zero, theme["red"], "becomes 0"), (zero, normal, theme["gold"], "subnormal"),
+                                        (normal, 0, theme["blue"], "normal: full precision")):
+            ranges.barh(y, high - low, 0.62, low, color=color, alpha=0.6, label=words if y else None)
+        ranges.text(0.4, y, f"{np.mean(ratios < 2.0**zero):.1%} become 0", va="center", fontsize=9.5)
+    ranges.set(ylim=(-0.5, 1.5), title="what becomes of a value, if the amax gets the largest code")
+    ranges.set_yticks([1, 0], ["E4M3", "E5M2"])
+    ranges.spines[["left", "bottom"]].set_visible(False)
+    ranges.tick_params(bottom=False, left=False, labelcolor=theme["text"])
+    ranges.legend(loc="upper center", bbox_to_anchor=(0.44, -0.02), ncols=3, handlelength=1)
+    edges = np.arange(-36, 1)
+    share, _ = np.histogram(np.log2(ratios), edges)
+    counts.stairs(100 * share / len(ratios), edges, fill=True, color=theme["green"])
+    counts.axvline(np.log2(float(coat.E4M3.min) / 2 / 448), color=theme["soft"], linewidth=1, linestyle=":")
+    counts.set(yscale="log", xlim=(-36, 7.5), ylim=(1e-5, 100), ylabel="% of the values", xlabel="|g| / amax of its tensor",
+               title="gradients of all linear layers of a small model, by powers of two")
+    ticks = range(-32, 1, 4)
+    counts.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
+    counts.set_yticks([1e-4, 1e-2, 1, 100], ["0.0001", "0.01", "1", "100"])
+    counts.minorticks_off()
+
+
 # --- The flow of one layer
 
 def box(ax, x, y, w, h, words, edge, filled=False, dashed=False):
@@ -393,6 +420,63 @@ def amax():
     box(ax, middle, 3.3, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
 
 
+def residual_add():
+    """What residual_add does with a row of the residual stream, while its values are in registers, and what quantize
+    computes again. The row has the 16 values of lesson 2 alone; all weights of the norm are 1."""
+    shown, weight = [14, 3, 0, 10], np.float32(1)
+    row = np.float32(GROUP[None, :])
+    decoded = coat.dequantize_groups(*coat.quantize_groups(row))
+    rstd = 1 / np.sqrt(np.mean(decoded**2) + np.float32(1e-5))
+    y = decoded * rstd * weight
+    codes, s = coat.quantize_tensor(coat.E4M3, y)
+    _, ax = plt.subplots(figsize=(6.6, 8.2))
+    ax.set(xlim=(0, 13.2), ylim=(0, 16.4))
+    ax.axis("off")
+    green, blue, gold, red = (theme[color] for color in ("green", "blue", "gold", "red"))
+    for low, high, title, color in ((5.0, 15.5, "residual_add: one pass", green), (0.1, 4.5, "quantize, later", blue)):
+        ax.add_patch(FancyBboxPatch((0.1, low), 8.7, high - low, boxstyle="round,pad=0,rounding_size=0.2", linewidth=1.2,
+                                    edgecolor=color, facecolor="none"))
+        ax.text(0.4, high - 0.4, title, weight="bold", fontsize=10.5, va="center", color=color)
+    ax.text(4.5, 16.05, "in registers", ha="center", weight="bold", fontsize=10.5)
+    ax.text(11.1, 16.05, "in memory: bytes a value", ha="center", weight="bold", fontsize=10.5)
+
+    def stage(y, words, values, color):
+        note(ax, 0.4, y + 0.62, words)
+        box(ax, 4.45, y, 8.1, 0.66, "", color)
+        for x, value in zip((1.5, 3.5, 5.5, 7.4), values):
+            ax.text(x, y, value, ha="center", va="center", fontsize=9.5, zorder=4)
+
+    def memory(y, words, color=gold):
+        box(ax, 11.1, y, 3.5, 0.95, words, color, filled=True)
+
+    def numbers(values):
+        return [f"{value:.4g}" for value in values[0, shown]]
+
+    stage(13.6, "sum: x + branch, in FP32 (4 values of a row)", numbers(row), green)
+    stage(11.2, "made into groups, and decoded again", numbers(decoded), green)
+    stage(9.1, "RMS of the decoded row: 1 / RMS", [f"{rstd:.4g}"], green)
+    stage(7.3, "norm 2's output y: decoded value (1 / RMS) weight", numbers(y), green)
+    stage(5.55, "its largest magnitude (amax: the largest of all rows)", [f"{np.abs(y).max():.4g}"], green)
+    stage(2.7, "norm 2's output y, computed again", numbers(y), blue)
+    stage(0.65, f"codes of y (1 / s), s = amax / 448 = {s:.4g}", [f"{code:02X}" for code in codes[0, shown]], blue)
+    memory(14.6, "x, branch\nBF16: 2 + 2 bytes")
+    path(ax, (9.35, 14.6), (7.9, 14.6), (7.9, 13.93))
+    memory(12.7, "residual stream\nBF16: 2 bytes")
+    path(ax, (8.1, 13.27), (8.1, 12.7), (9.35, 12.7))
+    memory(11.2, "norm 2's input\nE4M3 1x16: 1.1 bytes", theme["green"])
+    memory(9.1, "1 / RMS\n4 bytes a row")
+    memory(5.55, "amax\n4 bytes a tensor")
+    memory(0.65, "x of gate and up\nE4M3: 1 byte", theme["blue"])
+    for y in (11.2, 9.1, 5.55, 0.65):
+        path(ax, (8.5, y), (9.35, y))
+    for x, high, low in ((6.5, 13.27, 11.53), (7.9, 10.87, 9.43), (7.9, 8.77, 7.63), (7.9, 6.97, 5.88), (7.9, 2.37, 0.98)):
+        path(ax, (x, high), (x, low))
+    for y in (11.2, 9.1, 5.55):
+        path(ax, (12.85, y), (13.1, y), (13.1, 2.7), color=red, head=False)
+    path(ax, (13.1, 2.7), (8.5, 2.7), color=red)
+    note(ax, 11.0, 2.95, "is read again", "center", color=red)
+
+
 # --- Granularity
 
 def granularity(x):
@@ -427,6 +511,63 @@ def granularity(x):
     bar = figure.colorbar(image, ax=grid[:, 1], location="bottom", ticks=[0, 6.25, 12.5, 25], aspect=24)
     bar.ax.set_xticklabels(["0", "6%", "12%", "25% or more"])
     bar.set_label("relative error (the others)")
+
+
+# --- Several GPUs
+
+def ranks():
+    """One matrix of a layer on two GPUs, from update to update."""
+    _, ax = plt.subplots(figsize=(6.6, 8.6))
+    ax.set(xlim=(0, 13.2), ylim=(-0.5, 16.7))
+    ax.axis("off")
+    blue, red, green, gold = (theme[color] for color in ("blue", "red", "green", "gold"))
+    left, right, wide, tall = 0.3, 10.1, 2.8, 0.75
+    for x, words in ((left, "GPU 0"), (right, "GPU 1")):
+        ax.text(x + wide / 2, 16.3, words, ha="center", weight="bold", fontsize=11.5)
+
+    def halves(x, y, upper, lower):
+        """A matrix: its half of rank 0 above, that of rank 1 below. Each is (words, color, whether it is filled)."""
+        for words, color, filled, bottom in ((*upper, y), (*lower, y - tall)):
+            ax.add_patch(plt.Rectangle((x, bottom), wide, tall, edgecolor=color, linewidth=1.3, linestyle="-" if words else ":",
+                                       facecolor=color if filled else "none"))
+            ax.text(x + wide / 2, bottom + tall / 2, words, ha="center", va="center", fontsize=9.2,
+                    color=theme["ground"] if filled else theme["text"])
+
+    def row(y, title, says, halves_left, halves_right):
+        ax.text(6.6, y + 1.05, title, ha="center", weight="bold", fontsize=10)
+        note(ax, 6.6, y - tall - 0.55, says, "center")
+        halves(left, y, *halves_left)
+        halves(right, y, *halves_right)
+
+    def travels(y, words, to_right):
+        ends = (left + wide, y), (right, y)
+        path(ax, *(ends if to_right else ends[::-1]), color=gold)
+        note(ax, 6.6, y + 0.22, words, "center", color=theme["text"])
+
+    nothing = ("", theme["grey"], False)
+    kept = ("master, m, v", green, True)
+    row(14.4, "each keeps half of a matrix", "6.1 bytes for each weight of its half:\nmaster 4, moments 2.1", (kept, nothing), (nothing, kept))
+    own, got = ("codes", blue, True), ("codes", blue, False)
+    row(10.9, "forward: codes are gathered", "each GPU receives 1 byte for each weight\nof the other half, and again in backward", (own, got), (got, own))
+    travels(10.9 + tall / 2, "E4M3 codes of this half", True)
+    travels(10.9 - tall / 2, "E4M3 codes of this half", False)
+    gradient = ("gradient", red, False)
+    row(7.4, "backward: gradients go to the owner", "each GPU receives 2 bytes\nfor each weight of its own half",
+        (gradient, gradient), (gradient, gradient))
+    travels(7.4 + tall / 2, "BF16 gradient of this half", False)
+    travels(7.4 - tall / 2, "BF16 gradient of this half", True)
+    added = ("sum of both", red, True)
+    row(3.9, "update: the owner adds in FP32 and moves its half", "a few numbers: clipping needs the norm of all gradients,\nand both halves need one scale",
+        (added, nothing), (nothing, added))
+    path(ax, (left + wide, 3.9), (right, 3.9), color=gold)
+    path(ax, (right, 3.9), (left + wide, 3.9), color=gold)
+    note(ax, 6.6, 4.12, "sums of squares, amaxes", "center", color=theme["text"])
+    for i, (filled, words) in enumerate(((True, "its own half"), (False, "computed by this GPU for its own tokens, or received"))):
+        ax.add_patch(plt.Rectangle((left, 1.05 - 0.6 * i), 0.7, 0.34, edgecolor=theme["soft"], linewidth=1.3,
+                                   facecolor=theme["soft"] if filled else "none"))
+        note(ax, left + 0.95, 1.22 - 0.6 * i, words, color=theme["text"])
+    path(ax, (left, 0.02), (left + 0.7, 0.02), color=gold)
+    note(ax, left + 0.95, 0.02, "travels", color=theme["text"])
 
 
 # --- Memory of a step
@@ -470,7 +611,7 @@ def draw(folder, name, function, *values):
         path = folder / f"{name}{suffix}.svg"
         plt.savefig(path, metadata={"Date": None, "Creator": None})
         plt.close()
-        svg = re.sub(r"(\.\d\d)\d+", r"\1", path.read_text())  # hundredths of a point
+        svg = re.sub(r">[^<]*<|(\.\d\d)\d+", lambda found: found[1] or found[0], path.read_text())  # hundredths of a point
         path.write_text(svg)
     print(f"{name}: {len(svg) / 1000:.0f} kB")
 
@@ -487,6 +628,9 @@ def main(train, run, folder):
     draw(folder, "gemms", gemms)
     draw(folder, "flow", flow)
     draw(folder, "amax", amax)
+    draw(folder, "residual_add", residual_add)
+    draw(folder, "tails", tails, values.gradients)
+    draw(folder, "ranks", ranks)
     draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}
     if any("operands, one layer" in line for line in plans["coat"]):
