@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import coat
+import lessons
 import small_run
 
 LIGHT = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1d9e0", "blue": "#0b6bcb", "red": "#c73a4e",
@@ -125,6 +126,31 @@ def staircase():
     axes[0].set_yticks([0.28, 0.3, 0.32, 0.34, 0.36])
     handles, names = axes[0].get_legend_handles_labels()
     plt.gcf().legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.5)
+
+
+def delayed():
+    """The seven steps of lesson 4: the amax of each and what the delayed scale can represent, and the SNR."""
+    _, (values, errors) = plt.subplots(2, 1, figsize=(6.4, 4.8), sharex=True, height_ratios=[1.5, 1])
+    steps = range(1, len(lessons.AMAXES) + 1)
+    limits, late, in_time = [], [], []
+    for step, amax in enumerate(lessons.AMAXES):
+        limits.append(max(lessons.AMAXES[max(step - 3, 0):step], default=amax))
+        x = np.linspace(-amax, amax, 1001).astype(np.float32)
+        for snrs, largest in ((late, limits[-1]), (in_time, amax)):
+            s = coat.scales_of(coat.E4M3, np.float32(largest))
+            snrs.append(lessons.snr(x, lessons.scaled(coat.E4M3, x, s)[1]))
+    represented = np.minimum(lessons.AMAXES, limits)
+    values.bar(steps, represented, 0.6, color=theme["green"], label="magnitudes that the scale can represent")
+    values.bar(steps, lessons.AMAXES - represented, 0.6, represented, color=theme["red"], label="too large: they become the largest")
+    values.hlines(limits, np.array(steps) - 0.42, np.array(steps) + 0.42, color=theme["text"], linewidth=2,
+                  label="the scale is made for the largest amax of three steps before")
+    values.set(ylabel="magnitude", ylim=(0, 78), title="delayed scaling: the values of a step reach up to its amax")
+    values.set_yticks([0, 12, 24, 48])
+    values.legend(loc="upper left", handlelength=1.2, borderaxespad=0.2)
+    errors.plot(steps, in_time, "o-", color=theme["grey"], label="just in time")
+    errors.plot(steps, late, "o-", color=theme["blue"], label="delayed")
+    errors.set(ylabel="SNR, dB", ylim=(0, 38), xlabel="step", title="how exact the stored values are")
+    errors.legend(loc="lower left", handlelength=1.5)
 
 
 # --- Expansion
@@ -513,6 +539,48 @@ def granularity(x):
     bar.set_label("relative error (the others)")
 
 
+# --- Where a weight is
+
+def weight_bytes():
+    """Where the bytes of one weight of a linear layer lie during a step, and who writes and reads them."""
+    _, ax = plt.subplots(figsize=(6.6, 5.1))
+    ax.set(xlim=(-3.1, 10.15), ylim=(-1.6, 7.6))
+    ax.axis("off")
+    green, blue, red, grey, gold = (theme[color] for color in ("green", "blue", "red", "soft", "gold"))
+    rows = {"BF16 weight": (6.35, "2", grey), "remainder": (5.45, "2", grey), "m, in E4M3": (4.4, "1.06", green),
+            "v, in E4M3": (3.5, "1.06", green), "codes, E4M3": (1.9, "1", blue), "gradient, BF16": (0.8, "2", red)}
+    for begin, end, words in ((0, 4, "forward"), (4, 8.4, "backward"), (8.4, 10, "update")):
+        ax.text((begin + end) / 2, 7.25, words, ha="center", weight="bold", fontsize=10.5)
+        ax.plot([end, end], [0.35, 7.5], color=theme["line"], linewidth=1)
+    ax.plot([0, 0], [0.35, 7.5], color=theme["line"], linewidth=1)
+    ax.text(-0.2, 7.25, "bytes", ha="right", weight="bold", fontsize=10.5)
+
+    def bar(name, begin, end, words="", color=None):
+        y, _, own = rows[name]
+        box(ax, (begin + end) / 2, y, end - begin, 0.62, words, color or own, filled=True)
+
+    for name, (y, size, _) in rows.items():
+        note(ax, -3.1, y, name, color=theme["text"])
+        note(ax, -0.2, y, size, "right", color=theme["text"])
+    for name, words in zip(rows, ("the FP32 master, rounded", "what rounding took from it", "and max, k (lesson 9)", "and max, k (lesson 9)")):
+        bar(name, 0, 10)
+        ax.text(3.55, rows[name][0], words, ha="center", va="center", fontsize=9.5, color=theme["ground"], zorder=5)
+    bar("codes, E4M3", 1.2, 2.4, "fprop")
+    bar("codes, E4M3", 5.6, 6.8, "dgrad")
+    bar("gradient, BF16", 6.8, 10)
+    for x, words in ((1.35, "is quantized"), (5.75, "again, transposed")):
+        path(ax, (x, 6.04), (x, 2.21), color=blue)
+        note(ax, x + 0.12, 2.6, words, color=theme["text"])
+    note(ax, 6.65, 1.35, "wgrad", "right", color=theme["text"])
+    path(ax, (6.9, 1.35), (7.25, 1.35), (7.25, 1.11), color=red)
+    path(ax, (9.2, 1.11), (9.2, 6.04), color=gold)
+    note(ax, 9.05, 1.9, "adamw", "right", color=theme["text"])
+    for i, words in enumerate(("Golden: adamw reads the gradient and all four, and writes all four anew.",
+                               "The upper four are always in memory: 6.1 bytes a weight. The others come and go;",
+                               "of codes there are never more than those of one matrix.")):
+        note(ax, -3.1, -0.35 - 0.5 * i, words, color=theme["text"])
+
+
 # --- Several GPUs
 
 def ranks():
@@ -583,17 +651,17 @@ def memory(plans):
     their place."""
     _, axes = plt.subplots(1, 2, figsize=(6.6, 3.6), sharey=True)
     for ax, (recipe, lines) in zip(axes, plans.items()):
-        rows = (re.match(r"  (\S.*?) {2,}(-?[\d.]+) +[\d.]+ ", line) for line in lines)
+        rows = (re.match(r"  (\S.*?) {2,}(-?[\d.]+) +-?[\d.]+ ", line) for line in lines)
         gb = {row[1]: float(row[2]) for row in rows if row}
 
         def part(*words):
             return sum(gb.pop(name) for name in list(gb) if any(word in name for word in words))
 
-        gb.pop("gradients stored over activations", 0)
+        over_activations = gb.pop("gradients stored over activations", 0)  # negative
         areas = {"weights": part("weights", "remainder", "amaxes") * np.ones(4),
                  "moments": part("moments", "scales per") * np.ones(4),
                  "operands of one layer, CUDA": part("operands", "CUDA", "page tables") * np.ones(4),
-                 "gradients": part("gradients") * np.array([0, 0, 1, 1])}
+                 "gradients": part("gradients") * np.ones(4) + over_activations * np.array([1, 1, 0, 0])}
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
         ax.stackplot([0, 32, 64, 68], areas.values(), labels=areas, alpha=0.9,
                      colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
@@ -623,6 +691,7 @@ def main(train, run, folder):
     draw(folder, "formats", formats)
     draw(folder, "scale", scale)
     draw(folder, "staircase", staircase)
+    draw(folder, "delayed", delayed)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
     draw(folder, "k", factors, m, v)
     draw(folder, "gemms", gemms)
@@ -630,6 +699,7 @@ def main(train, run, folder):
     draw(folder, "amax", amax)
     draw(folder, "residual_add", residual_add)
     draw(folder, "tails", tails, values.gradients)
+    draw(folder, "weight_bytes", weight_bytes)
     draw(folder, "ranks", ranks)
     draw(folder, "granularity", granularity, values.gate_up[-2])
     plans = {recipe: plan(train, recipe) for recipe in ("bf16", "coat")}

@@ -16,11 +16,13 @@ import small_run
 from coat import E4M3, E5M2, F32
 
 # The numbers of the course: 16 features of a token, one of which is an outlier; the largest magnitude of the
-# tensor that they are a part of; four second moments; and the operands of a linear layer.
+# tensor that they are a part of; the amax of a tensor in seven steps; four second moments; and the operands of a
+# linear layer.
 GROUP = np.array([0.31, -0.52, 0.08, 1.10, -0.24, 0.67, -0.05, 0.43,
                   -0.91, 0.16, 0.02, -0.38, 0.75, -0.13, 24.0, 0.57], F32)
 SHOWN = [14, 3, 0, 2, 10]  # the values of the group that the tables show
 TENSOR_AMAX = F32(30000)
+AMAXES = (10.0, 11.0, 10.5, 12.0, 48.0, 13.0, 12.5)
 MOMENTS = np.array([0.90, 0.31, 0.17, 0.06], F32)
 X = np.array([[0.5, -1.2, 0.3, 0.8], [1.1, 0.4, -0.7, 0.2], [-0.3, 0.9, 1.6, -0.5], [0.7, -0.1, 0.6, 1.3]], F32)
 W = np.array([[0.2, 0.5, -0.4, 0.1], [-0.6, 0.3, 0.7, 0.2], [0.4, -0.2, 0.1, 0.9], [0.3, 0.8, -0.5, -0.1]], F32)
@@ -129,7 +131,7 @@ def outliers():
 
 def delayed():
     history, rows = [], []
-    for step, amax in enumerate((10.0, 11.0, 10.5, 12.0, 48.0, 13.0, 12.5), 1):
+    for step, amax in enumerate(AMAXES, 1):
         x = np.linspace(-amax, amax, 1001).astype(F32)
         s = coat.scales_of(E4M3, F32(max(history[-3:], default=amax)))
         now = coat.scales_of(E4M3, F32(amax))
