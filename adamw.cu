@@ -371,8 +371,8 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Shard& s
             auto old = [&](int which) { return field_of_step(old_field, step, which); };
             const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
-            elements.weights.values(now.w, w);
-            a.gradients.values(now.g, g);
+            elements.weights.unpack(now.w, w);
+            a.gradients.unpack(now.g, g);
             float factor_m = decode_moments<M>(old_m, now.m, table_m, m);
             float factor_v = decode_moments<V>(old_v, now.v, table_v, v);
             if (is_wide<M>(old_m)) factor_m = decode_carefully<M>(old_m, now.m, table_m, m);

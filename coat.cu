@@ -41,63 +41,68 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
     return top;
 }
 
-// Quantizes x, and does one of two things besides, or neither:
-//   write_back   x becomes what the groups hold
-//   TAKES_AMAX   activation_amax gets the amax of the activation's output, which is computed from what the
-//                groups hold if forward_reads_groups, else from x
-// No caller wants both, so a kernel with TAKES_AMAX ignores write_back.
-template <class Producer, bool TAKES_AMAX>
+// What the kernel does besides, with the values of x that it has at hand.
+enum class Also : uint8_t {
+    Nothing,
+    WriteBack,               // x becomes what the groups hold
+    ActivationAmaxOfX,       // activation_amax gets the amax of the activation's output, computed from x
+    ActivationAmaxOfGroups,  // likewise, but computed from what the groups hold
+};
+
+template <class Producer, Also ALSO>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back,
-                           bool forward_reads_groups, TensorScale* activation_amax) {
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    // A thread outside the tensor owns nothing and ends here: it must not read what another one writes back.
-    // Both owners of a group end, or neither. What lanes exchange later leaves out those that have ended:
-    // their mask names all lanes, and CUDA lets it name lanes that have exited. Lane 0, which updates the
-    // amax for its warp, has the warp's lowest row and column: if any lane is inside the tensor, lane 0 is.
+    // A thread outside the tensor ends here: it must not read what another one writes back. The two owners of
+    // a group end together. The shuffles and maxima below go on without the lanes that have ended: their mask
+    // names all 32, but CUDA lets a mask name lanes that have exited. Lane 0, which updates the amax for its
+    // warp, has the warp's lowest row and column: if any lane is inside the tensor, lane 0 is.
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        if (TAKES_AMAX && !forward_reads_groups) top = amax_of_activation(top, v);
+        if (ALSO == Also::ActivationAmaxOfX) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
             // This rounds v to what the group holds, scale * code.
             groups.from(first).round_in_place_and_store(offset, v[p], live);
-            if (!TAKES_AMAX && write_back) x.in.from(first).round_in_place_and_store(offset, v[p], live);
+            if (ALSO == Also::WriteBack) x.in.from(first).round_in_place_and_store(offset, v[p], live);
         }
-        if (TAKES_AMAX && forward_reads_groups) top = amax_of_activation(top, v);
+        if (ALSO == Also::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
     });
-    if (TAKES_AMAX) update_amax_by_warp(&activation_amax->amax, magnitude_bits(top));
+    const bool finds_amax = ALSO == Also::ActivationAmaxOfX || ALSO == Also::ActivationAmaxOfGroups;
+    if (finds_amax) update_amax_by_warp(&activation_amax->amax, magnitude_bits(top));
 }
 
-// x in one plane, or (GATED) in the two planes of [gate | up].
-template <bool GATED, bool TAKES_AMAX>
-static void launch_quantize_groups(const View& x, const View& groups, bool write_back,
-                                   bool forward_reads_groups, TensorScale* activation_amax, cudaStream_t s) {
+// x is in one plane, or (GATED) in the two planes of [gate | up].
+template <Also ALSO, bool GATED = false>
+static void launch_quantize_groups(const View& x, const View& groups, TensorScale* activation_amax,
+                                   QuantStats* quant_stats, cudaStream_t s) {
+    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
+    add_quant_errors(stored(x), {groups}, quant_stats,
+                     s);  // for the report; nothing where quant_stats is null
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
-    launch("quantize_groups", quantize_groups_kernel<P, TAKES_AMAX>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), write_back, forward_reads_groups,
-           activation_amax);
+    launch("quantize_groups", quantize_groups_kernel<P, ALSO>, tile_grid(x.rows, producer.width),
+           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), activation_amax);
 }
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s) {
-    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
-    add_quant_errors(stored(x), {groups}, quant_stats,
-                     s);  // for the report; nothing where quant_stats is null
-    launch_quantize_groups<false, false>(x, groups, write_back, false, nullptr, s);
+    if (write_back) launch_quantize_groups<Also::WriteBack>(x, groups, nullptr, quant_stats, s);
+    else launch_quantize_groups<Also::Nothing>(x, groups, nullptr, quant_stats, s);
 }
 
 void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
                                TensorScale* amax, QuantStats* quant_stats, cudaStream_t s) {
-    if (!amax) return quantize_groups(x, groups, false, quant_stats, s);
-    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
-    add_quant_errors(stored(x), {groups}, quant_stats, s);
-    if (gated) launch_quantize_groups<true, true>(x, groups, false, forward_reads_groups, amax, s);
-    else launch_quantize_groups<false, true>(x, groups, false, forward_reads_groups, amax, s);
+    if (!amax) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, s);
+    auto run = [&]<Also ALSO>() {
+        if (gated) launch_quantize_groups<ALSO, /*GATED=*/true>(x, groups, amax, quant_stats, s);
+        else launch_quantize_groups<ALSO, /*GATED=*/false>(x, groups, amax, quant_stats, s);
+    };
+    if (forward_reads_groups) run.template operator()<Also::ActivationAmaxOfGroups>();
+    else run.template operator()<Also::ActivationAmaxOfX>();
 }
 
 // ===========================================================================================================
@@ -114,7 +119,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer x, int64_t rows, TensorScale* out_amax) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
+    for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
     update_amax_by_warp(&out_amax->amax, magnitude_bits(top));
@@ -144,25 +149,17 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse = __frcp_rn(scale);
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
-                            [&](int, int, const Values& v, bool) -> ChunkCodes {
-                                const uint2 eight_codes = encode<FP8>(v, inverse);
-                                return {.by_row = eight_codes, .transposed = eight_codes};
+                            [&](int /*row*/, int /*plane*/, const Values& v, bool /*live*/) {
+                                return same_in_both(encode<FP8>(v, inverse));
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
-// out.view.data, out.transposed or both may be null.
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t s) {
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto kernel = quantize_kernel<P, FP8, false>;
-        if (out.transposed) kernel = quantize_kernel<P, FP8, true>;
-        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               tensor_scale(out.view), info(FP8).max, static_cast<uint8_t*>(out.view.data),
-               static_cast<uint8_t*>(out.transposed));
-    });
+    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_kernel<P, FP8, TRANSPOSED>; };
+    launch_quantizer("quantize", kernel, x, out, s, tensor_scale(out.view), info(FP8).max);
 }
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
@@ -179,11 +176,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
         store_codes<true>(x, tile, rows, codes, transposed,
-                          [&](int, int p, const Values& v, bool live) -> ChunkCodes {
+                          [&](int /*row*/, int plane, const Values& v, bool live) {
                               if (live)
-                                  for (int j = 0; j < CHUNK; j++) sum[p][j] += v[j];
-                              const uint2 eight_codes = encode<FP8>(v, inverse);
-                              return {.by_row = eight_codes, .transposed = eight_codes};
+                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
+                              return same_in_both(encode<FP8>(v, inverse));
                           });
     }
     store_column_sums(x, sum, columns, partials);

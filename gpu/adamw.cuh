@@ -74,9 +74,9 @@ template <bool MASTER> struct Bf16Weights {
         if (MASTER) raw.remainders = *reinterpret_cast<const Dense<bf16>::Raw*>(remainders + i);
         return raw;
     }
-    __device__ void values(const Raw& raw, Values& v) const {
+    __device__ void unpack(const Raw& raw, Values& v) const {
         if constexpr (!MASTER) {
-            Dense<bf16>::values(raw.weights.words, v);
+            Dense<bf16>::unpack(raw.weights.words, v);
         } else {
             // The inverse of store(), which says why 0x8000 is flipped and then subtracted.
             for (int j = 0; j < CHUNK; j++) {
@@ -114,7 +114,7 @@ struct FloatWeights {
     __device__ FloatWeights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}
     __device__ Raw load(int64_t i) const { return weights.load(i); }
-    __device__ void values(const Raw& raw, Values& v) const { weights.values(raw, v); }
+    __device__ void unpack(const Raw& raw, Values& v) const { weights.unpack(raw, v); }
     __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top) const {
         weights.round_in_place_and_store(i, v, live);
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude_bits(v[j]));

@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         Values x, y;
-        Dense<Real>::values(o[i].words, x);
-        Dense<Real>::values(g[i].words, y);
+        Dense<Real>::unpack(o[i].words, x);
+        Dense<Real>::unpack(g[i].words, y);
         float delta = 0;
         for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
         for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);

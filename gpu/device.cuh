@@ -29,8 +29,8 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(s, [&] {
-        // Without this call a block may have 48 KiB of shared memory. `shared` does not count the arrays that
-        // a kernel declares with a fixed size: 8 KiB are left for these.
+        // Without this call a block may have at most 48 KiB of shared memory. `shared` does not count the
+        // arrays that a kernel declares with a fixed size: 8 KiB are left for these.
         if (shared > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                   "This GPU has too little shared memory");
@@ -50,7 +50,7 @@ inline __device__ int64_t thread_of_grid() {
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
-using Values = float[CHUNK];  // of a chunk
+using Values = float[CHUNK];  // the FP32 values of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
 // The largest magnitude so far, `top` in most kernels, is kept as an FP32 value or as its bits. The bits of
@@ -68,7 +68,7 @@ template <int N> __device__ float larger_magnitude(float top, const float (&v)[N
 }
 
 // *amax = max(*amax, the value with these bits). Most blocks find it large enough already and skip the
-// atomic.
+// atomic. update_amax_by_warp(): the largest bits of a warp's lanes, all of which call it.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
@@ -178,7 +178,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   Raw                         a chunk as it is stored;
 //   from()                      the same tensor, counted from element i on;
 //   load()                      fetches a chunk, so that several are in flight before the first is used;
-//   values()                    converts a fetched chunk to FP32;
+//   unpack()                    converts a fetched chunk to FP32;
 //   round_in_place_and_store()  rounds the values in the caller's registers and, if `live`, writes them.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
@@ -205,7 +205,7 @@ template <class Element, int N = CHUNK> struct Dense {
 
     __device__ Dense from(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
-    static __device__ void values(const uint32_t* words, float (&v)[N]) {
+    static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
             if constexpr (IS_F32) {
                 v[j] = __uint_as_float(words[j]);
@@ -215,7 +215,7 @@ template <class Element, int N = CHUNK> struct Dense {
             }
         }
     }
-    __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
+    __device__ void unpack(const Raw& raw, float (&v)[N]) const { unpack(raw.words, v); }
     __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
         Raw raw;
         for (int j = 0; j < WORDS; j++)
@@ -224,7 +224,7 @@ template <class Element, int N = CHUNK> struct Dense {
         for (int j = 0; j < sizeof(Raw) / sizeof(Access); j++)
             if (live)
                 put(reinterpret_cast<Access*>(data + i) + j, reinterpret_cast<const Access*>(raw.words)[j]);
-        values(raw, v);
+        unpack(raw, v);
     }
 };
 
@@ -246,13 +246,13 @@ struct Groups {
     __device__ Raw load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
-    __device__ void values(const Raw& raw, Values& v) const {
+    __device__ void unpack(const Raw& raw, Values& v) const {
         decode(false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
     }
-    // The scale of the group that this lane and its neighbour hold. It is rounded to BF16 before it is used.
-    // So amax / scale may be a little larger than 448: up to 448 (1 + 2^-8) = 449.75. It gets the code of
-    // 448, and its error is less than 2. (Rounding the other values from 256 on makes errors of up to 16.) A
-    // group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
+    // The scale of the group that this lane and its neighbour hold, amax / 448 rounded to BF16. Where that
+    // rounds down, amax / scale is larger than 448, at most 448 (1 + 2^-8) = 449.75. It gets the code of 448
+    // nevertheless: an error of less than 2, where any value above 256 may have an error of 16. A group with
+    // NaN or infinity gets the scale NaN, because a code would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
@@ -311,11 +311,11 @@ struct EitherDense {
         const auto half = dense<bf16>(data).load(i);
         return {half.words[0], half.words[1], half.words[2], half.words[3]};
     }
-    __device__ void values(const Raw& raw, Values& v) const {
-        if (f32) Dense<float>::values(raw.words, v);
-        else Dense<bf16>::values(raw.words, v);
+    __device__ void unpack(const Raw& raw, Values& v) const {
+        if (f32) Dense<float>::unpack(raw.words, v);
+        else Dense<bf16>::unpack(raw.words, v);
     }
-    __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
+    __device__ void load_values(int64_t i, Values& v) const { unpack(load(i), v); }
     __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
         with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
@@ -350,9 +350,9 @@ inline __device__ float normalized(float x, RowStatistics statistics, float weig
 }
 template <class Element>
 __device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
-    Dense<Element>::values(dense<Element>(n.weight).load(col).words, weight);
+    Dense<Element>::unpack(dense<Element>(n.weight).load(col).words, weight);
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
-    if (n.bias) Dense<Element>::values(dense<Element>(n.bias).load(col).words, bias);
+    if (n.bias) Dense<Element>::unpack(dense<Element>(n.bias).load(col).words, bias);
 }
 
 // GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
@@ -426,8 +426,8 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
         Values x[INPUT_PLANES], d;  // d: of dact
-        for (int p = 0; p < INPUT_PLANES; p++) in.values(raw.in[p], x[p]);
-        if (BACKWARD) at.dact.values(raw.dact, d);
+        for (int p = 0; p < INPUT_PLANES; p++) in.unpack(raw.in[p], x[p]);
+        if (BACKWARD) at.dact.unpack(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             // With a single plane there is no second one: then `second` and `second_result` are other names
             // of `first` and `result`, and nothing below uses them for anything else.
@@ -497,7 +497,7 @@ struct TilePlace {
 };
 inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
-// How many of a thread's rows are loaded at once, if each takes so many bytes of registers.
+// How many of a thread's rows are loaded at once, if a row takes so many bytes of registers.
 constexpr __host__ __device__ int rows_in_flight(int bytes) {
     if (bytes <= 16) return 8;
     return bytes <= 32 ? 4 : 2;
@@ -506,7 +506,7 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
 // of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A chunk that
 // lies outside the tensor has live = false: in its place the last row or the last chunk is read again, so
-// that no load has a condition. If the kernel writes over x, what is read there may be anything.
+// that no load has a condition. If the kernel writes over x, what is read again may have been overwritten.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
@@ -548,10 +548,10 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
     }
 }
 
-// Sums over rows are added up in COLUMN_PARTIALS parts: block blockIdx.y adds up every COLUMN_PARTIALS-th
-// tile of its columns, a thread its own rows of them: `mine`. The block's sums are row blockIdx.y of partials
-// (COLUMN_PARTIALS, PLANES * width).
-// Three blocks are resident: the sums need registers beside those of a tile's rows.
+// Sums over rows. Of each 128 columns, COLUMN_PARTIALS blocks add up every COLUMN_PARTIALS-th tile: block
+// blockIdx.y begins with tile blockIdx.y. A thread adds up its own rows of these tiles: `mine`. Then
+// store_column_sums() adds the threads' sums and writes row blockIdx.y of partials (COLUMN_PARTIALS,
+// PLANES * width). A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
 inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
 using ColumnSums =
@@ -651,10 +651,12 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
 struct ChunkCodes {
     uint2 by_row, transposed;
 };
+inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.by_row = codes, .transposed = codes}; }
 
 // What all quantizers have in common: computes a tile of x, and stores its codes by rows, transposed, or
-// both. `codes` is null if they are not wanted by rows. For each chunk of the thread, its values v in row i
-// of plane p, encode(i, p, v, live) returns the codes. All threads call store_codes().
+// both. `codes` is null if they are not wanted by rows. encode(row, plane, values, live) returns the codes of
+// a chunk: `row` counts the thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call
+// store_codes().
 template <bool TRANSPOSED, class Producer, class Encode>
 __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, uint8_t* codes,
                             uint8_t* transposed, Encode encode) {
@@ -676,6 +678,22 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
             }
         });
     if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
+}
+
+// Launches a quantizer, a kernel that calls store_codes() for one tile a block. kernel<P, TRANSPOSED>()
+// returns the one for a producer P of x, with or without transposed codes. It takes the producer, the rows of
+// x, then `arguments`, and at last where the codes go: out.view.data and out.transposed, of which each may be
+// null.
+template <class Kernel, class... Arguments>
+void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
+                      cudaStream_t s, Arguments... arguments) {
+    with_producer<BF16_ONLY>(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto chosen = kernel.template operator()<P, false>();
+        if (out.transposed) chosen = kernel.template operator()<P, true>();
+        launch(what, chosen, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
+               arguments..., static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 }  // namespace coat::gpu

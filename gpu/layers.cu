@@ -21,8 +21,8 @@ static __device__ double rope_frequency(double theta, int i, int half, const Rop
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
     const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846);
-    const double range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
-    const double kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
+    const double transition = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
+    const double kept = fmin(fmax((rotations - s.low_freq_factor) / transition, 0.0), 1.0);
     return f * (kept + (1 - kept) / s.factor);
 }
 
@@ -71,8 +71,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
             float x[4], y[4];
-            at.values(raw[h][0], x);
-            at.values(raw[h][1], y);
+            at.unpack(raw[h][0], x);
+            at.unpack(raw[h][1], y);
             if (first + h < rotated_heads) {
                 for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
                 at.round_in_place_and_store(h * rope.HS, x, true);
@@ -156,7 +156,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     Quads x;
     float squares[QUAD] = {};
     for (int i = 0; i < HEAD_QUADS; i++) {
-        from.values(raw[i], x[i]);
+        from.unpack(raw[i], x[i]);
         for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
     }
     const float r = inverse_rms(sum_of_head(squares), n);
@@ -164,7 +164,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i) || is_v) continue;
         float weight[QUAD];
-        weights.values(weights.load(quad_column(i)), weight);
+        weights.unpack(weights.load(quad_column(i)), weight);
         for (int j = 0; j < QUAD; j++) {
             x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
             normed[head_of_block()][quad_column(i) + j] = x[i][j];
@@ -208,7 +208,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const Dense<Element, QUAD> weights = weight_of_head<Element>(n, col);
     Quads weight = {}, dweight = {};
     for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) weights.values(weights.load(quad_column(i)), weight[i]);
+        if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
 
     fetch(part);
     // All threads of a warp take part in its sums, also those behind the last row
@@ -217,8 +217,8 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         Quads x, dy;
         float squares[QUAD] = {}, products[QUAD] = {};
         for (int i = 0; i < HEAD_QUADS; i++) {
-            qkv.values(raw_x[i], x[i]);
-            dqkv.values(raw_dy[i], dy[i]);
+            qkv.unpack(raw_x[i], x[i]);
+            dqkv.unpack(raw_dy[i], dy[i]);
             for (int j = 0; j < QUAD; j++) {
                 squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
                 products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
@@ -307,10 +307,11 @@ static __device__ Softmax block_softmax(Softmax mine, Softmax (&parts)[LOSS_THRE
 
 // Block b has the rows b, b + gridDim.x, ... of the logits. It reads a row twice: for the loss, and for the
 // gradients. PLACES is the number of rows for which it has shared memory:
-//   2   It reads the row from there both times. Meanwhile the next row is copied to the other place. A thread
-//       copies what it will read itself, so it need not wait for the copies of others.
-//   1   It reads the row from memory for the loss, and leaves it there for the gradients. It has one row.
-//   0   It reads the row from memory, or the L2 cache, both times. It has one row.
+//   2   Both times it reads the row from shared memory. Meanwhile the next row is copied to the other place.
+//       A thread copies what it will read itself, so it need not wait for the copies of others.
+//   1   For the loss it reads the row from memory, and copies it to shared memory, from which it reads it for
+//       the gradients. The block has one row.
+//   0   Both times it reads the row from memory, or from the L2 cache. The block has one row.
 constexpr int loss_blocks_per_sm(int places, size_t element_bytes) {
     if (places == 2) return 1;
     return element_bytes < 4 ? 3 : 2;
@@ -320,7 +321,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
     cross_entropy_kernel(Dense<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
     using Raw = typename Dense<Element>::Raw;
-    constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
+    constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (PLACES, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
     const int first_col = threadIdx.x * CHUNK;
@@ -329,9 +330,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
     auto start_copy = [&](int64_t row, Element* to) {
         if (PLACES < 2 || row >= rows) return;
         const Element* const from = logits.data + row * stride;
-        constexpr int PIECE = 16 / sizeof(Element);
-        for (int col = first_col; col < stride; col += STEP)
-            for (int i = col; i < col + CHUNK; i += PIECE) __pipeline_memcpy_async(to + i, from + i, 16);
+        constexpr int COLS_OF_COPY = 16 / sizeof(Element);
+        for (int col = first_col; col < stride; col += COLS_OF_BLOCK)
+            for (int i = col; i < col + CHUNK; i += COLS_OF_COPY)
+                __pipeline_memcpy_async(to + i, from + i, 16);
         __pipeline_commit();
     };
 
@@ -343,9 +345,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
-        // A row without a target counts as one without columns: loss and gradients are 0
+        // The columns that count: none in a row without a target, whose loss and gradients are 0.
         const int live = target == NO_TARGET ? 0 : V;
-        auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
+        auto mask = [&](int col, Values& x, float with) {  // replaces the columns that do not count
             if (col + CHUNK <= live) return;
             for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
         };
@@ -353,16 +355,16 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         start_copy(row + gridDim.x, cached + (1 - place) * stride);
 
         Softmax mine{-INFINITY, 0};
-        for (int begin = first_col; begin < live; begin += IN_FLIGHT * STEP) {
+        for (int begin = first_col; begin < live; begin += IN_FLIGHT * COLS_OF_BLOCK) {
             Raw raw[IN_FLIGHT];
             for (int i = 0; i < IN_FLIGHT; i++)
-                if (begin + i * STEP < live) raw[i] = for_loss.load(begin + i * STEP);
+                if (begin + i * COLS_OF_BLOCK < live) raw[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
             for (int i = 0; i < IN_FLIGHT; i++) {
-                const int col = begin + i * STEP;
+                const int col = begin + i * COLS_OF_BLOCK;
                 if (col >= live) break;
                 if (PLACES == 1) *reinterpret_cast<Raw*>(in_place.data + col) = raw[i];
                 Values x;
-                logits.values(raw[i], x);
+                logits.unpack(raw[i], x);
                 mask(col, x, -INFINITY);
                 float top = x[0];
                 for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
@@ -377,9 +379,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         if (!gradients) continue;
             // (softmax - one_hot(target)) * weight
 #pragma unroll 4
-        for (int col = first_col; col < stride; col += STEP) {
+        for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             Values x;
-            logits.values(for_gradients.load(col), x);
+            logits.unpack(for_gradients.load(col), x);
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
             if (static_cast<uint32_t>(target - col) < CHUNK)
                 for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
@@ -389,7 +391,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
     }
 }
 
-// A single block adds up the losses, because a step has few, and the order must not depend on the GPU.
+// A single block adds up the losses: there are few, and their order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
 static __global__ void __launch_bounds__(SUM_THREADS)
     loss_sum_kernel(const float* losses, int64_t n, const double* loss_weight, double* total) {

@@ -135,8 +135,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t i = row * C + row_column(c);
         Values sum, added;
-        x.values(raw_x[c], sum);
-        branch.values(raw_branch[c], added);
+        x.unpack(raw_x[c], sum);
+        branch.unpack(raw_branch[c], added);
         if (branch.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
@@ -265,11 +265,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             if (g_in.data) raw_g[c] = g_in.from(row * C).load(row_column(c));
         }
         auto dy_and_weight = [&](int c, Values& dy, Values& weight) {
-            dy_in.values(raw_dy[c], dy);
-            weights.values(weights.load(row_column(c)), weight);
+            dy_in.unpack(raw_dy[c], dy);
+            weights.unpack(weights.load(row_column(c)), weight);
         };
         Values x[ROW_CHUNKS];  // it becomes xhat
-        for (int c = 0; c < ROW_CHUNKS; c++) input.values(raw_x[c], x[c]);
+        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw_x[c], x[c]);
         RowStatistics statistics{};
         if (!RMS) statistics = row_statistics(x, C, false, n.eps);
 
@@ -297,7 +297,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             if (!live(c)) continue;
             Values dy, weight, g, dweight_of_row;
             dy_and_weight(c, dy, weight);
-            g_in.values(raw_g[c], g);
+            g_in.unpack(raw_g[c], g);
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
             if (RMS) normalize(x[c], statistics);
             for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];

@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
-        if (!find_maxima) weights.values(weights.load(i), w);
+        if (!find_maxima) weights.unpack(weights.load(i), w);
         a.gradients.load_values(shard.offset - a.first_element + i, g);
         const float keep_m = a.f.beta1 * load_moment(shard.m, a.fmax_m, i, m);
         const float keep_v = a.f.beta2 * load_moment(shard.v, a.fmax_v, i, v);

@@ -107,15 +107,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 of_columns[p][j] = __frcp_rn(*by_column.at(static_cast<int64_t>(blockIdx.y) * TILE, col));
             }
     store_codes<TRANSPOSED>(
-        x, blockIdx.y, rows, codes, transposed, [&](int i, int p, const Values& v, bool live) {
+        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const Values& v, bool live) {
             ChunkCodes chunk{};
             if (live && codes) {
-                const float of_row = __frcp_rn(*by_row.at(at.row + i, p * x.width + at.col));
+                const float of_row = __frcp_rn(*by_row.at(at.row + row, plane * x.width + at.col));
                 chunk.by_row = encode(e5m2, v, of_row);
             }
             if (TRANSPOSED) {
                 Values scaled;
-                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], of_columns[p][j]);
+                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], of_columns[plane][j]);
                 chunk.transposed = encode(e5m2, scaled, 1.0f);
             }
             return chunk;
@@ -125,14 +125,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     block_scales(x, out, s);
     add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto kernel = quantize_in_blocks_kernel<P, false>;
-        if (out.transposed) kernel = quantize_in_blocks_kernel<P, true>;
-        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, scale_grid(out, false), scale_grid(out, true), out.view.storage.format == Format::E5M2,
-               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
-    });
+    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_in_blocks_kernel<P, TRANSPOSED>; };
+    launch_quantizer("quantize_in_blocks", kernel, x, out, s, scale_grid(out, /*transposed=*/false),
+                     scale_grid(out, /*transposed=*/true), out.view.storage.format == Format::E5M2);
 }
 
 // ===========================================================================================================
@@ -149,12 +144,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const float inverse = __frcp_rn(scale);
     float top = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
-                            [&](int, int, const Values& v, bool live) -> ChunkCodes {
+                            [&](int /*row*/, int /*plane*/, const Values& v, bool live) {
                                 // A row that is not live may be the last one again, read after its codes
                                 // were stored.
                                 if (live) top = larger_magnitude(top, v);
-                                const uint2 eight_codes = encode(e5m2, v, inverse);
-                                return {.by_row = eight_codes, .transposed = eight_codes};
+                                return same_in_both(encode(e5m2, v, inverse));
                             });
     if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(top));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
@@ -163,14 +157,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Format fp8 = out.view.storage.format;
     add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto kernel = quantize_delayed_kernel<P, false>;
-        if (out.transposed) kernel = quantize_delayed_kernel<P, true>;
-        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
-               x.rows, tensor_scale(out.view), info(fp8).max, fp8 == Format::E5M2,
-               static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
-    });
+    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_delayed_kernel<P, TRANSPOSED>; };
+    launch_quantizer("quantize_delayed", kernel, x, out, s, tensor_scale(out.view), info(fp8).max,
+                     fp8 == Format::E5M2);
 }
 
 // A thread has one operand's history, which moves up by one from its end on.

@@ -64,7 +64,7 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
             if (at + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + at + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
             Values v;
-            gradients.values(raw[u], v);
+            gradients.unpack(raw[u], v);
             sum += sum_of_squares(v);
         }
     }
