@@ -14,14 +14,14 @@
 // factor (part 1). The paper's scale follows from max, so it is not stored. A span has four fields: max and k
 // of m, and max and k of v.
 //
-// Who owns what. A warp owns a window of eight spans, which it updates in four steps. In each step half a
-// warp (16 lanes) has a span, and a thread eight consecutive elements of it:
+// Who owns what. A warp owns a bundle of eight spans, which it updates as four pairs, one pair after the
+// other. Half a warp (16 lanes) has one span of the pair, and a thread eight consecutive elements of it:
 //
-//   step s      span 2 s of the window               span 2 s + 1
+//   pair p      span 2 p of the bundle               span 2 p + 1
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
-// A window has 32 fields, four for each span, and each lane keeps one of them:
+// A bundle has 32 fields, four for each span, and each lane keeps one of them:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
@@ -40,11 +40,11 @@
 namespace coat::gpu {
 
 constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // that own a span: 16
-constexpr int SPANS_PER_STEP = 32 / SPAN_LANES;   // of a warp: 2
-constexpr int STEPS = 4;                          // of a window
-constexpr int WINDOW = STEPS * SPANS_PER_STEP;    // spans of a window: 8
+constexpr int PAIR = 32 / SPAN_LANES;             // spans that a warp updates at a time: 2
+constexpr int PAIRS = 4;                          // of a bundle
+constexpr int BUNDLE = PAIRS * PAIR;              // spans of a bundle: 8
 enum { M_MAX, M_K, V_MAX, V_K, FIELDS };          // the fields of a span, and how many there are
-static_assert(STEPS * FIELDS == SPAN_LANES, "a lane keeps one field of a window");
+static_assert(PAIRS * FIELDS == SPAN_LANES, "a lane keeps one field of a bundle");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 namespace {
@@ -84,19 +84,19 @@ template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits 
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
 // group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
 // 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
-template <class Codes> static __device__ float expansion_factor(float largest, float smallest) {
+template <class Traits> static __device__ float expansion_factor(float largest, float smallest) {
     const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
-    const float rounded = rintf(256.0f * Codes::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
+    const float rounded = rintf(256.0f * Traits::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
     return largest == 0 ? 1.0f : k;  // a select, not a branch
 }
 
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
 // -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
-template <class Codes> static __device__ float expand_magnitude(float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Codes::LOG_FMAX));
+template <class Traits> static __device__ float expand_magnitude(float k, float inverse_max, float x) {
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG_FMAX));
 }
-// 1 / max: the fast reciprocal, and one step of Newton's method.
+// 1 / max: the fast reciprocal, and one iteration of Newton's method.
 static __device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
@@ -114,18 +114,19 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 // others, and then a second time, carefully: so the fast path has no branch, and the compiler can interleave
 // what m and v need. (As a function that is called, or in a loop that is not unrolled, the careful path would
 // make the fast one up to 24% slower.)
+enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
-template <class Codes> static __device__ bool is_wide(const MomentScaling& scaling) {
-    return Codes::EXPANDS && Codes::LOG_RANGE > 120.0f * scaling.k;
+template <class Traits> static __device__ bool is_wide(const MomentScaling& scaling) {
+    return Traits::EXPANDS && Traits::LOG_RANGE > 120.0f * scaling.k;
 }
 // Encoding divides by max, so that also 1 / max must be normal.
-template <class Codes> static __device__ bool is_wide_or_small(const MomentScaling& scaling) {
+template <class Traits> static __device__ bool is_wide_or_small(const MomentScaling& scaling) {
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
-    return Codes::EXPANDS && (is_wide<Codes>(scaling) || !normal);
+    return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
 }
-template <class Codes> static __device__ float expand_carefully(const MomentScaling& scaling, float x) {
-    return Codes::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
+template <class Traits> static __device__ float expand_carefully(const MomentScaling& scaling, float x) {
+    return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
 static __device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
@@ -138,34 +139,31 @@ static __device__ float contract_carefully(const MomentScaling& scaling, float i
 
 // A second moment above zero must stay above zero, because the update divides by its root. y: the magnitude
 // that is encoded for x.
-template <class Codes> static __device__ float at_least_fmin(float y, float x) {
-    return !Codes::SIGNED && x > 0 && y < Codes::FMIN ? Codes::FMIN : y;
+template <class Traits> static __device__ float at_least_fmin(float y, float x) {
+    return !Traits::SIGNED && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
 }
-template <class Codes> static __device__ uint2 encode_with_signs(Values& y, const Values& x) {
-    if (Codes::SIGNED)
+template <class Traits> static __device__ uint2 encode_with_signs(Values& y, const Values& x) {
+    if (Traits::SIGNED)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
-    return encode(Codes::E5M2, y, 1.0f);
+    return encode(Traits::E5M2, y, 1.0f);
 }
 
-// The codes of eight moments x. What is expanded is at least FMIN by itself: with the exact k of equation 4
-// the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it may be 1/512 too
-// large, and then that moment becomes FMIN R_X^(-1/512). Where no care is needed R_X is at most 2^120 or so,
-// which makes R_X^(-1/512) at least 0.85. And the code of 0.85 FMIN is that of FMIN.
-template <class Codes> static __device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
+// The codes of eight moments x. What is expanded on the fast path is at least FMIN by itself: with the exact
+// k of equation 4 the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it
+// may be 1/512 too large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most
+// 2^120 or so, which makes R_X^(-1/512) at least 0.85. And the code of 0.85 FMIN is that of FMIN.
+template <class Traits, Path PATH>
+static __device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
     const float inverse_max = inverse_of_max(scaling.max);
-    const float inverse_scale = __frcp_rn(scale_of(Codes::FMAX, scaling.max));  // without expansion
+    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // without expansion
     Values y;
     for (int j = 0; j < CHUNK; j++) {
-        if (Codes::EXPANDS) y[j] = expand_magnitude<Codes>(scaling.k, inverse_max, x[j]);
-        else y[j] = at_least_fmin<Codes>(fabsf(x[j]) * inverse_scale, x[j]);
+        if (PATH == Path::Careful)
+            y[j] = at_least_fmin<Traits>(expand_carefully<Traits>(scaling, x[j]), x[j]);
+        else if (Traits::EXPANDS) y[j] = expand_magnitude<Traits>(scaling.k, inverse_max, x[j]);
+        else y[j] = at_least_fmin<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
     }
-    return encode_with_signs<Codes>(y, x);
-}
-template <class Codes>
-static __device__ uint2 encode_carefully(const MomentScaling& scaling, const Values& x) {
-    Values y;
-    for (int j = 0; j < CHUNK; j++) y[j] = at_least_fmin<Codes>(expand_carefully<Codes>(scaling, x[j]), x[j]);
-    return encode_with_signs<Codes>(y, x);
+    return encode_with_signs<Traits>(y, x);
 }
 
 static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
@@ -173,53 +171,46 @@ static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
 }
 
 // For each code, without its sign, log2(|y| / FMAX) of its value y; or |y| where nothing is expanded. The
-// table saves a thread 16 logarithms a step.
+// table saves a thread 16 logarithms for each span, one for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
-template <class Codes> static __device__ void fill_table(float* table) {
+template <class Traits> static __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
-        const float y = decode2(Codes::E5M2, code).x;
-        table[code] = Codes::EXPANDS ? log2f(y) - log2f(Codes::FMAX) : y;
+        const float y = decode2(Traits::E5M2, code).x;
+        table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
     }
 }
 
 // magnitude, with the sign of its FP8 code, which is moved to where FP32 has it.
-template <class Codes> static __device__ float with_sign(float magnitude, uint32_t code) {
-    return Codes::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
+template <class Traits> static __device__ float with_sign(float magnitude, uint32_t code) {
+    return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
 // Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
 // not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
 // that decays the moment. The factor is max; on the careful path 1; and the scale max / FMAX where nothing
 // is expanded.
-template <class Codes>
+template <class Traits, Path PATH>
 static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
                                        Values& x) {
     const float inverse_k = fast_reciprocal(scaling.k);
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
-        const float entry = table[code % MAGNITUDES];
-        x[j] = with_sign<Codes>(Codes::EXPANDS ? contract_to_ratio(inverse_k, entry) : entry, code);
+        float magnitude = table[code % MAGNITUDES];
+        if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
+        else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
+        x[j] = with_sign<Traits>(magnitude, code);
     }
-    return Codes::EXPANDS ? scaling.max : scale_of(Codes::FMAX, scaling.max);
-}
-template <class Codes>
-static __device__ float decode_carefully(const MomentScaling& scaling, uint2 codes, const float* table,
-                                         Values& x) {
-    const float inverse_k = fast_reciprocal(scaling.k);
-    for (int j = 0; j < CHUNK; j++) {
-        const uint32_t code = code_of(codes, j);
-        x[j] = with_sign<Codes>(contract_carefully(scaling, inverse_k, table[code % MAGNITUDES]), code);
-    }
-    return 1.0f;
+    if (PATH == Path::Careful) return 1.0f;
+    return Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
 }
 
 // ===========================================================================================================
-// 3. The moment scaling of a moment group, and the fields of a window
+// 3. The moment scaling of a moment group, and the fields of a bundle
 
 // The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
-template <class Codes> static __device__ MomentScaling scaling_of_new_moments(const Values& x) {
+template <class Traits> static __device__ MomentScaling scaling_of_new_moments(const Values& x) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -231,30 +222,31 @@ template <class Codes> static __device__ MomentScaling scaling_of_new_moments(co
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
     const float largest = __uint_as_float(top), smallest = __uint_as_float(low_minus_1 + 1);
-    return {.max = largest, .k = Codes::EXPANDS ? expansion_factor<Codes>(largest, smallest) : 1.0f};
+    return {.max = largest, .k = Traits::EXPANDS ? expansion_factor<Traits>(largest, smallest) : 1.0f};
 }
 
 namespace {
 
-// Which field of a window this lane keeps (the second drawing), and where it is in memory. (A Shard,
+// Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
 // gpu/operators.h, is what this rank has of one parameter.)
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
-    int step, span;    // of the window: its span, and the step in which that is updated
+    int pair, span;    // of the bundle: the field's span, and the pair to which that belongs
     float* in_memory;  // by span of the shard; null: the moment has no k
     int spans;         // of the shard
 
     __device__ FieldOfLane(const Shard& s, int number_of_spans) : spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
         which = lane % FIELDS;
-        step = lane % SPAN_LANES / FIELDS;
-        span = step * SPANS_PER_STEP + lane / SPAN_LANES;
+        pair = lane % SPAN_LANES / FIELDS;
+        span = pair * PAIR + lane / SPAN_LANES;
         const MomentView moment = is_of_v() ? s.v : s.m;
         in_memory = is_k() ? moment.k : moment.max;
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
     __device__ bool is_k() const { return which == M_K || which == V_K; }
-    // Of the window that begins with span `first`. Beyond the last span it is that of the last span.
+    // The field in the bundle that begins with span `first`. Beyond the last span it is that of the last
+    // span.
     __device__ float load(int first) const {
         return in_memory ? get<float>(in_memory + min(first + span, spans - 1)) : 1.0f;
     }
@@ -265,10 +257,10 @@ struct FieldOfLane {
 
 }  // namespace
 
-// The field `which` of the span that this half of the warp updates in a step, fetched from the lane that
-// keeps it in `kept`.
-static __device__ float field_of_step(float kept, int step, int which) {
-    return __shfl_sync(ALL_LANES, kept, step * FIELDS + which, SPAN_LANES);
+// The field `which` of the span that this half of the warp has of a pair, fetched from the lane that keeps it
+// in `kept`.
+static __device__ float field_of_pair(float kept, int pair, int which) {
+    return __shfl_sync(ALL_LANES, kept, pair * FIELDS + which, SPAN_LANES);
 }
 
 // ===========================================================================================================
@@ -282,7 +274,7 @@ constexpr int64_t LEAST_SPANS = 16384;       // of a block, so that its start an
 
 namespace {
 
-// What a thread loads for a step: its eight elements, as they are stored.
+// What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {
     uint2 m, v;  // codes
     typename W::Raw w;
@@ -292,7 +284,7 @@ template <class W> struct Loaded {
 // Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
 //   from the shard's first element           the codes of m and v
 //   in the rank's order                        weights and remainders; there the shard begins at its offset
-//   from the range's first element             gradients
+//   from the first element of this update      gradients
 //   in the flat order of all parameters        the random bits of rounding
 // The distance from a span to the next is the same in all of them.
 template <class W, class M, class V> struct ElementsOfThread {
@@ -324,10 +316,10 @@ template <class W, class M, class V> struct ElementsOfThread {
                           const MomentScaling& new_v, uint32_t& top) const {
         const bool live = span < spans;
         const int64_t i = distance(span);
-        uint2 new_codes_m = encode_moments<M>(new_m, m);
-        uint2 new_codes_v = encode_moments<V>(new_v, v);
-        if (is_wide_or_small<M>(new_m)) new_codes_m = encode_carefully<M>(new_m, m);
-        if (is_wide_or_small<V>(new_v)) new_codes_v = encode_carefully<V>(new_v, v);
+        uint2 new_codes_m = encode_moments<M, Path::Fast>(new_m, m);
+        uint2 new_codes_v = encode_moments<V, Path::Fast>(new_v, v);
+        if (is_wide_or_small<M>(new_m)) new_codes_m = encode_moments<M, Path::Careful>(new_m, m);
+        if (is_wide_or_small<V>(new_v)) new_codes_v = encode_moments<V, Path::Careful>(new_v, v);
         weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top);
         if (!live) return;
         put(codes_m + i, new_codes_m);
@@ -337,11 +329,11 @@ template <class W, class M, class V> struct ElementsOfThread {
 
 }  // namespace
 
-// A warp updates windows of a shard: the one that begins with span `first_span`, and then every WARPS-th
-// that begins before `end_span`. If the last span of the shard has no partner in its step, half of the
+// A warp updates bundles of a shard: the one that begins with span `first_span`, and then every WARPS-th
+// that begins before `end_span`. If the last span of the shard has no partner in its pair, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
 template <class W, class M, class V>
-static __device__ uint32_t update_windows(const AdamArguments& a, const Shard& shard, int first_span,
+static __device__ uint32_t update_bundles(const AdamArguments& a, const Shard& shard, int first_span,
                                           int end_span, const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
     const ElementsOfThread<W, M, V> elements(a, shard);
@@ -350,49 +342,49 @@ static __device__ uint32_t update_windows(const AdamArguments& a, const Shard& s
     const FieldOfLane mine(shard, spans);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
-    // `next` is what the next step needs. It is loaded when a step begins, and arrives while that one
-    // computes.
+    // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
+    // bundle is known by its first span.
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
-    for (int window = first_span; window < end_span; window += WARPS * WINDOW) {
-        const int next_window = window + WARPS * WINDOW;
+    for (int bundle = first_span; bundle < end_span; bundle += WARPS * BUNDLE) {
+        const int next_bundle = bundle + WARPS * BUNDLE;
         const float old_field = next_field;
         float new_field = 0;
-        next_field = mine.load(next_window);
+        next_field = mine.load(next_bundle);
 #pragma unroll 1  // one copy of this long body
-        for (int step = 0; step < STEPS && window + step * SPANS_PER_STEP < spans; step++) {
-            const int span = window + step * SPANS_PER_STEP + half;
+        for (int pair = 0; pair < PAIRS && bundle + pair * PAIR < spans; pair++) {
+            const int span = bundle + pair * PAIR + half;
 
             const Loaded<W> now = next;
-            const bool more = step + 1 < STEPS && window + (step + 1) * SPANS_PER_STEP < spans;
-            next = elements.load(more ? span + SPANS_PER_STEP : next_window + half);
+            const bool more = pair + 1 < PAIRS && bundle + (pair + 1) * PAIR < spans;
+            next = elements.load(more ? span + PAIR : next_bundle + half);
 
             // Decode.
-            auto old = [&](int which) { return field_of_step(old_field, step, which); };
+            auto old = [&](int which) { return field_of_pair(old_field, pair, which); };
             const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v;
             elements.weights.unpack(now.w, w);
             a.gradients.unpack(now.g, g);
-            float factor_m = decode_moments<M>(old_m, now.m, table_m, m);
-            float factor_v = decode_moments<V>(old_v, now.v, table_v, v);
-            if (is_wide<M>(old_m)) factor_m = decode_carefully<M>(old_m, now.m, table_m, m);
-            if (is_wide<V>(old_v)) factor_v = decode_carefully<V>(old_v, now.v, table_v, v);
+            float factor_m = decode_moments<M, Path::Fast>(old_m, now.m, table_m, m);
+            float factor_v = decode_moments<V, Path::Fast>(old_v, now.v, table_v, v);
+            if (is_wide<M>(old_m)) factor_m = decode_moments<M, Path::Careful>(old_m, now.m, table_m, m);
+            if (is_wide<V>(old_v)) factor_v = decode_moments<V, Path::Careful>(old_v, now.v, table_v, v);
 
             // Update: AdamW.
             const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
-            // Encode, and store. The new fields are stored later, with those of the window's other spans.
+            // Encode, and store. The new fields are stored later, with those of the bundle's other spans.
             const MomentScaling new_m = scaling_of_new_moments<M>(m);
             const MomentScaling new_v = scaling_of_new_moments<V>(v);
-            if (step == mine.step) {
+            if (pair == mine.pair) {
                 const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
             elements.store(span, w, m, v, new_m, new_v, top);
         }
-        mine.store(window, new_field);
+        mine.store(bundle, new_field);
     }
     return top;
 }
@@ -411,7 +403,7 @@ static __device__ int shard_with(const AdamArguments& a, int64_t element) {
 
 // A block has consecutive spans, [begin, end) in the rank's order, and goes through the shards to which
 // they belong. In each shard, where spans are counted from the shard's first, warp 0 takes the first
-// window, warp 1 the second, and so on; after the last warp it is warp 0 again. A window that lies in two
+// bundle, warp 1 the second, and so on; after the last warp it is warp 0 again. A bundle that lies in two
 // blocks belongs to the one in which it begins.
 template <class W, class M, class V>
 static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
@@ -432,8 +424,8 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         if (!a.in_fp8_moment_groups(shard)) continue;
         const int64_t first = max(begin, shard_begin) - shard_begin;
         const int64_t stop = min(end, shard_end) - shard_begin;
-        const int64_t first_window = ceil_div(first, WINDOW) + warp;
-        const uint32_t top = update_windows<W, M, V>(a, shard, static_cast<int>(first_window) * WINDOW,
+        const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
+        const uint32_t top = update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle) * BUNDLE,
                                                      static_cast<int>(stop), table_m, table_v);
         if (shard.amax) update_amax_by_warp(&shard.amax->amax, top);
     }
@@ -448,7 +440,7 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
 static unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));
-    const int64_t useful = ceil_div(spans, WARPS * SPANS_PER_STEP);
+    const int64_t useful = ceil_div(spans, WARPS * PAIR);
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
@@ -466,24 +458,32 @@ static AdamWFactors factors(const AdamW& a) {
 }
 
 // Calls f<M, V>() with the MomentTraits of first moments in the format OF_M and second moments in OF_V.
-template <Format OF_M, Format OF_V, bool EXPANSION, class F> static void call_with_codes(F f) {
+template <Format OF_M, Format OF_V, bool EXPANSION, class F> static void call_with_traits(F f) {
     using M = MomentTraits<WhichMoment::First, OF_M, EXPANSION>;
     using V = MomentTraits<WhichMoment::Second, OF_V, EXPANSION>;
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 groups.
-template <class F> static void with_moment_codes(const OptimizerFormat& o, F f) {
+template <class F> static void with_moment_traits(const OptimizerFormat& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
-    if (both_e4m3 && o.expansion) call_with_codes<E4M3, E4M3, /*EXPANSION=*/true>(f);
-    else if (both_e4m3) call_with_codes<E4M3, E4M3, /*EXPANSION=*/false>(f);
-    else if (o.m == E4M3 && o.v == E5M2 && o.expansion) call_with_codes<E4M3, E5M2, /*EXPANSION=*/true>(f);
+    if (both_e4m3 && o.expansion) call_with_traits<E4M3, E4M3, /*EXPANSION=*/true>(f);
+    else if (both_e4m3) call_with_traits<E4M3, E4M3, /*EXPANSION=*/false>(f);
+    else if (o.m == E4M3 && o.v == E5M2 && o.expansion) call_with_traits<E4M3, E5M2, /*EXPANSION=*/true>(f);
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
+// The amaxes of the weights start at 0, because an update only raises them.
+static __global__ void clear_weight_amaxes_kernel(const AdamArguments a) {
+    const int64_t i = thread_of_grid();
+    if (i >= a.shard_count || a.state->skip) return;
+    TensorScale* const scale = a.shards[i].amax;
+    if (scale) scale->amax = 0;
+}
+
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
-           const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
-           const GradientState* state, cudaStream_t s) {
+           const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
+           Format format, const GradientState* state, cudaStream_t s) {
     const bool fp8_moment_groups = optimizer.fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
@@ -494,17 +494,17 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards
                                   .per_tensor = optimizer.per_tensor,
                                   .shards = shards,
                                   .shard_count = shard_count,
-                                  .first_element = range.first,
-                                  .spans = range.count / MOMENT_GROUP,
+                                  .first_element = updated.first,
+                                  .spans = updated.count / MOMENT_GROUP,
                                   .w = w,
                                   .rounding_key = rounding_key,
                                   .gradients = either_dense(gradients, format),
                                   .state = state};
-    clear_maxima(arguments, s);
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(shard_count, 128), 128, 0, s, arguments);
     update_other_formats(arguments, fp8_moment_groups, s);
-    if (!fp8_moment_groups || range.count == 0) return;
+    if (!fp8_moment_groups || updated.count == 0) return;
     with_weights(w, [&]<class W>() {
-        with_moment_codes(optimizer, [&]<class M, class V>() {
+        with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw, FP8", adamw_fp8_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, s,
                    arguments);
         });

@@ -147,21 +147,19 @@ struct AdamArguments {
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Shard* shards;
     int shard_count;
-    int64_t first_element, spans;  // of the range: its first element, and how many spans it has
+    int64_t first_element, spans;  // of the shards: their first element in the rank's order, their spans
     Weights w;
     uint64_t rounding_key;
-    EitherDense gradients;  // of the range
+    EitherDense gradients;  // of the shards, from first_element on
     const GradientState* state;
 
     // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& s) const { return has_scales(s.m) && !per_tensor; }
 };
 
-// Both of these are in other_optimizers.cu. Sets the amaxes of all shards' weights to 0, and the maxima
-// that the update will find of moments with one scale per tensor.
-void clear_maxima(const AdamArguments& a, cudaStream_t s);
-// Updates the shards whose moments are not in FP8 groups. fp8_moment_groups: whether the moments of the
-// other shards are in FP8 groups. Then only the small shards, norm weights and biases, are updated here.
+// Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether
+// the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and biases,
+// are updated here.
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

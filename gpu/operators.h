@@ -289,14 +289,14 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // ===========================================================================================================
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
-// AdamW of a range of the rank's order, whole shards: all, or those of a bucket. `shards` and `gradients`
-// are those of the range; the gradients' `format` is FP32 or that of the weights. Every shard's m.format is
-// optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h), for weights without a
-// master.
+// Updates whole shards, all of this rank or those of a bucket, by AdamW. They are the elements `updated` of
+// the rank's order. `gradients` begin with the first of these; their `format` is FP32 or that of the weights.
+// Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h),
+// for weights without a master.
 // The shards' amaxes become those of the new weights; where state->skip is set, all stays as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
-           const Range& range, const Weights& w, uint64_t rounding_key, const void* gradients, Format format,
-           const GradientState* state, cudaStream_t s);
+           const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
+           Format format, const GradientState* state, cudaStream_t s);
 
 // ===========================================================================================================
 // 5. Residual stream and norms (gpu/norm.cu)

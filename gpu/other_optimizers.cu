@@ -70,18 +70,16 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_v);
 }
 
-// What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
-// the maxima of the moments.
-static __global__ void clear_maxima_kernel(const AdamArguments a) {
+// Moments with one scale per tensor: the new maxima start at 0.
+static __global__ void clear_new_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
-    if (shard.amax) shard.amax->amax = 0;
-    if (a.per_tensor && has_scales(shard.m)) shard.m.max[1] = 0;
-    if (a.per_tensor && has_scales(shard.v)) shard.v.max[1] = 0;
+    if (has_scales(shard.m)) shard.m.max[1] = 0;
+    if (has_scales(shard.v)) shard.v.max[1] = 0;
 }
 
-// After the last pass the new maxima decode the moments.
+// After the second pass the new maxima decode the moments.
 static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
@@ -90,16 +88,13 @@ static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
 }
 
-void clear_maxima(const AdamArguments& a, cudaStream_t s) {
-    launch("clear_maxima", clear_maxima_kernel, blocks(a.shard_count, 128), 128, 0, s, a);
-}
-
 void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
     const int64_t each = std::min<int64_t>(useful, fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), shards);
+    if (a.per_tensor) launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, s, a);
     with_weights(a.w, [&]<class W>() {
         const auto kernel = adamw_plain_kernel<W>;
         if (a.per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);

@@ -526,33 +526,33 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //   m.max, rung 7    | group 0, 1 | group 2, 3 | group 4, 5 | group 6, 7 |     one sector, four warps
 //   m.max, rung 8    | groups 0 to 7                                     |     one sector, one warp
 //
-// A warp takes a window of eight consecutive groups, in four steps of two. Their 32 scales are one for each
+// A warp takes a bundle of eight consecutive groups, in four pairs. Their 32 scales are one for each
 // lane, which loads its own with one instruction for the warp, passes it on by a shuffle when its group is at
-// work, and keeps the new one until the window is done:
+// work, and keeps the new one until the bundle is done:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   scale       m.max  m.k    v.max  v.k    the same four of each of these groups:
 //   group       0      0      0      0      2       4       6         1        3        5        7
-//   step        0      0      0      0      1       2       3         0        1        2        3
+//   pair        0      0      0      0      1       2       3         0        1        2        3
 //
 // So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
 //
 // Limit: memory. Prediction: faster than rung 7 by a tenth.
-constexpr int STEPS = 4;
-constexpr int WINDOW = 2 * STEPS;  // groups
+constexpr int PAIRS = 4;           // of a bundle
+constexpr int BUNDLE = 2 * PAIRS;  // groups
 
-// The scale of a window that this lane keeps.
+// The scale of a bundle that this lane keeps.
 struct ScaleOfLane {
     bool is_of_v, is_k;
-    int step, group;   // of the window
+    int pair, group;   // of the bundle
     float* in_memory;  // (groups)
 
     explicit __device__ ScaleOfLane(const State& s) {
         const int lane = threadIdx.x % 32;
         is_of_v = lane % 4 >= 2;
         is_k = lane % 2 == 1;
-        step = lane % 16 / 4;
-        group = 2 * step + lane / 16;
+        pair = lane % 16 / 4;
+        group = 2 * pair + lane / 16;
         const Moment moment = is_of_v ? s.v : s.m;
         in_memory = is_k ? moment.k : moment.max;
     }
@@ -562,9 +562,9 @@ struct ScaleOfLane {
     }
 };
 
-// The scales of the group that this half of the warp updates in a step, from the lanes that keep them.
-__device__ Scales scales_of_step(float kept, int step) {
-    auto from_lane = [&](int lane) { return __shfl_sync(ALL_LANES, kept, step * 4 + lane, 16); };
+// The scales of the group that this half of the warp has of a pair, from the lanes that keep them.
+__device__ Scales scales_of_pair(float kept, int pair) {
+    auto from_lane = [&](int lane) { return __shfl_sync(ALL_LANES, kept, pair * 4 + lane, 16); };
     const Scale m{from_lane(0), from_lane(1)};
     const Scale v{from_lane(2), from_lane(3)};
     return {m, v};
@@ -576,29 +576,29 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
     const int64_t groups = s.n / GROUP;
     const int half = threadIdx.x % 32 / 16;
     const int lane_of_group = threadIdx.x % 16;
-    const int64_t groups_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * WINDOW;
+    const int64_t groups_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * BUNDLE;
     auto inside = [&](int64_t group) { return min(group, groups - 1); };
     auto load = [&](int64_t group) {
         return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
     };
 
-    int64_t window = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * WINDOW;  // first group
-    Elements<CHUNK> next = load(window + half);
-    float next_kept = mine.in_memory[inside(window + mine.group)];
-    for (; window < groups; window += groups_of_grid) {
-        const int64_t next_window = window + groups_of_grid;
+    int64_t bundle = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first group
+    Elements<CHUNK> next = load(bundle + half);
+    float next_kept = mine.in_memory[inside(bundle + mine.group)];
+    for (; bundle < groups; bundle += groups_of_grid) {
+        const int64_t next_bundle = bundle + groups_of_grid;
         const float old_kept = next_kept;
         float new_kept = 0;
-        next_kept = mine.in_memory[inside(next_window + mine.group)];
-        for (int step = 0; step < STEPS && window + 2 * step < groups; step++) {
-            const int64_t group = window + 2 * step + half;
+        next_kept = mine.in_memory[inside(next_bundle + mine.group)];
+        for (int pair = 0; pair < PAIRS && bundle + 2 * pair < groups; pair++) {
+            const int64_t group = bundle + 2 * pair + half;
             Elements<CHUNK> e = next;
-            next = load(step + 1 < STEPS ? group + 2 : next_window + half);
-            const Scales now = update_elements(arithmetic, c, scales_of_step(old_kept, step), e);
-            if (step == mine.step) new_kept = mine.among(now);
+            next = load(pair + 1 < PAIRS ? group + 2 : next_bundle + half);
+            const Scales now = update_elements(arithmetic, c, scales_of_pair(old_kept, pair), e);
+            if (pair == mine.pair) new_kept = mine.among(now);
             if (group < groups) e.store(s, group * GROUP + lane_of_group * CHUNK);
         }
-        if (window + mine.group < groups) mine.in_memory[window + mine.group] = new_kept;
+        if (bundle + mine.group < groups) mine.in_memory[bundle + mine.group] = new_kept;
     }
 }
 
@@ -867,6 +867,6 @@ int main(int argc, char** argv) try {
 // goes through many groups, so the change stayed.
 //
 // Rung 8 wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If this were all,
-// one would stop there. adamw.cu, which trains, goes through windows as rung 8 does, and takes 1,031 us, for
+// one would stop there. adamw.cu, which trains, goes through bundles as rung 8 does, and takes 1,031 us, for
 // it does more: several parameters in one launch, groups that are extremely wide or small, other formats, the
 // amax of the new weights. Whether it would be faster in the manner of rung 6 has not been measured.
