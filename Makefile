@@ -15,6 +15,7 @@
 
 CXX  ?= g++
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+NVCC := $(NVCC)# looked for once, not at every use
 O    ?= build
 OPT  ?= -O1
 
@@ -30,7 +31,8 @@ endif
 # Contraction (a * b + c as one instruction) stays on: without it the GEMMs run at half the speed. The same program
 # gives the same bits every time; another compiler or processor may not. -ffast-math stays off, because NaN and
 # infinity are part of the method.
-CXXFLAGS = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
+CXXFLAGS = -std=c++20 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra $(WERROR)
+WERROR  := -Werror
 
 REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
@@ -43,29 +45,19 @@ LINK      := $(CXX) -fopenmp $(OPT)
 # What the GPU adds, where there is an nvcc
 
 ifneq ($(NVCC),)
-# The scales of rows and blocks in cuBLASLt begin with CUDA 12.9. An older one is refused before anything is compiled.
-CUDA_RELEASE := $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
-ifneq ($(shell printf '12.9\n$(CUDA_RELEASE)\n' | sort -VC || echo old),)
-$(error $(NVCC) is of CUDA $(or $(CUDA_RELEASE),<unknown>), but the GPU code needs CUDA 12.9 or newer: install a newer \
-        toolkit, choose another nvcc with NVCC=/path/to/nvcc, or build without the GPU with "make NVCC=")
-endif
-
-# The GPU for which the kernels are compiled: the one that nvidia-smi finds. BF16 arithmetic begins with compute
-# capability 8.0; where there is no such GPU, the program is built for Hopper, 90a. From 9.0 on, the letter a adds
-# instructions of that one generation.
-FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
-GPU_ARCH   ?= $(or $(addsuffix a,$(filter 9% 10% 11% 12%,$(FOUND_ARCH))),$(filter 8%,$(FOUND_ARCH)),90a)
-
 # $(OPT) is for the host's code in these files, which launches kernels; nvcc always optimizes the kernels fully.
-NVCCFLAGS := -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compile=0 \
-             -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Werror all-warnings \
-             -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+# They are compiled for the GPU in $(O)/gpu_arch, a file with a word such as 90a (its rule is below).
+NVCCFLAGS  = -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compile=0 $(GENCODE) \
+             $(WERROR:%=% all-warnings) -Xcompiler -fopenmp,-Wall,-Wextra$(WERROR:%=,%)
+GENCODE    = -gencode=arch=compute_$(file < $(O)/gpu_arch),code=sm_$(file < $(O)/gpu_arch)
 
+# The host's part of the GPU code, which includes CUDA's headers.
+CUDA_HOST := $(filter-out gpu/none.cpp gpu/layout.cpp,$(wildcard gpu/*.cpp))
 # The files that take longest come first, so that all cores work to the end.
-SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(filter-out gpu/none.cpp gpu/layout.cpp,$(wildcard gpu/*.cpp)) $(SOURCES)
+SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(CUDA_HOST) $(SOURCES)
 TESTS     += $(sort $(wildcard test/*.cu test/*/*.cu))
-CUDA      := $(abspath $(shell $(NVCC) --dryrun -x c++ -c /dev/null 2>&1 | sed -n 's/.* _HERE_=//p')/..)
-LINK      := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
+CUDA       = $(abspath $(shell $(NVCC) --dryrun -x c++ -c /dev/null 2>&1 | sed -n 's/.* _HERE_=//p')/..)
+LINK       = $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES := -Xlinker --as-needed -lcublasLt -ldl
 else
 SOURCES   += gpu/none.cpp
@@ -78,13 +70,6 @@ object  = $(patsubst %,$(O)/%.o,$(1))
 OBJECTS := $(call object,$(SOURCES))
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-# Headers take most of the time of compiling a test. So the tests of one kind are compiled together: the first
-# includes the others. That saves a fifth of the processor time of a build without nvcc.
-KINDS     := data dev model reference train
-tests_of   = $(sort $(wildcard test/$(1).cpp test/$(1)_*.cpp test/$(1)/*.cpp))
-TOGETHER  := $(KINDS:%=$(O)/test/all_%.o)
-ALONE     := $(call object,$(filter-out $(foreach kind,$(KINDS),$(call tests_of,$(kind))),$(TESTS)))
-
 .PHONY: test exercise figures read bench sanitize fuzz clean need-number need-nvcc FORCE
 
 $(PROGRAM): $(call object,program/main.cpp) $(OBJECTS)
@@ -92,7 +77,7 @@ $(PROGRAM): $(call object,program/main.cpp) $(OBJECTS)
 
 # The order counts: CUDA learns of the kernels in the first files, and then the tests ask, before main(), whether
 # the GPU can run them.
-$(O)/tests: $(OBJECTS) $(TOGETHER) $(ALONE) $(call object,$(JUDGE))
+$(O)/tests: $(OBJECTS) $(call object,$(TESTS) $(JUDGE))
 	$(LINK) -o $@ $^ $(LIBRARIES)
 
 # TEST_ARGS="--test-case='*group*'" chooses tests by name.
@@ -127,49 +112,54 @@ figures: $(PROGRAM)
 	  exit 1; }
 	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
 clean:
-	rm -rf build train
+	rm -rf $(O) $(PROGRAM)
 
 # ---------------------------------------------------------------------------------------------------------------
 # Objects
 
-$(O)/%.cpp.o: %.cpp $(O)/flags
+# Every object depends on this Makefile, and on files with what the command line and the machine decide: settings,
+# and for kernels gpu_arch. So a change of any of them compiles again what it concerns, and no program has objects
+# of two kinds.
+$(O)/%.cpp.o: %.cpp Makefile $(O)/settings
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
-$(O)/%.cu.o: %.cu $(O)/flags
+$(O)/%.cu.o: %.cu Makefile $(O)/settings $(O)/gpu_arch
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-# The host's part of the GPU code includes CUDA's headers, which nvcc finds.
-$(O)/gpu/%.cpp.o: gpu/%.cpp $(O)/flags
+$(call object,$(CUDA_HOST)): $(O)/%.o: % Makefile $(O)/settings $(O)/gpu_arch
 	@mkdir -p $(@D)
-	$(if $(NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) $(CXXFLAGS)) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
-.SECONDEXPANSION:
-$(TOGETHER): $(O)/test/all_%.o: $$(call tests_of,$$*) $(O)/flags
-	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -MMD -MP $(patsubst %,-include %,$(wordlist 2,99,$(call tests_of,$*))) \
-	    -c $(firstword $(call tests_of,$*)) -o $@
-
-# The reference on the CPU is where time is spent. These tests read files or start programs, and compute little.
+# The reference on the CPU is where time is spent.
 $(call object,$(REFERENCE)): private OPT = -O3
-$(patsubst %,$(O)/test/all_%.o,data dev train): private OPT = -O0
 # nvcc reads a file twice, for the host and for the device. These files have no kernels: as C++ they are read once,
 # which takes 3 seconds each instead of 8.
 $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): private NVCCFLAGS += -x c++
-$(O)/dev/ladders/%: NVCCFLAGS += -I.
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
-$(call object,$(wildcard dev/exercises/[0-9]*.cpp)): private CXXFLAGS += -Wno-error
-$(call object,$(wildcard dev/exercises/[0-9]*.cu)): private NVCCFLAGS := \
-    $(filter-out -Werror all-warnings,$(NVCCFLAGS)) -Xcompiler -Wno-error
+$(call object,$(wildcard dev/exercises/[0-9]*)): private WERROR :=
 
-# This file changes when the flags do. Every object depends on it, so that a program has no objects of two kinds. A
-# fuzzer's objects have their own.
-FLAGS = $(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS)
-$(O)/fuzz/flags: private FLAGS = $(FUZZ_CXX)
-$(O)/flags $(O)/fuzz/flags: FORCE | $(O)/found/json
-	@mkdir -p $(@D)
-	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
+# $(call renew,lines) writes lines to the target if it has others, so that its time changes only when they do.
+renew = @mkdir -p $(@D); printf '%s\n' $(1) | cmp -s - $@ || printf '%s\n' $(1) > $@
+$(O)/settings: FORCE | $(O)/found/json
+	$(call renew,'CXX=$(CXX)' 'OPT=$(OPT)' 'NVCC=$(NVCC)')
 
--include $(shell find $(O) -name '*.d' 2>/dev/null)
+# The GPU for which kernels are compiled: the one that nvidia-smi finds. BF16 arithmetic begins with compute
+# capability 8.0; where there is no such GPU, it is Hopper, 90a. From 9.0 on, the letter a adds instructions of that
+# one generation. The scales of rows and blocks in cuBLASLt begin with CUDA 12.9.
+FOUND_ARCH    = $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
+arch_of       = $(or $(addsuffix a,$(filter 9% 10% 11% 12%,$(1))),$(filter 8%,$(1)),90a)
+GPU_ARCH     ?= $(call arch_of,$(FOUND_ARCH))
+CUDA_RELEASE  = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+$(O)/gpu_arch: FORCE
+	@release='$(CUDA_RELEASE)'; printf '12.9\n%s\n' "$$release" | sort -VC || { \
+	  echo "$(NVCC) is of CUDA $${release:-<unknown>}, but the GPU code needs CUDA 12.9 or newer: install a newer" \
+	       "toolkit, choose another nvcc with NVCC=/path/to/nvcc, or build without the GPU with \"make NVCC=\"." >&2; \
+	  exit 1; }
+	$(call renew,$(GPU_ARCH))
+
+# Beside each object lies a file that names the headers which its source includes.
+FILES := $(wildcard *.cpp *.cu */*.cpp */*.cu */*/*.cpp */*/*.cu)
+-include $(FILES:%=$(O)/%.d) $(FILES:%=$(O)/fuzz/%.d)
 
 # ---------------------------------------------------------------------------------------------------------------
 # What is missing, in one sentence instead of a page of errors
@@ -187,7 +177,7 @@ need-nvcc:
 	@echo "This measures or uses a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
-$(TOGETHER) $(ALONE): | $(O)/found/doctest
+$(call object,$(TESTS)): | $(O)/found/doctest
 
 # ---------------------------------------------------------------------------------------------------------------
 # Sanitizers and fuzzers
@@ -199,19 +189,20 @@ sanitize:
 
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := program/plan.cpp program/processes.cpp gpu/none.cpp gpu/layout.cpp $(sort $(wildcard data/*.cpp))
-FUZZED       := $(FUZZED:%.cpp=$(O)/fuzz/%.o)
+FUZZED       := $(sort $(wildcard data/*.cpp))
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS   := -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 \
                 -print_final_stats=1 -verbosity=0 -artifact_prefix=$(O)/fuzz/crash-
 FUZZ_CXX     ?= clang++ -std=c++20 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
-$(O)/fuzz/%.o: %.cpp $(O)/fuzz/flags
+$(O)/fuzz/settings: FORCE | $(O)/found/json
+	$(call renew,'FUZZ_CXX=$(FUZZ_CXX)')
+$(O)/fuzz/%.o: % Makefile $(O)/fuzz/settings
 	@mkdir -p $(@D)
-	$(FUZZ_CXX) -MMD -MP -c $< -o $@
-$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(FUZZED)
-	$(FUZZ_CXX) $^ -lgomp -o $@
-.SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.o) $(FUZZED)  # objects stay for the next time
+	$(FUZZ_CXX) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.cpp.o $(FUZZED:%=$(O)/fuzz/%.o)
+	$(FUZZ_CXX) $^ -o $@
+.SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.cpp.o) $(FUZZED:%=$(O)/fuzz/%.o)  # objects stay for the next time
 fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
 	@for target in $(FUZZERS); do \
 	    mkdir -p $(O)/fuzz/corpus_$$target; \

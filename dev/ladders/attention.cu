@@ -24,7 +24,7 @@
 //
 // q, k and v are rows of one tensor (B, T, 3 heads 128), so a key's 128 numbers are 256 bytes, and the next
 // key is 24 KB away.
-#include "gpu/attention.h"
+#include "../../gpu/attention.h"
 #include "ladder.h"
 
 using namespace ladder;

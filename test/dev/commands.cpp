@@ -110,23 +110,21 @@ static const Skipped* skipped(const std::string& command) {
 
 namespace {
 
-// How this program was built: then `make` in a command builds nothing else.
+// How this program was built: then `make` in a command builds nothing else. The Makefile writes it down beside
+// the program: in settings, lines such as CXX=g++, and in gpu_arch the GPU, where it was built with nvcc.
 struct Build {
     std::string folder = fs::relative(fs::read_symlink("/proc/self/exe").parent_path()).string();
-    std::string compiler, optimization, nvcc, gpu = "90a", program;
+    std::vector<std::string> settings = lines_of(read_file(folder + "/settings"));
+    std::string program = folder == "build" ? "train" : folder + "/train";
 
     Build() {
-        const std::string flags = read_file(folder + "/flags");
-        std::smatch part;
-        REQUIRE(std::regex_search(flags, part, std::regex("^(.*) -std=c\\+\\+20 (.*) -march=native")));
-        compiler = part[1];
-        optimization = part[2];
-        if (std::regex_search(flags, part, std::regex("-Wextra -Werror (.+) -std=c\\+\\+20"))) nvcc = part[1];
-        if (std::regex_search(flags, part, std::regex("compute_(\\w+)"))) gpu = part[1];
-        program = folder == "build" ? "train" : folder + "/train";
+        if (fs::exists(folder + "/gpu_arch"))
+            settings.push_back("GPU_ARCH=" + lines_of(read_file(folder + "/gpu_arch"))[0]);
     }
     // What `make` in a command calls: it builds as this program was built, not as a make above asks.
     std::string shell_function() const {
+        std::string words = "'O=" + folder + "'";
+        for (const std::string& setting : settings) words += " '" + setting + "'";
         return concat(R"(unset MAKEFLAGS MFLAGS MAKELEVEL
 make() {
   local words=()
@@ -135,10 +133,8 @@ make() {
                       program, R"('
     words+=("$word")
   done
-  command make --no-print-directory 'O=)",
-                      folder, "' 'CXX=", compiler, "' 'OPT=", optimization, "' 'NVCC=", nvcc,
-                      "' 'GPU_ARCH=", gpu,
-                      R"(' "${words[@]}"
+  command make --no-print-directory )",
+                      words, R"( "${words[@]}"
 }
 )");
     }
