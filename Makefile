@@ -37,7 +37,8 @@ WERROR  := -Werror
 REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
 SOURCES   := $(REFERENCE) gpu/layout.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
-TESTS     := $(sort $(wildcard test/*.cpp test/*/*.cpp))
+# Those of test/data, test/dev and test/reference are included by test/data.cpp, dev.cpp and reference.cpp.
+TESTS     := $(sort $(wildcard test/*.cpp))
 JUDGE     := dev/exercises/judge.cpp dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
 
@@ -132,6 +133,8 @@ $(call object,$(CUDA_HOST)): $(O)/%.o: % Makefile $(O)/settings $(O)/gpu_arch
 
 # The reference on the CPU is where time is spent.
 $(call object,$(REFERENCE)): private OPT = -O3
+# These tests read files or start programs, and compute little.
+$(call object,test/data.cpp test/dev.cpp $(wildcard test/train_*.cpp)): private OPT = -O0
 # nvcc reads a file twice, for the host and for the device. These files have no kernels: as C++ they are read once,
 # which takes 3 seconds each instead of 8.
 $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): private NVCCFLAGS += -x c++
