@@ -1,7 +1,6 @@
 # make train      the program ./train; with the GPU in it where nvcc is found, for the GPU that is found
 # make test       every test; the last line is "N passed, N failed, N skipped"
 # make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
-# make fuzz       random input for every reader of files, a minute each (dev/fuzz; needs clang++)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
 # make build/ladder_adamw   a ladder: a kernel built up step by step (dev/ladders), to be run on a GPU
@@ -71,7 +70,7 @@ object  = $(patsubst %,$(O)/%.o,$(1))
 OBJECTS := $(call object,$(SOURCES))
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test exercise figures read bench sanitize fuzz clean need-number need-nvcc FORCE
+.PHONY: test exercise figures read bench sanitize clean need-number need-nvcc FORCE
 
 $(PROGRAM): $(call object,program/main.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
@@ -162,7 +161,7 @@ $(O)/gpu_arch: FORCE
 
 # Beside each object lies a file that names the headers which its source includes.
 FILES := $(wildcard *.cpp *.cu */*.cpp */*.cu */*/*.cpp */*/*.cu)
--include $(FILES:%=$(O)/%.d) $(FILES:%=$(O)/fuzz/%.d)
+-include $(FILES:%=$(O)/%.d)
 
 # ---------------------------------------------------------------------------------------------------------------
 # What is missing, in one sentence instead of a page of errors
@@ -183,31 +182,9 @@ need-number:
 $(call object,$(TESTS)): | $(O)/found/doctest
 
 # ---------------------------------------------------------------------------------------------------------------
-# Sanitizers and fuzzers
+# Sanitizers
 
 # With the sanitizers' code in it, GCC finds uninitialized values in std::regex where there are none.
 sanitize:
 	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
 	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-maybe-uninitialized"
-
-# An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
-FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := $(sort $(wildcard data/*.cpp))
-FUZZ_SECONDS ?= 60
-FUZZ_FLAGS   := -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 \
-                -print_final_stats=1 -verbosity=0 -artifact_prefix=$(O)/fuzz/crash-
-FUZZ_CXX     ?= clang++ -std=c++20 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
-                -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
-$(O)/fuzz/settings: FORCE | $(O)/found/json
-	$(call renew,'FUZZ_CXX=$(FUZZ_CXX)')
-$(O)/fuzz/%.o: % Makefile $(O)/fuzz/settings
-	@mkdir -p $(@D)
-	$(FUZZ_CXX) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.cpp.o $(FUZZED:%=$(O)/fuzz/%.o)
-	$(FUZZ_CXX) $^ -o $@
-.SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.cpp.o) $(FUZZED:%=$(O)/fuzz/%.o)  # objects stay for the next time
-fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
-	@for target in $(FUZZERS); do \
-	    mkdir -p $(O)/fuzz/corpus_$$target; \
-	    $(O)/fuzz/fuzz_$$target $(FUZZ_FLAGS) $(O)/fuzz/corpus_$$target dev/fuzz/seeds/$$target || exit 1; \
-	done

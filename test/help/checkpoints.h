@@ -89,7 +89,8 @@ inline std::string damaged(std::string bytes, size_t end, Random& random) {
     }
     return bytes;
 }
-// Damages a file many times. Each time `read` accepts it, or throws an Error that names its folder.
+// Damages a file many times. Each time `read` accepts it, or throws an Error whose message is fit to print and
+// names the file's folder. `make sanitize` runs this under AddressSanitizer, which sees reads out of bounds.
 inline void check_random_damage(const std::string& path, size_t end, int64_t times, const Action& read) {
     FRESH_RANDOM(rng);
     const std::string good = read_file(path);
@@ -97,8 +98,9 @@ inline void check_random_damage(const std::string& path, size_t end, int64_t tim
     for (int64_t i = 0; i < times; i++) {
         write_file(path, damaged(good, end, rng));
         const std::string error = error_of(read);
-        rejected += !error.empty();
-        if (!error.empty()) REQUIRE(contains(error, fs::path(path).parent_path().string()));
+        if (error.empty()) continue;
+        check_error(error, fs::path(path).parent_path().string());
+        rejected++;
     }
     CHECK(rejected > 0);
     write_file(path, good);
