@@ -13,6 +13,18 @@ static Setup small(const std::string& words, Architecture arch = LLAMA, int64_t 
     return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
 
+TEST_CASE("ranks: what one throws ends the others, and the test has its message") {
+    const Setup s = small("fp32");
+    check_error(
+        [&] {
+            with_ranks(s, 3, [&](const Setup& own) {
+                if (own.rank == 1) throw Error("Rank 1 ends here.");
+                RankTraining(make_reference, own).step();  // waits for gradients of rank 1
+            });
+        },
+        "Rank 1 ends here.");
+}
+
 RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times the micro-batches") {
     // The micro-batches of each rank; the number of ranks; whether targets are masked
     std::vector<std::tuple<const char*, Architecture, int64_t, int64_t, bool>> rows = {

@@ -1,13 +1,14 @@
 // ranks.h - ranks as threads of one process, each with a model of its own: they train it, and the test sees
 // the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on all GPUs.
 #pragma once
+#include <condition_variable>
+#include <exception>
 #include <functional>
-#include <omp.h>
-#include <sys/socket.h>
+#include <mutex>
 #include <thread>
+#include <omp.h>
 
 #include "../../data/checkpoint.h"
-#include "../../program/processes.h"
 #include "files.h"
 #include "model.h"
 
@@ -26,31 +27,90 @@ __attribute__((weak)) int number_of_gpus() { return 0; }
     static void body(Maker make, [[maybe_unused]] int64_t most)
 #define RANKS_PROPERTY(name) RANKS_NAMED(name, DOCTEST_ANONYMOUS(ranks_))
 
-// Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train.
-inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
-    std::vector<std::vector<int>> sockets(size_t(ranks), std::vector<int>(size_t(ranks), -1));
-    for (size_t rank = 1; rank < sockets.size(); rank++) {
-        int ends[2];
-        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-        sockets[0][rank] = ends[0];
-        sockets[rank][0] = ends[1];
+// What ranks have in common that are threads: where they meet to exchange values. Once one of them has thrown
+// an exception the others do not wait for it; they throw one, too.
+class Meeting {
+public:
+    explicit Meeting(int64_t ranks) : given_(size_t(ranks)) {}
+
+    std::vector<Bytes> exchange(int64_t rank, const Bytes& mine) {
+        std::unique_lock lock(mutex_);
+        given_[size_t(rank)] = mine;
+        const int64_t round = rounds_;
+        if (++came_ == given_.size()) {
+            came_ = 0;
+            rounds_++;
+            all_ = given_;
+            changed_.notify_all();
+        } else {
+            changed_.wait(lock, [&] { return rounds_ > round || first_error_; });
+        }
+        if (rounds_ == round) throw Error("Another rank has failed.");
+        return all_;  // the next round ends only after every rank has come back
     }
+    void failed(const std::exception_ptr& error) {
+        const std::lock_guard lock(mutex_);
+        if (!first_error_) first_error_ = error;
+        changed_.notify_all();
+    }
+    std::exception_ptr first_error() {
+        const std::lock_guard lock(mutex_);
+        return first_error_;
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<Bytes> given_, all_;  // by rank: values of this round, and of the last one that has ended
+    size_t came_ = 0;                 // ranks that have given their values of this round
+    int64_t rounds_ = 0;              // that have ended
+    std::exception_ptr first_error_;  // errors of other ranks follow from it
+};
+
+class ThreadRank : public Communicator {
+public:
+    ThreadRank(Meeting* meeting, int64_t rank) : meeting_(meeting), rank_(rank) { ranks_are_threads = true; }
+
+    int local_rank() const override { return int(rank_); }
+    std::vector<Bytes> gather(const Bytes& mine, bool on_all) override {
+        std::vector<Bytes> values = meeting_->exchange(rank_, mine);
+        if (on_all || rank_ == 0) return values;
+        std::vector<Bytes> only_mine(values.size());
+        only_mine[size_t(rank_)] = mine;
+        return only_mine;
+    }
+    void wait_until(const std::function<bool()>& done) override {
+        while (!done())
+            if (meeting_->first_error()) throw Error("Another rank has failed.");
+    }
+    [[noreturn]] void fail(const std::string& sentence) override { throw Error(sentence); }
+
+private:
+    Meeting* meeting_;
+    int64_t rank_;
+};
+
+// Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train. The first
+// exception that a rank throws is thrown again when all have ended.
+inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
+    Meeting meeting(ranks);
     std::vector<std::thread> threads;
     for (int64_t rank = 0; rank < ranks; rank++)
-        threads.emplace_back([&, rank] {  // an exception is printed, and ends the tests
+        threads.emplace_back([&, rank] {
             omp_set_num_threads(1);
-            std::unique_ptr<ProcessGroup> processes;
-            if (ranks > 1) {
-                processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
-                processes->ranks_are_threads = true;
-            }
+            ThreadRank communicator(&meeting, rank);
             Setup own = setup;
             own.rank = rank;
             own.ranks = ranks;
-            own.communicator = processes.get();
-            body(own);
+            own.communicator = ranks > 1 ? &communicator : nullptr;
+            try {
+                body(own);
+            } catch (...) {
+                meeting.failed(std::current_exception());
+            }
         });
     for (std::thread& thread : threads) thread.join();
+    if (meeting.first_error()) std::rethrow_exception(meeting.first_error());
 }
 
 // What a run leaves: its steps and the tensors that every rank has, as each rank saw them; the whole tensors.
