@@ -4,6 +4,8 @@
     python3 dev/results.py                   all groups, for a machine with a GPU; about two hours
     python3 dev/results.py bench speed:7b    one group, and of another the runs whose names contain "7b"
     python3 dev/results.py page              measures nothing; only renews the page
+    python3 dev/results.py slower            compares build/bench.json, which `make bench` has written, with the
+                                             recorded bench: names what is more than 5% slower (exit code 1)
     python3 dev/results.py gpus              renews the table of GPUs in dev/README.md from ./train --plan, which
                                              needs a build with nvcc, but no GPU
 
@@ -414,6 +416,51 @@ def renew_page():
         file.write(page)
 
 
+SLOWER = 1.05  # times the recorded time, from which on an operator counts as slower
+
+
+def times_of(bench):
+    """Seconds of every operator and whole step of a bench: (run, operator) -> seconds."""
+    times = {}
+    for run in bench["runs"]:
+        name = " ".join(str(run[key]) for key in ("model", "recipe", "batch", "seq", "accumulate"))
+        for operator in run["operators"]:
+            times[name, operator["name"]] = operator["seconds"]
+        if "step" in run:
+            times[name, "whole step"] = run["step"]["seconds"]
+    return times
+
+
+def name_slower(measured, recorded):
+    """Prints what takes longer in the first bench than in the second. Returns the exit code: 1 if anything does, or
+    if the two cannot be compared."""
+    if measured["device"] != recorded["device"]:
+        print(f"This is an {measured['device']}, and the recorded bench is of an {recorded['device']}: "
+              "measure it here first, with python3 dev/results.py bench at the older commit.")
+        return 1
+    now, before = times_of(measured), times_of(recorded)
+    both = [key for key in now if key in before]
+    if not both:
+        print("No operator of this bench is in the recorded one: give make bench no other --model or --recipe.")
+        return 1
+    slower = [key for key in both if now[key] > SLOWER * before[key]]
+    for run, operator in slower:
+        ours, theirs = now[run, operator], before[run, operator]
+        print(f"{run}: {operator}: {1e6 * ours:.1f} us, {100 * (ours / theirs - 1):.1f}% more than "
+              f"{1e6 * theirs:.1f} us at {recorded['commit']}")
+    for run, operator in now:
+        if (run, operator) not in before:
+            print(f"{run}: {operator}: is not in the recorded bench")
+    print(f"{len(slower)} of {len(both)} are more than {100 * (SLOWER - 1):.0f}% slower.")
+    return 1 if slower else 0
+
+
+def check_speed(path):
+    with open(path, encoding="utf-8") as file:
+        measured = json.load(file)
+    return name_slower(measured, load()["bench"]["bench"])
+
+
 def plan_of(model, flags=""):
     """What --plan says of a model on a GPU: the GB that it needs, and the GPUs on which it fits."""
     text = shell(f"./train --plan --device gpu --model {model} --batch 1 --seq 2048 {flags}").stdout
@@ -447,6 +494,8 @@ def renew_gpus():
 def main():
     if sys.argv[1:] == ["gpus"]:
         return renew_gpus()
+    if sys.argv[1:] == ["slower"]:
+        sys.exit(check_speed(os.path.join(ROOT, "build/bench.json")))
     chosen = [argument.partition(":") for argument in sys.argv[1:]] or [(group, "", "") for group in GROUPS]
     if any(group not in [*GROUPS, "page"] for group, _, _ in chosen):
         about = [f"    {group:<12} {GROUPS[group].about}" for group in GROUPS]

@@ -6,3 +6,4 @@
 #include "dev/commands.cpp"
 #include "dev/pages.cpp"
 #include "dev/plot.cpp"
+#include "dev/results.cpp"

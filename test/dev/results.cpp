@@ -1,0 +1,52 @@
+// results.cpp - dev/results.py: what it finds slower in a bench than in the recorded one.
+#include "../help/program.h"
+
+using namespace coat;
+using namespace coat::test;
+
+// A bench of one run with two operators and a whole step, as dev/bench.cu writes it.
+static nlohmann::json bench(double gemm, double norm, double step, const char* device = "H200") {
+    const nlohmann::json operators = {{{"group", "linear layers"}, {"name", "qkv"}, {"seconds", gemm}},
+                                      {{"group", "between"}, {"name", "norm"}, {"seconds", norm}}};
+    return {{"device", device},
+            {"commit", "1234567"},
+            {"runs",
+             {{{"model", "gpt2"},
+               {"recipe", "coat"},
+               {"batch", 64},
+               {"seq", 1024},
+               {"accumulate", 8},
+               {"operators", operators},
+               {"step", {{"seconds", step}}}}}}};
+}
+
+TEST_CASE("results.py: slower names each operator that takes more than a twentieth longer" *
+          doctest::skip(NO_PYTHON)) {
+    const Folder folder;
+    folder.write("slower.py", "import json, sys\nsys.path.insert(0, '" + fs::absolute("dev").string() +
+                                  "')\nimport results\n"
+                                  "sys.exit(results.name_slower(*json.load(open('benches.json'))))\n");
+    auto slower = [&](const nlohmann::json& measured) {
+        folder.write("benches.json", nlohmann::json({measured, bench(1e-3, 2e-5, 0.5)}).dump());
+        return shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error slower.py");
+    };
+    const std::string run = "gpt2 coat 64 1024 8: ";
+    const Ended same = slower(bench(1.04e-3, 1e-5, 0.52));
+    CHECK((same.code == 0 && same.out == "0 of 3 are more than 5% slower.\n"));
+    const Ended norm = slower(bench(1e-3, 2.2e-5, 0.5));
+    CHECK(norm.code == 1);
+    CHECK(norm.out == run +
+                          "norm: 22.0 us, 10.0% more than 20.0 us at 1234567\n"
+                          "1 of 3 are more than 5% slower.\n");
+    CHECK(contains(slower(bench(1e-3, 2e-5, 0.53)).out, run + "whole step: 530000.0 us"));
+    // A new operator is named; what cannot be compared is no success.
+    nlohmann::json more = bench(1e-3, 2e-5, 0.5);
+    more["runs"][0]["operators"].push_back({{"name", "rope"}, {"seconds", 1e-5}});
+    const Ended added = slower(more);
+    CHECK((added.code == 0 && contains(added.out, run + "rope: is not in the recorded bench\n")));
+    more["runs"][0]["model"] = "gpt2-xl";
+    const Ended other = slower(more);
+    CHECK((other.code == 1 && contains(other.out, "No operator of this bench is in the recorded one")));
+    const Ended device = slower(bench(1e-3, 2e-5, 0.5, "H100"));
+    CHECK((device.code == 1 && contains(device.out, "This is an H100")));
+}
