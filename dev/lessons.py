@@ -104,29 +104,29 @@ def granularity():
 
 
 def outliers():
-    random = np.random.default_rng(1)  # a linear layer of 256 features, of which one is multiplied
+    """A linear layer of 256 features, of which one is multiplied, and a norm before it."""
+    random = np.random.default_rng(1)
     x, w, dy = (random.standard_normal((64, 256)).astype(F32) for _ in ("x", "w", "dy"))
     w8, ones, other = coat.gemm_operand(E4M3, w), np.ones(256, F32), np.arange(256) != 39
-    gemm, alone, behind_norm = [], [], []
-    for times in (1, 100, 10000, 100000):
+
+    def errors(times, in_groups):
         outlier = np.where(other, x, x * F32(times))
-        reads = [coat.gemm_operand(E4M3, outlier), coat.dequantize_groups(*coat.quantize_groups(outlier))]
-        gemm.append([relative_error(a @ w8.T, outlier @ w.T) for a in reads])
-        exact = coat.rms_norm_backward(outlier, ones, dy)[1][other]
-        alone.append([coat.rms((a / outlier - 1)[:, other]) for a in reads] +
-                     [relative_error(coat.rms_norm_backward(a, ones, dy)[1][other], exact) for a in reads])
-        behind_norm.append([])
-        for weight in (ones, np.where(other, ones, ones / F32(times))):  # the second makes the outlier small again
-            exact = coat.rms_norm(outlier, weight) @ w.T
-            y = [coat.gemm_operand(E4M3, coat.rms_norm(a, weight)) @ w8.T for a in reads]
-            behind_norm[-1] += [relative_error(a, exact) for a in y]
-    heads = (("error of y: one scale", "1x16"),
-             ("error of each other value: one scale", "1x16", "of the gradient of its norm weight: one scale", "1x16"),
-             ("all norm weights 1: one scale", "1x16", "the outlier's weight 1 / times: one scale", "1x16"))
-    for head, rows in zip(heads, (gemm, alone, behind_norm)):
-        table(("one feature times", *head),
-              [(times, *(f"{error:.1%}" for error in row))
-               for times, row in zip(("1", "100", "10,000", "100,000"), rows)])
+        read = coat.dequantize_groups(*coat.quantize_groups(outlier)) if in_groups else coat.gemm_operand(E4M3, outlier)
+
+        def of_weight_gradient(a):
+            return coat.rms_norm_backward(a, ones, dy)[1][other]
+
+        def behind_norm(weight):
+            y = coat.gemm_operand(E4M3, coat.rms_norm(read, weight)) @ w8.T
+            return relative_error(y, coat.rms_norm(outlier, weight) @ w.T)
+        return (relative_error(read @ w8.T, outlier @ w.T), coat.rms((read / outlier - 1)[:, other]),
+                relative_error(of_weight_gradient(read), of_weight_gradient(outlier)),
+                behind_norm(ones), behind_norm(np.where(other, ones, ones / F32(times))))
+    columns = [errors(1, False), errors(10000, False), errors(100000, False), errors(100000, True)]
+    names = ("1. y of a GEMM", "2. each value, as an activation function reads it", "3. the gradient of a norm's weight",
+             "4. y behind a norm whose weights are 1", "5. the same, but the outlier's weight is small")
+    table(("error of", "one scale, no outlier", "one scale, 10,000", "one scale, 100,000", "1x16, 100,000"),
+          [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)])
 
 
 def delayed():
@@ -170,7 +170,7 @@ def noise():
 
     coat.linear_backward = listening
     for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
-        gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1))[1])
+        gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1)).gradients)
     coat.FP8, coat.linear_backward = True, linear_backward
     of_dgrad, of_wgrad = [], []
     for name, ours, exact in zip(("down", "gate_up", "attention_out", "qkv"), passed[:4], passed[4:8]):
@@ -185,9 +185,10 @@ def noise():
     table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), of_dgrad)
     table(("linear layer", "error of g as wgrad reads it", "of x as wgrad reads it", "together", "of dw = g^T x",
            "size of dw: a sum with random signs is 1"), of_wgrad)
+    # The difference of two batches has the noise of both, which is √2 times that of one.
     rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
             for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients))]
-    table(("gradient of", "COAT against FP32", "a batch against another"), rows)
+    table(("gradient of", "noise of FP8", "noise of a batch"), rows)
 
 
 def expansion():
@@ -220,7 +221,7 @@ def of_widths(norm_inputs, gate_up):
                 cells.append("-")
             else:
                 cells.append(f"{snr(x, coat.dequantize_groups(*coat.quantize_groups(x, width))):.1f} dB")
-        rows.append((name, *cells, f"{1 + 2 / width:.3f}" if width else "1.000"))
+        rows.append((name, *cells, f"{1 + 2 / width:.4f}" if width else "1.0000"))
     table(("one scale for", "inputs of norms: SNR", "gate and up: SNR", "bytes a value"), rows)
 
 
