@@ -1,5 +1,5 @@
-// architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, and
-// their parameters with the first values. These are tables and no computation; the words are those of coat.h.
+// architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, their
+// parameters with the first values, and which targets count in the loss. The words are those of coat.h.
 #pragma once
 #include "coat.h"
 
@@ -36,7 +36,7 @@ inline constexpr Architecture GPT2{
 // RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
 // scale f_i, so that it can read longer texts than those of its first training. Names are from config.json.
 struct RopeScaling {
-    // Llama3 counts the rotations of pair i in the original positions. With fewer than low_freq_factor, f_i
+    // Llama3 counts how often pair i turns within original_positions. With fewer than low_freq_factor, f_i
     // is divided by the factor. With more than high_freq_factor it stays. Between, it is interpolated.
     enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
@@ -47,7 +47,7 @@ struct ModelConfig {
     std::string name;
     Architecture arch;
     int64_t L, C, NH, NKV, F;
-    int64_t V;      // 0 in models(): as many as the data has
+    int64_t V;      // in models(), 0 means: as many as the data has
     int64_t max_T;  // positions
     bool tied;      // the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
@@ -300,11 +300,11 @@ COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, fl
     return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
 }
 
-// The first value of element i of parameter number `param`: 1 in norm weights (ones), 0 in biases (init_std
+// The first value of element i of parameter number `param`: 1 in norm weights, 0 in biases (init_std
 // is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
-COAT_HD inline float first_value(float init_std, bool ones, int64_t used, uint64_t seed, uint64_t param,
-                                 int64_t i) {
-    if (ones) return 1.0f;
+COAT_HD inline float first_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
+                                 uint64_t param, int64_t i) {
+    if (starts_at_one) return 1.0f;
     if (init_std == 0 || i >= used) return 0.0f;
     return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
 }

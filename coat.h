@@ -43,8 +43,8 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Formats. Every format has a sign, an exponent and a mantissa. FP8 is that of the OCP specification: casts
-// saturate, and E4M3 has no infinity. FP16 is used for moments only.
+// Formats. Every format has a sign, an exponent and a mantissa. FP8 is that of the OCP specification in its
+// saturating mode, and E4M3 has no infinity. FP16 is used for moments only.
 
 enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
@@ -150,11 +150,14 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
-// A GEMM multiplies codes. It sums the products of one scale block along the reduction, and multiplies this
-// sum by the scales. So scale blocks must be long along the reduction.
+// A GEMM multiplies codes. Along the reduction it sums the products of one scale block, where the scales are
+// constant and can be taken out of the sum; then it multiplies this sum by them. Every further scale block
+// interrupts the tensor cores for such a multiplication. So scale blocks are long along the reduction: 128
+// elements, a row, or the whole tensor. (1x16 groups are no operands of GEMMs.)
 // In this table, Granularity is written for the matrix as the GEMM reads it: cols runs along the reduction.
-// x (N, in) is read as x by fprop and as x^T by wgrad. With 1x128 blocks these are different blocks, so x is
-// quantized twice. With per-tensor or 128x128 blocks they are the same: once.
+// x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block these are
+// different blocks, so x is quantized twice. With one per tensor or per 128x128 block they are the same:
+// once.
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -185,8 +188,8 @@ struct Recipe {
     // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
     // cases: so in coat-saved the x of fprop and the x of wgrad differ a little.
     bool forward_reads_groups = true;
-    int history = 1024;      // steps whose amaxes delayed scaling remembers
-    const char* about = "";  // a line of --help
+    int history_steps = 1024;  // how many steps' amaxes delayed scaling remembers
+    const char* about = "";    // a line of --help
 };
 
 inline const std::vector<Recipe>& recipes() {
@@ -287,7 +290,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
 }
 
 // The arguments of one step of AdamW.
-struct AdamW {
+struct AdamWStep {
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts

@@ -134,9 +134,9 @@ class GpuModel final : public Model {
                                 recipe_.nonlinear.bytes(1, config_.gate_up_cols());
 
     // Of the step that runs.
-    const AdamW* adamw_ = nullptr;  // the settings of its update
-    int64_t micro_batch_ = 0;       // the number of the micro-batch that runs
-    QuantReport report_;            // what measure_quantization() has measured so far
+    const AdamWStep* adamw_ = nullptr;  // the settings of its update
+    int64_t micro_batch_ = 0;           // the number of the micro-batch that runs
+    QuantReport report_;                // what measure_quantization() has measured so far
     // Of the pass that runs: B sequences of T tokens, N = B * T in all.
     int64_t B_ = 0, T_ = 0, N_ = 0;
     // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
@@ -176,7 +176,7 @@ public:
 
     // Forward and backward of each micro-batch, then the update. (With --gradients none,
     // finish_bucket() updates the weights within backward.)
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;

@@ -36,7 +36,7 @@ struct Setup {
     Communicator* communicator = nullptr;  // how they exchange values; null with one rank, and for a plan
 };
 
-inline int64_t micro_batches(const Setup& s) {
+inline int64_t micro_batches_of_step(const Setup& s) {
     return s.micro_batches_per_rank * s.ranks;
 }  // of a step, on all ranks
 
@@ -75,7 +75,7 @@ inline int64_t padded(const Range& r) { return round_up(r.count, MOMENT_GROUP); 
 // dtype. Longer sums are in FP32, because every addition to a BF16 sum rounds it. The micro-batches of all
 // ranks are counted, so that the format does not depend on how they are divided among ranks.
 inline Format gradient_format(const Setup& s) {
-    return micro_batches(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
+    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, co
     for (const Param& p : parameters(c)) {
         if (r.scaling != Scaling::Delayed || !p.role.linear) continue;
         for (LinearOperand o : LINEAR_OPERANDS) {
-            add(p, concat(suffix_of(o), ".history"), r.history);
+            add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
         }
     }
@@ -228,7 +228,7 @@ public:
     virtual ~Model() = default;
     // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
     // this rank. The result is that of all ranks.
-    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
+    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
     // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;

@@ -131,11 +131,11 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
 // value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
 // (reference_model.cpp, note_finite). Its scale is then 1.
-float scale_of(const Storage& q, float amax) {
-    if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
+float scale_of(const Storage& storage, float amax) {
+    if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
-    const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
-    return round_to(q.scale_format, s);
+    const float s = std::max(amax / info(storage.format).max, 0x1p-126f);  // so that 1 / s is finite
+    return round_to(storage.scale_format, s);
 }
 
 // The largest |x| of n neighbouring values; infinity if one is NaN. The bits of |x| have the order of the
@@ -159,12 +159,12 @@ float compute_amax(const float* x, int64_t n) {
 
 // The scale of the scale block that contains (row, col). Scales form a row-major matrix, with one element for
 // each scale block.
-float Quantized::scale(int64_t row, int64_t col) const {
+float StoredMatrix::scale(int64_t row, int64_t col) const {
     if (!storage.fp8()) return 1.0f;
     const int64_t block = row / block_rows() * storage.scale_cols(cols) + col / block_cols();
     return read_element(storage.scale_format, scales.data(), block);
 }
-float Quantized::value(int64_t row, int64_t col) const {
+float StoredMatrix::value(int64_t row, int64_t col) const {
     return read_element(storage.format, codes.data(), row * cols + col) * scale(row, col);
 }
 
@@ -178,7 +178,7 @@ static void add_error(QuantStats& s, float x, float dequantized) {
 }
 
 // Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes.
-static void compute_scales(const float* x, Quantized& q) {
+static void compute_scales(const float* x, StoredMatrix& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t blocks = q.storage.scale_count(q.rows, q.cols), across = q.storage.scale_cols(q.cols);
 #pragma omp parallel for if (blocks > 1 && q.rows * q.cols > MIN_PARALLEL)
@@ -196,7 +196,7 @@ static void compute_scales(const float* x, Quantized& q) {
 
 // Calls convert(first, end, scale) for each part of a row that lies in one scale block: its elements are
 // those from first to end - 1.
-template <class Convert> static void for_each_part(const Quantized& q, const Convert& convert) {
+template <class Convert> static void for_each_part(const StoredMatrix& q, const Convert& convert) {
     const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
     for (int64_t row = 0; row < q.rows; row++)
@@ -207,7 +207,7 @@ template <class Convert> static void for_each_part(const Quantized& q, const Con
 }
 
 // code = encode(x / s) for all elements of x (rows, cols).
-static void compute_codes(const float* x, Quantized& q) {
+static void compute_codes(const float* x, StoredMatrix& q) {
     const Format format = q.storage.format;
     uint8_t* const codes = q.codes.data();
     for_each_part(q, [&](int64_t first, int64_t end, float s) {
@@ -220,7 +220,7 @@ static void compute_codes(const float* x, Quantized& q) {
 // Adds the errors of all elements of x (rows, cols) to statistics. A value up to half a step above FMAX s is
 // rounded to FMAX, as any value is to its neighbour. A value that is further above counts as saturated. In
 // E4M3 the step at 448 is 32, so these are values beyond 464 s.
-static void add_quant_errors(const float* x, const Quantized& q, QuantStats& stats) {
+static void add_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
     const float half_step = std::ldexp(0.5f, std::ilogb(f.max) - f.mantissa);  // at FMAX
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
@@ -231,9 +231,9 @@ static void add_quant_errors(const float* x, const Quantized& q, QuantStats& sta
 }
 
 // Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
-                   const float* scale) {
-    Quantized q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
+StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
+                      const float* scale) {
+    StoredMatrix q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
     q.codes.resize(storage.code_bytes(rows, cols));
     q.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
     if (!scale) compute_scales(x, q);
@@ -244,7 +244,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& st
 }
 
 // The values (rows, cols) of a quantized tensor: x = decode(code) s.
-Floats dequantize(const Quantized& q) {
+Floats dequantize(const StoredMatrix& q) {
     Floats x(q.rows * q.cols);
     if (!q.storage.fp8()) {
 #pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
@@ -274,12 +274,12 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
 // columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
-Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& q, ReduceOver over,
+Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
                      QuantStats* stats, const float* scale) {
-    if (over == ReduceOver::Columns || q.granularity.symmetric())
-        return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
+    if (over == ReduceOver::Columns || storage.granularity.symmetric())
+        return dequantize(quantize(x.data(), rows, cols, storage, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
-    const Quantized quantized = quantize(transpose.data(), cols, rows, q, stats, scale);
+    const StoredMatrix quantized = quantize(transpose.data(), cols, rows, storage, stats, scale);
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
@@ -399,7 +399,7 @@ void Moment::store(const float* x, bool second, QuantStats* stats) {
 }
 
 // The constants of one AdamW step. Powers of beta are computed in double.
-AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
+AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm) {
     const double step = double(a.step);
     const bool clips = a.clip > 0 && grad_norm > a.clip;
     return {.lr = a.lr,
@@ -572,8 +572,8 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
         }
 }
 
-// The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants (coat.h,
-// RopeScaling). The formula of llama3 is apply_scaling in Meta's llama-models and
+// The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants
+// (architecture.h, RopeScaling). The formula of llama3 is apply_scaling in Meta's llama-models and
 // _compute_llama3_parameters in transformers.
 double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;

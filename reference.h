@@ -28,7 +28,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 // --- Quantizers (paper section 5) ---
 // A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
 // In FP32 and BF16 there are no scales.
-struct Quantized {
+struct StoredMatrix {
     std::vector<uint8_t> codes;   // rows * cols elements of storage.format
     std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
     int64_t rows = 0, cols = 0;
@@ -41,26 +41,27 @@ struct Quantized {
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Storage& q, float amax);   // the scale of a scale block with this amax
-float compute_amax(const float* x, int64_t n);  // the largest |x| of n values; infinity if one is NaN
+float scale_of(const Storage& storage, float amax);  // the scale of a scale block with this amax
+float compute_amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
 // x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
-// beyond FMAX times it saturate. If q is FP8 and `stats` is given, the errors are added to it.
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Storage& q, QuantStats* stats = nullptr,
-                   const float* scale = nullptr);
-std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
+// beyond FMAX times it saturate. If storage is FP8 and `stats` is given, the errors are added to it.
+StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
+                      QuantStats* stats = nullptr, const float* scale = nullptr);
+std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
 
 // x (rows, cols) quantized and decoded again, for a GEMM that reduces over its columns or over its rows. The
 // result is (rows, cols) in both cases.
 enum class ReduceOver : uint8_t { Columns, Rows };
-std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols, const Storage& q,
-                                 ReduceOver over, QuantStats* stats = nullptr, const float* scale = nullptr);
+std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols,
+                                 const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
+                                 const float* scale = nullptr);
 
 // Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
-// before there is one, from the largest amax of the step so far.
+// before the first finished step, from the largest amax of the step so far.
 struct DelayedScale {
-    // The amaxes of the last recipe.history steps, the newest first; 0 for steps that have not been. A vector
-    // without elements: this operand has no delayed scaling.
+    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps that have not been. A
+    // vector without elements: this operand has no delayed scaling.
     std::vector<float> history;
     float scale = 0;  // of the current step; 0: none yet
     float amax = 0;   // of the current step so far, over its micro-batches
@@ -110,19 +111,20 @@ struct AdamWFactors {
     float clip_factor;                              // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
-AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
+AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm);
 // gradient, master, m, v: (n)
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
 // Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.
 
-// c (m, n) += a (m, k) b (k, n). Element (row, col) of a or b is data[row * row_stride + col * col_stride],
-// so a transpose costs nothing.
+// An operand of matmul(): its element (row, col) is data[row * row_stride + col * col_stride], so a transpose
+// costs nothing.
 template <class Real> struct Matrix {
     const Real* data;
     int64_t row_stride, col_stride;
 };
+// c (m, n) += a (m, k) b (k, n).
 template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c);
 
 // x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).

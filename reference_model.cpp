@@ -40,7 +40,7 @@ public:
     // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
-    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, Tensor>;
+    using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
 
     // What a layer saves for backward (table 2; architecture.h, saved_per_layer()).
     struct SavedLayer {
@@ -76,12 +76,12 @@ public:
             weights.emplace_back(params[i].size());
             gradients.emplace_back(params[i].size());
             if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history);
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history_steps);
         }
     }
 
     // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
-    void reset_amaxes() {
+    void forget_observations() {
         finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -154,7 +154,7 @@ public:
 
         // Attention out -> residual sum -> norm 2 input
         const Tensor branch = linear_forward(layer + "attention_out", load_saved(s.attention_output));
-        const Tensor residual_sum2 = sum(rounded(residual_sum), branch);
+        const Tensor residual_sum2 = add(rounded(residual_sum), branch);
         s.norm2_input = save_for_backward(residual_sum2, config.C, recipe.nonlinear, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
@@ -165,7 +165,7 @@ public:
 
         // SiLU(gate) x up -> down -> residual sum
         const Tensor act = activation(forward_input(gate_up, s.gate_up));
-        return sum(rounded(residual_sum2), linear_forward(layer + "down", act));
+        return add(rounded(residual_sum2), linear_forward(layer + "down", act));
     }
 
     // Layer l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
@@ -186,7 +186,7 @@ public:
         const Tensor norm2_input = load_saved(s.norm2_input);
         const Tensor norm2 = norm(layer + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
-        dresidual = rounded(sum(dresidual, norm_backward(layer + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, norm_backward(layer + "norm2", norm2_input, dnorm2)));
 
         // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
         const Tensor dattention_output =
@@ -215,7 +215,7 @@ public:
         const Tensor norm1_input = load_saved(s.norm1_input);
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
-        return rounded(sum(dresidual, norm_backward(layer + "norm1", norm1_input, dnorm1)));
+        return rounded(add(dresidual, norm_backward(layer + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
@@ -224,12 +224,14 @@ public:
     // quantized to FP8.
     void note_finite(float amax) { finite = finite && std::isfinite(amax); }
 
-    // Saves x (N, cols) for backward, stored as q says. load_saved() gives the values that were saved.
-    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& q, ReportKind kind) {
+    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the values that were
+    // saved.
+    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
+                                      ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (q.fp8()) note_finite(compute_amax(x.data(), int64_t(x.size())));
-            return quantize(x.data(), N, cols, q, stats_of(kind));
+            if (storage.fp8()) note_finite(compute_amax(x.data(), int64_t(x.size())));
+            return quantize(x.data(), N, cols, storage, stats_of(kind));
         }
     }
     // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
@@ -243,26 +245,26 @@ public:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // x (rows, cols), which is x, w or g of the GEMMs of parameter i (role), as they read it: quantized and
-    // decoded again. The scale of a whole tensor is found here: just in time, or delayed, from earlier steps.
-    // The scales of smaller scale blocks are computed by fake_quantize().
-    Tensor make_operand(LinearOperand role, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+    // x (rows, cols), which is x, w or g of the linear layer with the weight i, as its GEMMs read it:
+    // quantized and decoded again. The scale of a whole tensor is found here: just in time, or delayed, from
+    // earlier steps. The scales of smaller scale blocks are computed by fake_quantize().
+    Tensor make_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            const Storage& q = storage_of(formats, role);
+            const Storage& storage = storage_of(formats, which);
             const int64_t rows = int64_t(x.size()) / cols;
-            QuantStats* const stats = stats_of(report_kind(role));
-            if (!q.fp8()) return fake_quantize(x, rows, cols, q, over);
+            QuantStats* const stats = stats_of(report_kind(which));
+            if (!storage.fp8()) return fake_quantize(x, rows, cols, storage, over);
             const float amax = compute_amax(x.data(), rows * cols);
             note_finite(amax);
-            if (q.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, q, over, stats);
-            float scale = scale_of(q, amax);  // just in time
+            if (storage.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, storage, over, stats);
+            float scale = scale_of(storage, amax);  // just in time
             if (recipe.scaling == Scaling::Delayed) {
-                DelayedScale& delayed = delayed_scales[i][int(role)];
+                DelayedScale& delayed = delayed_scales[i][int(which)];
                 delayed.amax = std::max(delayed.amax, amax);
-                scale = delayed.scale > 0 ? delayed.scale : scale_of(q, delayed.amax);
+                scale = delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
             }
-            return fake_quantize(x, rows, cols, q, over, stats, &scale);
+            return fake_quantize(x, rows, cols, storage, over, stats, &scale);
         }
     }
 
@@ -287,12 +289,13 @@ public:
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
         const Tensor w8 = make_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
-        Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        const Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N * in), dw(out * in);
         matmul<Real>(N, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats.g.granularity.symmetric())  // its scale blocks run over tokens now
-            g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
-        matmul<Real>(out, in, N, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
+        // wgrad reduces over tokens. Where scale blocks are not symmetric, g is quantized along these.
+        const bool again = !formats.g.granularity.symmetric();
+        const Tensor g8_wgrad = again ? make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows) : g8;
+        matmul<Real>(out, in, N, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
         add_gradient(name, dw);
         // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
         if (has_bias(name)) {
@@ -388,13 +391,13 @@ public:
         return x;
     }
 
-    static Tensor sum(Tensor x, const Tensor& y) {
+    static Tensor add(Tensor x, const Tensor& y) {
         add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
         return x;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[param_index.at(name)];
-        gradient = sum(gradient, contribution);
+        gradient = add(gradient, contribution);
         if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
     }
 
@@ -440,22 +443,22 @@ public:
         }
     }
 
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        reset_amaxes();
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) override {
+        forget_observations();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t counted = 0;  // targets of the step that count
         for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) counted += theirs;
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
-        const double norm = gradient_norm();
+        const double grad_norm = gradient_norm();
         // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;
         // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
-        const double clipped_norm = norm * adamw_factors(adamw, /*decays=*/false, norm).clip_factor;
+        const double clipped_norm = grad_norm * adamw_factors(adamw, /*decays=*/false, grad_norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
-        if (!skipped) update_all(adamw, norm);
-        return {.loss = loss, .grad_norm = norm, .skipped = skipped, .target_count = counted};
+        if (!skipped) update_all(adamw, grad_norm);
+        return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = counted};
     }
 
 private:
@@ -463,20 +466,21 @@ private:
     // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
-        const int64_t N = setup_.B * setup_.T, micro_batches = setup_.micro_batches_per_rank;
+        const int64_t batch_tokens = setup_.B * setup_.T, own = setup_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(counted);
         std::vector<double> losses;  // by micro-batch
-        for (int64_t a = 0; a < micro_batches; a++) {
+        for (int64_t a = 0; a < own; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
             if (a == 0 || setup_.communicator) clear_gradients();
-            losses.push_back(run_micro_batch(tokens + a * N, targets + a * N, setup_.B, setup_.T, loss_weight,
+            losses.push_back(run_micro_batch(tokens + a * batch_tokens, targets + a * batch_tokens, setup_.B,
+                                             setup_.T, loss_weight,
                                              /*backward=*/true));
             if (setup_.communicator) reduce_gradients(a == 0);
         }
         if (setup_.communicator) gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
-        for (int64_t a = 0; a < micro_batches; a++)
+        for (int64_t a = 0; a < own; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return loss;
     }
@@ -495,11 +499,11 @@ private:
         return std::sqrt(sum);
     }
 
-    // norm: of all gradients, before clipping.
-    void update_all(const AdamW& adamw, double norm) {
+    // grad_norm: of all gradients, before clipping.
+    void update_all(const AdamWStep& adamw, double grad_norm) {
         const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
         for (size_t i = 0; i < params.size(); i++) {
-            update(states_[i], i, adamw_factors(adamw, params[i].role.decays, norm), key);
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decays, grad_norm), key);
             gather_weight(i);
         }
         update_delayed_scales();
@@ -525,16 +529,16 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = setup_.B * setup_.T;  // tokens of a micro-batch
-        reset_amaxes();
-        const double divisor = divisor_of_mean(targets, N);  // step() divides likewise: the same bits
+        forget_observations();
+        const double divisor =
+            divisor_of_mean(targets, setup_.B * setup_.T);  // step() divides likewise: the same bits
         const double loss =
             run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false) / divisor;
         return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        reset_amaxes();
+        forget_observations();
         const auto x = forward(tokens, 1, n);
         const Floats last(x.end() - config.C, x.end());
         const auto row = head_forward(rounded(norm("final_norm", last)));
@@ -542,20 +546,20 @@ public:
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        const int64_t N = setup_.B * setup_.T;
-        reset_amaxes();
+        forget_observations();
         clear_gradients();
         QuantReport report;
         stats = report.kinds;
-        run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N),
+        run_micro_batch(tokens, targets, setup_.B, setup_.T,
+                        1.0 / divisor_of_mean(targets, setup_.B * setup_.T),
                         /*backward=*/true);
         // k_m and k_v are those of the moments stored now. The errors are those of the moments that
-        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
+        // a step with these gradients, unclipped, would store: it runs with lr = 0 and a copy of the state.
         for (size_t i = 0; i < params.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
             report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-            const AdamW nothing_moves{.step = 1, .lr = 0};
+            const AdamWStep nothing_moves{.step = 1, .lr = 0};
             const auto factors = adamw_factors(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update(s, i, factors, /*key=*/0);
         }

@@ -10,7 +10,8 @@
 
 namespace coat {
 
-// The bytes of the UTF-8 character at the beginning of s, 1 to 4; 0 if there is none.
+// The bytes of the UTF-8 character at the beginning of s, which is not empty: 1 to 4; 0 if these bytes are no
+// character.
 inline size_t utf8_character(std::string_view s) {
     const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
     const uint8_t first = byte(0);
@@ -29,19 +30,18 @@ inline size_t utf8_character(std::string_view s) {
 }
 
 // Text of a file, a path, a flag or a model, as a terminal may get it. A character that controls terminals
-// becomes "?", but for those `kept`; a byte that is no UTF-8 becomes \xE9.
+// becomes "?", except the characters in `kept`. A byte that is no UTF-8 is shown as its number, such as \xE9.
 inline std::string printable(std::string_view text, std::string_view kept = {}) {
     std::string shown;
     while (!text.empty()) {
         const size_t length = utf8_character(text);
         const auto first = uint8_t(text[0]);
         const bool controls = (first < ' ' || first == 0x7F) && kept.find(text[0]) == kept.npos;
-        const bool controls_too =
-            length == 2 && first == 0xC2 && uint8_t(text[1]) < 0xA0;  // U+0080 to U+009F
+        const bool c1_control = length == 2 && first == 0xC2 && uint8_t(text[1]) < 0xA0;  // U+0080 to U+009F
         char code[8];
         std::snprintf(code, sizeof code, "\\x%02X", first);
         if (length == 0) shown += code;
-        else if (controls || controls_too) shown += '?';
+        else if (controls || c1_control) shown += '?';
         else shown += text.substr(0, length);
         text.remove_prefix(length == 0 ? 1 : length);
     }
@@ -69,7 +69,7 @@ struct Error : std::runtime_error {
     explicit Error(const Parts&... parts) : std::runtime_error(printable(concat(parts...))) {}
 };
 
-// What has been printed so far comes first.
+// Flushes standard output first, so that the error stands after what was printed before.
 inline void print_error(const std::string& sentence) {
     std::fflush(stdout);
     std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());

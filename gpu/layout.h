@@ -89,7 +89,7 @@ inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // additions in a step, the slices of a micro-batch are added in FP32, and their sum is rounded once.
 inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
-    return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches(s) * additions > 4;
+    return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h),
 // for weights without a master.
 // The shards' amaxes become those of the new weights; where state->skip is set, all stays as it was.
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
+void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
            Format format, const GradientState* state, cudaStream_t s);
 

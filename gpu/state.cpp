@@ -158,7 +158,7 @@ Memory take_memory(Device& device) {
     if (s.has_master && s.recipe.compute != Format::FP32) m.weights.remainder = arena.take<int16_t>(owned);
     m.shards = arena.take<Shard>(int64_t(params.size()));
     m.scales = arena.take<TensorScale>(scales);
-    m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history : 0);
+    m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
     take_moments(m, s, arena, places);
     take_activations_and_gradients(m, s, arena, places);
 
@@ -206,9 +206,9 @@ void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_
 void Scales::update_delayed_scales(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
-        gpu::update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0), setup_.recipe.history,
-                                   storage_of(setup_.recipe, o).format, &outcome->gradients.skip,
-                                   &outcome->empty_histories, stream_);
+        gpu::update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0),
+                                   setup_.recipe.history_steps, storage_of(setup_.recipe, o).format,
+                                   &outcome->gradients.skip, &outcome->empty_histories, stream_);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ void Parameters::note_delayed_scales(size_t i) {
     for (LinearOperand o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer_index(i);
-        entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history * 4};
+        entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history_steps * 4};
         entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
     }
 }
@@ -267,7 +267,7 @@ void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
-        clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history * 4,
+        clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4,
               stream_);
     scales_.expect_empty_histories();
     int64_t most_groups = 0;
@@ -303,7 +303,7 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 
 // The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
 // owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
-void Parameters::update(const AdamW& a, int64_t first, int64_t last, Sharding& sharding) {
+void Parameters::update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
     const Range range{.first = places[begin].rank_offset,

@@ -39,8 +39,9 @@ void print_start(const Run& run) {
     const std::string why =
         run.why_no_gpu.empty() ? "" : " (no GPU can be used here: " + run.why_no_gpu + ")";
     print("device: ", run.flags.device, why);
-    print("batch: ", grouped(run.step_tokens()), " tokens, ", counted(micro_batches(s), "micro-batch"),
-          " of ", s.B, " x ", s.T, s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
+    print("batch: ", grouped(run.step_tokens()), " tokens, ",
+          counted(micro_batches_of_step(s), "micro-batch"), " of ", s.B, " x ", s.T,
+          s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
         print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
               " is longer than --steps ", run.flags.steps);

@@ -35,7 +35,7 @@ struct Run {
     bool at_savable_step = false;
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
-    int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }
+    int64_t step_tokens() const { return micro_batches_of_step(setup) * batch_tokens(); }
     bool on_gpu() const { return flags.device == "gpu"; }  // also if this is a plan, and there is no GPU
     bool is_rank_0() const { return setup.rank == 0; }
     bool saves_checkpoints() const { return !flags.out.empty() && !flags.plan && flags.steps > 0; }

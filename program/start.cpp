@@ -216,7 +216,7 @@ void require_same(Run& run, const Json& data) {
     const std::string of_data = run.flags.resume.empty() ? "" : difference_of_data(before, settings);
     if (!of_data.empty())
         throw Error("--data is not that of the checkpoint's run: ", of_data, "; restore it.");
-    settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
+    settings["accumulate"] = micro_batches_of_step(run.setup);  // a checkpoint knows nothing of ranks
     settings["changes"] = before.value("changes", Json::array());
     const std::string started = run.processes->all_gather(utc_now()).front();
     settings["run_started"] = before.value("run_started", started);

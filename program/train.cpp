@@ -62,7 +62,7 @@ int train(Run& run) {
 // with a larger --accumulate reads the same ones in a step.
 static void read_step(Run& run, const Loader& loader) {
     const Setup& s = run.setup;
-    const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches(s) + s.rank;
+    const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
     read_on_all_ranks(run, [&] {
@@ -77,11 +77,11 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
     const Flags& flags = run.flags;
     LoopState& state = run.state;
     const double before = now();
-    const AdamW adamw{.step = state.updates + 1,
-                      .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
-                      .weight_decay = float(flags.weight_decay),
-                      .clip = float(flags.clip),
-                      .skipped = state.step - state.updates};
+    const AdamWStep adamw{.step = state.updates + 1,
+                          .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
+                          .weight_decay = float(flags.weight_decay),
+                          .clip = float(flags.clip),
+                          .skipped = state.step - state.updates};
     read_step(run, loader);
     run.at_savable_step = false;  // an error within the step leaves weights of two steps
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);

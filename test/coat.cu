@@ -173,7 +173,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         operand.transposed = operand.transposed_scales = nullptr;
         if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.view()), out.slot.get(), 0);
         gpu::quantize(gpu::stored(in.view()), operand, nullptr, 0);
-        reference::Quantized wanted = reference::quantize(x.data(), padded, cols, q);
+        reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
         CHECK(out.codes.read() == wanted.codes);
         CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
@@ -283,7 +283,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
-        const reference::Quantized wanted =
+        const reference::StoredMatrix wanted =
             reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, &scale);
         CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.codes));
     }

@@ -36,7 +36,7 @@ struct Update {
     Floats master, x[2];  // the values of both moments
     reference::Moment moments[2];
 
-    Update(Model& model, const Snapshot& before, const Param& p, const AdamW& a, double grad_norm)
+    Update(Model& model, const Snapshot& before, const Param& p, const AdamWStep& a, double grad_norm)
         : master(masters(before, p.name)) {
         for (int v : {0, 1}) {
             moments[v] = moment_of(model.setup(), p, before, v);
@@ -577,7 +577,7 @@ PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales 
 
 PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubles saturates for one step") {
     Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, 2);
-    s.recipe.history = 4;
+    s.recipe.history_steps = 4;
     Training t(make, s);
     t.adamw.lr = 0;
     t.step();

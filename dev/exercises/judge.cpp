@@ -14,7 +14,7 @@
 #include <utility>
 
 using namespace coat;
-using reference::Quantized;
+using reference::StoredMatrix;
 using Floats = std::vector<float>;
 using Codes = std::vector<uint8_t>;
 
@@ -410,7 +410,7 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
 int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& quantize) {
     return on_tensors(2, 7, [&](Comparison& c, int, const Floats& x) {
         const int n = int(x.size());
-        const Quantized q = reference::quantize(x.data(), 1, n, {Format::E4M3});
+        const StoredMatrix q = reference::quantize(x.data(), 1, n, {Format::E4M3});
         const float amax = reference::compute_amax(x.data(), n), s = q.scale(0, 0);
         const float above_zero = largest_signed(x.data(), n);
         Codes codes = unwritten(n);
@@ -1054,7 +1054,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     Floats x = c.normal(N * C, 1);
     const Floats weight = c.normal(C, 0.3f), dy = c.normal(N * C);
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
-    const Quantized q = reference::quantize(x.data(), N, C, E4M3_GROUP);
+    const StoredMatrix q = reference::quantize(x.data(), N, C, E4M3_GROUP);
     const Floats s = scales(x, N);
     Floats dx = undefined(N * C), dweight = undefined(C), expected(N * C), sum(C);
     backward(N, C, guarded(q.codes).data(), guarded(s).data(), guarded(weight).data(), guarded(dy).data(),
@@ -1142,7 +1142,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     const Floats dact = c.normal(N * F);
     gate_up[(N - 1) * row] = 60;  // last: many mistakes look alike there
     gate_up[(N - 1) * row + 1] = -60;
-    const Quantized q = reference::quantize(gate_up.data(), N, row, E4M3_GROUP);
+    const StoredMatrix q = reference::quantize(gate_up.data(), N, row, E4M3_GROUP);
     const Floats s = scales(gate_up, N);
     backward(N, F, guarded(q.codes).data(), guarded(s).data(), guarded(dact).data(), got.data());
     const Floats x = dequantize(q), no_scale = each(q.codes, given::decode);

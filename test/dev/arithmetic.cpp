@@ -269,11 +269,11 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
     check_formats(folder, x);
     for (Format f : {Format::E4M3, Format::E5M2}) {
         const std::string name = info(f).name;
-        const Quantized q = quantize(matrix.data(), rows, cols, {f});
+        const StoredMatrix q = quantize(matrix.data(), rows, cols, {f});
         CHECK((folder.get(name + ".tensor") == floats(q.codes)));
         CHECK(folder.get(name + ".scale").at(0) == q.scale(0, 0));
     }
-    const Quantized q = quantize(matrix.data(), rows, cols, E4M3_GROUP);
+    const StoredMatrix q = quantize(matrix.data(), rows, cols, E4M3_GROUP);
     CHECK((folder.get("groups") == floats(q.codes)));
     CHECK((folder.get("decoded") == dequantize(q)));
 }

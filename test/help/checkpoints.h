@@ -34,7 +34,9 @@ public:
                 if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }
-    StepResult step(const int32_t*, const int32_t*, const AdamW&) override { throw std::logic_error("step"); }
+    StepResult step(const int32_t*, const int32_t*, const AdamWStep&) override {
+        throw std::logic_error("step");
+    }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits"); }
     QuantReport measure_quantization(const int32_t*, const int32_t*) override {

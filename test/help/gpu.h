@@ -113,7 +113,7 @@ inline Bytes bytes_of(const Floats& x) {
 // reads them (its manual: "128-element 1D and 128x128 2D Block Scaling"): 1x128 scales are transposed, so
 // that neighbours belong to neighbouring rows; each row of 128x128 scales is padded to a multiple of four,
 // and the kernels fill the padding with 1.
-inline Bytes stored_scales(const reference::Quantized& q) {
+inline Bytes stored_scales(const reference::StoredMatrix& q) {
     const Granularity& g = q.storage.granularity;
     if (g == PER_TENSOR) return {};
     if (g.cols != 128) return q.scales;
@@ -152,7 +152,7 @@ public:
     Tensor(const Floats& x, Shape s, Storage q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
             if (transpose && !transposes()) continue;
-            const reference::Quantized from = quantized(x, transpose);
+            const reference::StoredMatrix from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.codes);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
             if (per_tensor()) slot.write({TensorScale{from.scale(0, 0), 0, 0, 0}});
@@ -184,7 +184,7 @@ public:
         return {x.begin(), x.end()};
     }
     // The codes and scales of x (rows, cols), row-major or transposed.
-    reference::Quantized quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
+    reference::StoredMatrix quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
         if (!transpose) return reference::quantize(x.data(), rows, cols, storage, nullptr, delayed);
         const Floats t = test::transposed(x, rows, cols);
         return reference::quantize(t.data(), cols, rows, storage, nullptr, delayed);
@@ -203,7 +203,7 @@ inline void check_quantized(const Tensor& out, const Floats& x, const float* del
     INFO(out.storage.text(), " ", out.rows, "x", out.cols);
     for (bool transpose : {false, true}) {
         if (transpose && !out.transposes()) continue;
-        const reference::Quantized wanted = out.quantized(x, transpose, delayed);
+        const reference::StoredMatrix wanted = out.quantized(x, transpose, delayed);
         const Bytes codes = (transpose ? out.transposed : out.codes).read();
         CHECK((out.storage.fp8() ? same_codes(out.storage.format, codes, wanted.codes)
                                  : codes == wanted.codes));

@@ -163,7 +163,7 @@ TEST_CASE(
                 const Definition& format = definition(q.format);
                 const Floats x = sample(d, rng, rows * cols);
                 QuantStats stats;
-                const Quantized z = quantize(x.data(), rows, cols, q, &stats);
+                const StoredMatrix z = quantize(x.data(), rows, cols, q, &stats);
                 check_stats(stats, x, dequantize(z));
                 CHECK(int64_t(z.codes.size()) == rows * cols);
                 CHECK(int64_t(z.scales.size()) == q.scale_count(rows, cols) * info(q.scale_format).bytes);
@@ -190,11 +190,11 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
     for (const Storage& q : fp8_quants()) {
         INFO(q.text());
         Floats x = rng.normals<float>(4 * 32);
-        const Quantized before = quantize(x.data(), 4, 32, q);
+        const StoredMatrix before = quantize(x.data(), 4, 32, q);
         x[37] = NAN;
         x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
-        const Quantized after = quantize(x.data(), 4, 32, q, &stats);
+        const StoredMatrix after = quantize(x.data(), 4, 32, q, &stats);
         CHECK(std::isnan(after.value(1, 5)));
         if (q.granularity == PER_TENSOR) {
             CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
@@ -212,7 +212,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
                     half_step = std::ldexp(edge / 1.75f, -1 - info(f).mantissa);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
-        const Quantized z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
+        const StoredMatrix z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
         for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
         CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
         CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));

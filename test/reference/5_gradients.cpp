@@ -48,8 +48,9 @@ static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& wei
     for (size_t p = 0; p < params.size(); p++)
         write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});
     // Delayed scales need a step before. With a learning rate of 0 it changes nothing else.
-    if (setup.recipe.scaling == Scaling::Delayed) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
-    const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
+    if (setup.recipe.scaling == Scaling::Delayed)
+        model->step(tokens.data(), targets.data(), AdamWStep{1, 0.0f});
+    const StepResult result = model->step(tokens.data(), targets.data(), AdamWStep{1, 1e-3f});
     return {gradients_of(*model), result.loss};
 }
 
