@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KINDS = {"cpu": "CPU reference", "gpu": "GPU", "test": "Test"}
 Definition = collections.namedtuple("Definition", "name first last test is_type")  # lines from 0
 SEPARATOR = re.compile(r"\s*// *[-=]{9}")
+HEADING = re.compile(r"\s*// --- ")  # above several definitions
 
 # --- Finding definitions: scopes are namespaces and classes, everything else in braces is one definition
 
@@ -78,7 +79,8 @@ def definitions(source):
     def define(name, begin, end, kind):
         begin += len(text[begin:]) - len(text[begin:].lstrip())
         first, last = source.count("\n", 0, begin), source.count("\n", 0, end)
-        while first and re.match(r"\s*//", lines[first - 1]) and not SEPARATOR.match(lines[first - 1]):
+        while first and re.match(r"\s*//", lines[first - 1]) and not SEPARATOR.match(lines[first - 1]) \
+                and not HEADING.match(lines[first - 1]):
             first -= 1
         full = "::".join([s[0] for s in scopes if s[0]] + [name])
         found.append(Definition(name if kind == "test" else full, first, last, kind == "test",
