@@ -490,7 +490,7 @@ def residual_add():
     memory(12.7, "residual stream\nBF16: 2 bytes")
     path(ax, (8.1, 13.27), (8.1, 12.7), (9.35, 12.7))
     memory(11.2, "norm 2's input\nE4M3 1x16: 1.1 bytes", theme["green"])
-    memory(9.1, "1 / RMS\n4 bytes a row")
+    memory(9.1, "mean (0) and 1 / RMS\n8 bytes a row")
     memory(5.55, "amax\n4 bytes a tensor")
     memory(0.65, "x of gate and up\nE4M3: 1 byte", theme["blue"])
     for y in (11.2, 9.1, 5.55, 0.65):
