@@ -1,8 +1,8 @@
 // attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
-// says what changes and why, what limits a rung, and a prediction. Predict, and then look: the measured times
-// are at the end of this file. Up to rung 4 each makes one change. Tensor cores change the whole kernel: what
-// they need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of CUDA are explained in
-// README.md, in this folder.
+// says what changes and why, which numbers were counted, and asks you to predict. What limits a rung, our own
+// predictions and the measured times are at the end of this file. Up to rung 4 each makes one change. Tensor
+// cores change the whole kernel: what they need is the subject of attention.cu and attention_sm90.cu in gpu/.
+// The words of CUDA are explained in README.md, in this folder.
 //
 //   make build/ladder_attention && build/ladder_attention                        all rungs
 //   build/ladder_attention 4                           rung 4 alone, for instance under a profiler
@@ -63,11 +63,10 @@ __device__ bf16* out_row(const Shape& s, bf16* out, int bh, int t) {
 //         ...
 //         key 31   byte 0 - 1   lane 31
 //
-// Limit: sectors. A score takes 128, and the masked half is computed, too: 128 x 2 x 1,130 us = 290,000 us.
-// The scores themselves are 2.1 GB; written once, and read and written again by softmax, they take a few
-// thousand us.
+// Counted: a score takes 128 sectors, and the masked half is computed, too. The scores themselves are 2.1 GB,
+// which are written once, and read and written again by softmax.
 //
-// Prediction: 300,000 us.
+// Predict: what do sectors take, and what does memory take for the scores?
 __global__ void scores_rung1(Shape s, const bf16* qkv, float* scores) {  // grid (T / 256, T, B heads)
     const int key = blockIdx.x * blockDim.x + threadIdx.x;
     const int query = blockIdx.y;
@@ -118,11 +117,11 @@ __global__ void output_rung1(Shape s, const bf16* qkv, const float* scores, bf16
 // Now all lanes of a warp read the same number of the same key: one sector in place of 32, but each load
 // still brings a lane 2 bytes.
 //
-// Limit: instructions. For a pair 256 loads, conversions and FMAs each, and 128 multiplications, about 1,000:
-// that would be 9,000 us. But q and the output are 256 numbers of a thread, which has 255 registers at most:
-// the rest is loaded and stored again and again, and only 256 such threads fit on a multiprocessor.
+// Counted: for a pair 256 loads, conversions and FMAs each, and 128 multiplications, about 1,000
+// instructions. q and the output are 256 numbers of a thread, which has 255 registers at most, and with so
+// many only 256 threads fit on a multiprocessor.
 //
-// Prediction: several times 9,000 us.
+// Predict: what do the instructions take? What happens to what does not fit into registers?
 __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B heads)
     const int query = blockIdx.x * blockDim.x + threadIdx.x;
     const int bh = blockIdx.y;
@@ -158,10 +157,10 @@ __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B
 //
 // The kernel is also that of rung 4: LANES is how many lanes share a query, here 1.
 //
-// Limit: as rung 2, with 32 loads for a pair in place of 256. q and the output still do not fit into
+// Counted: as rung 2, with 32 loads for a pair in place of 256. q and the output still do not fit into
 // registers.
 //
-// Prediction: half the time of rung 2.
+// Predict: the time.
 constexpr int QUERIES = 64;  // of a block
 constexpr int KEYS = 32;     // in shared memory
 
@@ -232,10 +231,9 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 //   numbers of a head     0 - 7   8 - 15   16 - 23   24 - 31   32 - 39  ...
 //   lane of the query       0        1        2         3         0           64 neighbouring bytes a load
 //
-// Limit: instructions, about 190 a lane, so 760 for a pair, which take 6,700 us. Most are conversions and
-// FMAs. The FP32 units alone would take 2,260 us.
+// Counted: about 190 instructions of a lane for a pair, so 760 for the pair. Most are conversions and FMAs.
 //
-// Prediction: 8,000 us.
+// Predict: the time.
 
 // ===========================================================================================================
 // Rungs 5 and 6: tensor cores
@@ -249,10 +247,9 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 //   its own
 //      moves tiles (TMA), and the exponentials of one group of warps overlap with the matmuls of another.
 //
-// Limit: tensor cores, 167 us, and 268 million exponentials on the special function units (16 lanes a clock):
-// 71 us, if they overlap.
+// Counted: 268 million exponentials on the special function units (16 lanes a clock) take 71 us.
 //
-// Prediction: 2 to 4 times 167 us for rung 5, and less than 2 times for rung 6.
+// Predict: how many times 167 us does each of them take?
 
 // ===========================================================================================================
 // Your rung
@@ -374,6 +371,20 @@ int main(int argc, char** argv) try {
 //    4  four lanes for a query                                  9755.3         2%     1.68x  2.6e-03
 //    5  tensor cores (mma.sync): attention.cu                    723.7        23%    13.48x  2.6e-03
 //    6  Hopper (wgmma, TMA): attention_sm90.cu                   246.5        68%     2.94x  2.6e-03
+//
+// What limits each rung, and what we predicted before it was measured:
+//
+//   rung   limit                                                          predicted             measured
+//    1     sectors: 128 x 2 x 1,130 us = 290,000; scores a few thousand   300,000               317,523
+//    2     instructions 9,000; registers that are stored and loaded       several times 9,000    51,810
+//    3     as rung 2, with fewer loads                                    half of rung 2         16,350
+//    4     instructions 6,700; FP32 units alone 2,260                      8,000                  9,755
+//    5     tensor cores 167; exponentials 71                              2 to 4 times 167          724
+//    6     the same, overlapped                                           less than 2 times 167     247
+//
+// Rung 3 was better than predicted: a third of rung 2 in place of half. Rung 2's loads of 2 bytes were
+// counted as one instruction each, but each also waits for the cache of its multiprocessor, which the numbers
+// that do not fit into registers use, too. Rung 5 is beyond its prediction, 4.3 times 167 us.
 
 // Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //

@@ -1,7 +1,8 @@
 // norm_to_fp8.cu - a ladder: RMSNorm, from saved FP8 groups (E4M3 1x16, BF16 scales) to the FP8 operand of a
 // linear layer (E4M3, one scale for the tensor). Each rung makes one change to the rung before it. Its text
-// says what changes and why, what limits it, and a prediction. Predict, and then look: the measured times are
-// at the end of this file. The words of CUDA are explained in README.md, in this folder.
+// says what changes and why, which numbers were counted, and asks you to predict. What limits each rung, our
+// own predictions and the measured times are at the end of this file. The words of CUDA are explained in
+// README.md, in this folder.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8                    all rungs
 //   build/ladder_norm_to_fp8 5                         rung 5 alone, for instance under a profiler
@@ -71,11 +72,11 @@ __device__ int64_t thread_of_grid() { return static_cast<int64_t>(blockIdx.x) * 
 //
 // The other 28 bytes of a sector are used by the next seven loads, if it is still in the cache then.
 //
-// Limit: latency. 16,384 rows are 16,384 threads, 124 for each multiprocessor, which has room for 2,048. Each
-// walks over 4,096 elements twice, and a load takes up to 0.8 us. Bytes, 22 an element, would take 350 us,
-// and 144 instructions 320 us.
+// Counted: 144 instructions for an element, in four kernels, and 22 bytes. 16,384 rows are 16,384 threads of
+// the norm, 124 for each multiprocessor, which has room for 2,048. Each walks over 4,096 elements twice, and
+// a load takes up to 0.8 us.
 //
-// Prediction: several times 350 us.
+// Predict: what do bytes and instructions take, and is it one of these that decides?
 __global__ void dequantize(Tensors t) {
     const int64_t i = thread_of_grid();
     if (i < t.rows * t.cols) t.x[i] = input(t, i);
@@ -109,9 +110,9 @@ __global__ void quantize(Tensors t) {
 //
 // The sum of squares goes through shuffles within a warp, then through shared memory between the eight warps.
 //
-// Limit: 22 bytes an element (1.125 + 4, 4 + 4, 4, 4 + 1) take 350 us, and about 160 instructions the same.
+// Counted: about 160 instructions for an element, and 22 bytes (1.125 + 4, 4 + 4, 4, 4 + 1) as before.
 //
-// Prediction: 450 to 550 us.
+// Predict: the two clocks. Four kernels follow each other: does each of them have the same limit?
 __device__ float sum_of_block(float x) {
     __shared__ float warps[THREADS / 32];
     x = gpu::sum_of_warp(x);
@@ -136,9 +137,9 @@ __global__ void norm_by_block(Tensors t) {
 // What changes: the block of a row dequantizes it itself, and takes the amax of what it stores. The second
 // read of a row comes from the cache: it is 4.6 KB of codes and scales.
 //
-// Limit: 10 bytes an element (1.125 + 4, 4 + 1) take 160 us, 97 instructions 210 us.
+// Counted: 97 instructions for an element, and 10 bytes (1.125 + 4, 4 + 1).
 //
-// Prediction: 250 to 400 us.
+// Predict: the time.
 template <bool STORES_Y> __global__ void first_pass(Tensors t) {  // rungs 3 and 4
     const int64_t first = blockIdx.x * t.cols;
     float sum = 0;
@@ -166,10 +167,10 @@ template <bool STORES_Y> __global__ void first_pass(Tensors t) {  // rungs 3 and
 //   rung 3     codes -> 4 bytes FP32 -> memory -> 4 bytes FP32 -> code       10 bytes an element
 //   rung 4     codes -> amax,  codes -> code                                  3.25 bytes an element
 //
-// Limit: memory takes 51 us. But 116 instructions take 255 us, more than in rung 3: dequantizing is done
-// three times. Codes are loaded one byte at a time, with their own address and their own scale each.
+// Counted: 116 instructions for an element, more than in rung 3, because dequantizing is done three times.
+// Codes are loaded one byte at a time, with their own address and their own scale each.
 //
-// Prediction: no faster than rung 3. Fewer bytes help when bytes are the limit.
+// Predict: a third of the bytes. A third of the time?
 __global__ void second_pass(Tensors t) {  // grid (cols / 256, rows)
     const int64_t col = thread_of_grid();
     if (col >= t.cols) return;
@@ -188,9 +189,9 @@ __global__ void second_pass(Tensors t) {  // grid (cols / 256, rows)
 //   lane                      0       1         2         3
 //   scales           group        0                   1           ...      two lanes read the same
 //
-// Limit: 43 instructions take 95 us, memory 51 us.
+// Counted: 43 instructions for an element.
 //
-// Prediction: 120 to 150 us: three times as fast.
+// Predict: the time.
 constexpr int CHUNK = 8;
 constexpr int CHUNKS = 2;  // of a thread: a block of 256 threads has a row of up to 4,096 elements
 
@@ -243,10 +244,10 @@ __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
 // amax. It dequantizes them once in pass one, not twice. For that a row must fit into a block: 256 threads x
 // 16 elements.
 //
-// Limit: 37 instructions take 81 us, memory 51 us. Within a block nothing is in flight between the barrier of
-// the sum and the end; other blocks of the multiprocessor must fill that time.
+// Counted: 37 instructions for an element. Within a block nothing is in flight between the barrier of the sum
+// and the end; other blocks of the multiprocessor must fill that time.
 //
-// Prediction: 10% faster than rung 5. In training, pass one is part of the residual addition that comes
+// Predict: how much faster than rung 5? In training, pass one is part of the residual addition that comes
 // before it, which has the row at hand. The row of the table below this one is that: it also adds, makes the
 // groups, takes rows of any length, and knows LayerNorm.
 
@@ -427,3 +428,21 @@ int main(int argc, char** argv) try {
 //    5  eight elements a thread                                  116.7        44%     2.85x  equal
 //    6  a row stays in registers                                 109.6        47%     1.06x  equal
 //    7  norm.cu and coat.cu, which train                         132.8        39%     0.83x  equal
+//
+// What limits each rung, and what we predicted before it was measured:
+//
+//   rung   instructions   memory   predicted                      measured
+//    1      320           350      several times 350, by latency  2,489
+//    2      350           350      450 to 550                     1,191
+//    3      210           160      250 to 400                       349
+//    4      255            51      no faster than rung 3            333
+//    5       95            51      120 to 150                       117
+//    6       81            51      10% faster than rung 5           110     6% faster
+//
+// Rung 2 takes more than twice as long as predicted. Its clocks were those of all four kernels together, as
+// if one could do its instructions while another moves its bytes; but kernels that follow each other do not
+// overlap, and the time of each is its own slowest clock, or its latency. Rung 3, with two kernels in place
+// of four, loses 840 us, three times what its bytes and instructions explain.
+//
+// Rung 4 is the lesson of this ladder: fewer bytes help only where bytes are the limit. It prepares rung 5,
+// in which the instructions of three elements fit where those of one were.

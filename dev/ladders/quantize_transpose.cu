@@ -1,8 +1,9 @@
 // quantize_transpose.cu - a ladder: a BF16 matrix is quantized to FP8 with one scale, and its codes are
 // written by rows and also transposed, from the simplest kernels to those that train (coat.cu). Each rung
-// makes one change to the rung before it. Its text says what changes and why, what limits it, and a
-// prediction. Predict, and then look: the measured times are at the end of this file. This is the easiest
-// ladder. If you have never seen CUDA, read README.md in this folder first: one page.
+// makes one change to the rung before it. Its text says what changes and why, which numbers were counted, and
+// asks you to predict. What limits each rung, our own predictions, the measured times, and why some
+// predictions failed are at the end of this file. This is the easiest ladder. If you have never seen CUDA,
+// read README.md in this folder first: one page.
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose      all rungs
 //   build/ladder_quantize_transpose 5                  rung 5 alone, for instance under a profiler
@@ -66,11 +67,11 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 //                    ...
 //                    row   31   byte 0   lane 31
 //
-// Limit: sectors. 67 million bytes are written to 67 million sectors. The other 31 bytes of a sector come
-// from other rows, of other blocks: if they come too late, the sector travels to memory more than once. Were
-// it 32 bytes each time, that would be 2.1 GB, or 500 us. 103 instructions take 230 us.
+// Counted: 103 instructions for an element. 67 million bytes are written to 67 million sectors. The other 31
+// bytes of a sector come from other rows, of other blocks.
 //
-// Prediction: 600 us or more.
+// Predict: the time, if each of these writes sends 32 bytes to memory, and if the sectors are completed on
+// the chip, in the L2 cache. Which do you believe?
 __global__ void quantize_rung1(Matrix m) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < m.rows * m.cols) m.codes[i] = encode(m.x[i], inverse_scale(m));
@@ -94,10 +95,10 @@ __global__ void transpose_rung1(Matrix m) {
 //   row 0   warp 0:  lane    0   1  ...  31           row 0  warp 0: lane   0   1  ...  31    column 0
 //   row 1   warp 1:  lane    0   1  ...  31           row 1  warp 1: lane   0   1  ...  31    column 1
 //
-// Limit: 92 instructions take 200 us, shared memory 80 us (why so much: rung 4), and memory 79 us, since
-// codes are written, read again and written transposed: 5 bytes an element.
+// Counted: 92 instructions for an element. Codes are written, read again and written transposed: 5 bytes an
+// element.
 //
-// Prediction: 250 us.
+// Predict: how many sectors does a warp write now with one store? What is the time?
 constexpr int SIDE = 32;  // rows and columns of a tile
 constexpr int TALL = 8;   // a block has 32 x 8 threads
 
@@ -127,12 +128,11 @@ __global__ void transpose_rung2(Matrix m) {
 // back, and the addresses and the loop of the first kernel go. The kernel below is a template: PADDING is a
 // blank that is filled in when it is compiled, with 0 here and with 1 in rung 4.
 //
-// Limit: 51 instructions take 110 us: 14 of them for the scale and the start, which a thread does for four
-// elements only. But latency: a thread has one load of 2 bytes on its way. The next one comes after the store
-// of the code, because for all that the compiler knows `codes` could be where `x` is. 2,048 threads on each
-// of 132 multiprocessors: 0.54 MB. Loading 134 MB takes 250 times 0.8 us.
+// Counted: 51 instructions for an element. 14 of them are for the scale and the start: a thread executes 56,
+// but for four elements only. And a thread has one load of 2 bytes on its way. The next one comes after the
+// store of the code, because for all that the compiler knows `codes` could be where `x` is.
 //
-// Prediction: 200 us. (It was made after measuring: see the end of the file.)
+// Predict: the clock of instructions, and that of latency, with 2,048 threads on each multiprocessor.
 
 // Rungs 3 and 4. PADDING: bytes behind each row of the tile. The grid is that of rung 2.
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
@@ -166,9 +166,7 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //   32 bytes a row: bank      0    8   16   24    0    8   16   24    0   ...  24    4 banks, 8 lanes each
 //   33 bytes a row: bank      0    8   16   24    1    9   17   25    2   ...  31    every bank once
 //
-// Limit: reading takes 9 us of shared memory in place of 70. But it was not what rung 3 waited for.
-//
-// Prediction: 10% faster at most.
+// Predict: what does a read of the tile take, before and now? By how much does the rung become faster?
 
 // ===========================================================================================================
 // Rung 5: eight elements a thread
@@ -186,10 +184,9 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 // bank 17 r + c / 4 modulo 32. With 65 bytes, as in rung 4, reading would need no bank twice, but writing
 // still would.)
 //
-// Limit: memory, 63 us; 19 instructions take 42 us, shared memory 35 us. A thread still has one load on its
-// way, but now of 16 bytes: 4.3 MB in all.
+// Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
-// Prediction: 75 us.
+// Predict: the four clocks, and the time.
 //
 // Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
 // load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is
@@ -234,8 +231,18 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 // ===========================================================================================================
 // Rung 6: 8 x 8 elements a thread, transposed in registers
 //
-// What changes: a thread has 8 rows of 8 columns. All its 8 loads are on their way before the first is used.
-// It transposes its codes by itself, four rows and four columns at a time, with instructions that pick any 4
+// What changes: a thread has 8 rows of 8 columns of the tile, which has 128 x 128. The block's 256 threads
+// lie over it so:
+//
+//                       columns    0 - 7        8 - 15     ...   120 - 127
+//   rows   0 -   7                 thread 0     thread 1         thread 15         down 0
+//   rows   8 -  15                 thread 16    thread 17        thread 31         down 1
+//     ...
+//   rows 120 - 127                 thread 240   thread 241       thread 255        down 15
+//                                  across 0     across 1         across 15
+//
+// A warp is two rows of this drawing. All 8 loads of a thread are on their way before the first is used. It
+// transposes its codes by itself, four rows and four columns at a time, with instructions that pick any 4
 // of 8 bytes (__byte_perm):
 //
 //   row 0  a0 a1 a2 a3            column 0  a0 b0 c0 d0      one word of the tile in shared memory: four rows
@@ -246,11 +253,18 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 // The tile has 128 x 128 codes: 32 words for each of 128 columns. So shared memory is written 4 bytes at a
 // time, read 16 at a time, and memory is written 16 bytes a lane, 128 bytes of a row by 8 lanes.
 //
-// Limit: memory, 63 us; 8 instructions take 18 us. But a column has 32 words, as many as there are banks, so
-// that word w of every column is in bank w. The 16 threads of a row of threads write the same words of 16
-// different columns, all to one bank: 16 times the 2.2 us that their 16 words would take, 35 us.
+//   tile, in words of four rows:           rows 0 - 3   4 - 7   8 - 11   12 - 15   ...   124 - 127
+//                            column 0      word 0       1       2        3               31
+//                            column 1      word 0       1       2        3               31
+//   written by a thread of `down`:         word 2 down and word 2 down + 1 of its eight columns
+//   in bank                                     0       1       2        3               31
 //
-// Prediction: 72 us. The 35 us are mostly hidden: other blocks use memory in that time.
+// A column has 32 words, as many as there are banks, so word w of every column is in bank w.
+//
+// Counted: 8 instructions for an element. Without conflicts, writing the words takes 2.2 us of shared memory.
+//
+// Predict: in how many banks are the words that the 16 threads of one `down` write at once? How long does
+// writing take, and how much of that shows in the time?
 constexpr int TILE = 128;             // rows and columns of a tile
 constexpr int ACROSS = TILE / CHUNK;  // a block has 16 x 16 threads
 constexpr int PIECE_ROWS = 16;        // of a column, that a thread stores at once: 4 words
@@ -269,9 +283,11 @@ __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// Where the words of the tile are. A word has four rows of a column: rows 4 * word ... + 3.
+// Where the words of the tile are. Word w of a column has its rows 4 w to 4 w + 3; piece p has words 4 p to
+// 4 p + 3, 16 rows.
 struct Unswizzled {
-    // The half, 0 or 1, of its eight rows that a thread writes first, or second.
+    // A thread has eight rows of a column, two words: the upper half, 0, and the lower, 1. It writes one of
+    // them in turn 0 and the other in turn 1.
     static __device__ int half(int turn, int) { return turn; }
     // The place of a piece among those of its column. chunk: of eight columns.
     static __device__ int place(int piece, int) { return piece; }
@@ -307,11 +323,11 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         for (int turn = 0; turn < 2; turn++) {
             const int half = Layout::half(turn, across);
             const int word = 2 * down + half;  // of each of the eight columns
-            const int bank = 4 * Layout::place(word / 4, across) + word % 4;
+            const int word_place = 4 * Layout::place(word / 4, across) + word % 4;  // and its bank, of 32
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t upper = words[0][j / 4][j % 4];
                 const uint32_t lower = words[1][j / 4][j % 4];
-                tile[across * CHUNK + j][bank] = half == 0 ? upper : lower;
+                tile[across * CHUNK + j][word_place] = half == 0 ? upper : lower;
             }
         }
     }
@@ -349,9 +365,12 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
 // places, so nothing is overwritten, and eight lanes that read the eight pieces of a column still use every
 // bank once. Which half comes first does not change where it goes.
 //
-// Limit: memory. Writing takes 2 us of shared memory in place of 35.
+// (How does one find such a layout? The banks of a warp's words must differ, and here `across` does not count
+// in the bank at all, so some of its four bits must be mixed in. A piece is read as a whole, so its four
+// words stay together: only the number of the piece may change, three bits. These get the upper three bits of
+// `across`. The last bit is mixed into which half is written first.)
 //
-// Prediction: 70 us. coat.cu does the same for any format and for tensors that are computed on the fly. It
+// Predict: the time. coat.cu does the same for any format and for tensors that are computed on the fly. It
 // writes four rows as soon as it has them, so that it needs fewer registers; its drawing is in part 3 there.
 struct Swizzled {
     static __device__ int half(int turn, int chunk) { return turn ^ (chunk % 2); }
@@ -507,6 +526,61 @@ int main(int argc, char** argv) try {
 //    7  swizzled words: no bank twice                             70.6        90%     1.02x  equal
 //    8  coat.cu, which trains                                     71.1        89%     0.99x  equal
 //
-// Rung 1 took twice as long as predicted. A profiler, ncu, shows how many sectors memory wrote, and how many
-// it had to read first. The prediction of rung 3 is the second one: the first one saw the instructions alone,
-// and said 130 us.
+// What limits each rung, and what we predicted before it was measured (rung 3: after):
+//
+//   rung   instructions   shared memory   memory         latency   predicted                      measured
+//    1      230                             79 to 570    200       600 or more                      1,215
+//    2      200            80               79           200       250                                331
+//    3      110            80               63           200       200 (before measuring: 130)        212
+//    4      110            18               63           200       10% faster at most                 204
+//    5       42            35               63            25       75                                  78
+//    6       18            37               63                     72: most of the 35 are hidden       72
+//    7       18             4               63                     70                                  71
+//
+// Latency: 2,048 threads on each of 132 multiprocessors have one load of 2 bytes on its way, 0.54 MB. Loading
+// 134 MB takes 250 times 0.8 us. In rung 5 a load has 16 bytes. Banks: a column of a tile with 32 bytes a row
+// is in 4 banks, so reading it takes 8 x 8.8 us in rungs 2 and 3, and 8.8 in rung 4. In rung 6 the 16 words
+// of one `down` are in one bank: 16 times 2.2 us.
+//
+// Rung 1 took twice as long as predicted. Measured alone, its kernels take 177 and 1,026 us. The second one
+// writes 67.1 million sectors, one byte each: 1,026 us x 132 x 1.8e9 / 67.1e6 = 3.6 clocks of a
+// multiprocessor for each. Which way was it, 2.1 GB of memory, or the L2 cache? A kernel that writes the same
+// bytes and reads nothing takes 1,027 us. And a matrix of 2048 x 2048, all of which stays in the L2 cache,
+// takes 3.8 clocks a sector, as long as the large one. So sectors are completed on the chip (the threads
+// that run at once have 66 rows, and a sector has 32), and no byte of the 2.1 GB travels: we predicted the
+// wrong thing. What counts is how many sectors multiprocessors send to the L2 cache, however little is in
+// them. The opposite order, where lanes read 32 sectors and write neighbours, takes 393 us: the other 31
+// bytes of a sector that was read wait in the multiprocessor's own cache.
+//
+// Rung 2 was predicted from instructions, 250 us for both kernels. Measured alone, they take 177 and 153 us.
+// The first one needs 104 us for its 47 instructions, but each thread has one load of 2 bytes on its way:
+// latency, which we learned in rung 3. There the first prediction, 130 us, had seen the instructions alone,
+// too.
+//
+// Rung 4 is a good change in the wrong place: eight times fewer clocks of shared memory, 4% of the time.
+
+// ===========================================================================================================
+// On paper: for those without a GPU. Answers follow; cover them.
+//
+// How many sectors of 32 bytes does a warp's load want, and how many clocks of shared memory does its access
+// take? Lane is the number of the thread in its warp; x is an array of float in memory, aligned to 128 bytes;
+// s is a __shared__ array of float.
+//
+//   a   x[lane]                  e   s[lane]
+//   b   x[lane + 1]              f   s[2 * lane]
+//   c   x[8 * lane]              g   s[32 * lane]
+//   d   x[31 - lane]             h   s[33 * lane]
+//                                i   s[lane / 4]
+//                                j   s[32 * lane + (lane ^ 5)]
+//
+//   k   How many rows of a tile of 32 bytes a row (rung 2) could a warp read by columns without a conflict,
+//       if each row had 36 bytes?
+//   l   Rung 5 without its padding of 4 bytes: in how many banks are the bytes tile[y + j][x] that a warp
+//       reads at once? (Four neighbouring x, from a multiple of 4 on, each with y = 0, 8, ..., 56.)
+//
+// a 4: 128 neighbouring bytes. b 5: they begin 4 bytes later. c 32: each lane has a sector of its own. d 4:
+// the order does not matter. e 1. f 2: lanes l and l + 16 meet. g 32: all in bank 0. h 1: bank (33 lane) % 32
+// is lane. i 1: four lanes read the same word, which is one answer. j 1: bank lane ^ 5, a permutation; this
+// is a swizzle. k All 32: 36 bytes are nine words, row r is in bank 9 r modulo 32, and 9 is odd. l One: rows
+// of 64 bytes are 16 words, so row y + j is in bank 16 (y + j) + x / 4 modulo 32, the same for all eight y,
+// and the four x are bytes of one word. Eight words of one bank take eight clocks.
