@@ -45,6 +45,30 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
     return saved_per_layer(s.config, s.recipe);
 }
 
+// Error if a run with these settings is refused. A limit of GPUs holds for the CPU, too.
+inline void require_supported(const Setup& s) {
+    require_supported(s.config);
+    if (s.T > s.config.longest_sequence())
+        throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
+                    s.config.longest_sequence(), ".");
+    // A GPU's grid has at most 65,535 sequences, or tiles of 128 tokens, in its second dimension.
+    if (s.B > 65535 || s.B * s.T > 128 * 65535)
+        throw Error("--batch ", s.B, " with --seq ", s.T,
+                    " is too large; use a smaller --batch and more --accumulate.");
+    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.has_master))
+        throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
+                    " computes in FP32; leave them out, or choose --recipe coat.");
+    if (!s.keep_gradients && s.micro_batches_per_rank > 1)
+        throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
+    if (!s.keep_gradients && s.ranks > 1)
+        throw Error(
+            "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
+    if (s.ranks > 1 && s.optimizer.per_tensor)
+        throw Error("--optimizer ", s.optimizer.name,
+                    " has one scale per tensor, of which ranks cannot keep parts; "
+                    "use one rank, or another --optimizer.");
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank adds up all ranks' gradients
 // of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
@@ -248,6 +272,7 @@ public:
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
 // On a GPU (gpu/state.cpp). It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
+bool built_with_cuda();  // else this program has no GPU part (gpu/none.cpp)
 // Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/state.cpp)
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.

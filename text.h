@@ -59,6 +59,25 @@ template <class... Parts> std::string concat(const Parts&... parts) {
     return text;
 }
 
+// 6738415616 is "6,738,415,616".
+inline std::string grouped(int64_t n) {
+    std::string text = std::to_string(n);
+    for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > (n < 0); at -= 3)
+        text.insert(static_cast<size_t>(at), ",");
+    return text;
+}
+// "1 rank", "2 ranks", "4,096 batches".
+inline std::string counted(int64_t n, const std::string& what) {
+    const std::string plural = what.ends_with("ch") ? "es" : "s";
+    return concat(grouped(n), " ", what, n == 1 ? "" : plural);
+}
+// A number of bytes in gigabytes of 10^9 bytes, without the unit: "78.8", "0.021".
+inline std::string gigabytes(int64_t bytes) {
+    char text[32];
+    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", static_cast<double>(bytes) / 1e9);
+    return text;
+}
+
 inline bool is_one_of(const std::string& words, const std::string& word) {  // words: "auto cpu gpu"
     return word.find(' ') == word.npos && (" " + words + " ").find(" " + word + " ") != words.npos;
 }

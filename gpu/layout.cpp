@@ -1,8 +1,6 @@
 // gpu/layout.cpp - the division of a GPU's memory (gpu/layout.h), computed from architecture.h and model.h.
 #include "layout.h"
 
-#include <cstdio>
-
 namespace coat {
 
 std::vector<ShardPlace> shard_places(const Setup& s) {
@@ -110,12 +108,6 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
         if (q.fp8() && q != E4M3_GROUP)
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
-}
-
-std::string gigabytes(int64_t bytes) {
-    char text[32];
-    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", double(bytes) / 1e9);
-    return text;
 }
 
 }  // namespace coat

@@ -97,7 +97,4 @@ inline bool head_sum_in_fp32(const Setup& s) {
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
 
-// A number of bytes in gigabytes of 10^9 bytes, without the unit, for print-outs: "78.8", "0.021".
-std::string gigabytes(int64_t bytes);
-
 }  // namespace coat

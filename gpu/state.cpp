@@ -1,5 +1,5 @@
 // gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, its parameters, and whether
-// this machine's GPU can run a setup: make_gpu(), why_no_gpu() and gpu_capability() of model.h.
+// this machine's GPU can run a setup: make_gpu() and its neighbours in model.h.
 #include "state.h"
 
 #include <cstdlib>
@@ -423,6 +423,8 @@ void Parameters::read_gradient(size_t i, float* out) const {
 namespace coat {
 
 using namespace gpu;
+
+bool built_with_cuda() { return true; }
 
 int gpu_capability() {
     return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +

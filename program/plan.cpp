@@ -35,29 +35,6 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
     return 6 * (weights + double(c.L * c.q_cols() * T));
 }
 
-void require_supported(const Setup& s) {
-    require_supported(s.config);
-    if (s.T > s.config.longest_sequence())
-        throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
-                    s.config.longest_sequence(), ".");
-    // A GPU's grid has at most 65,535 sequences, or tiles of 128 tokens, in its second dimension.
-    if (s.B > 65535 || s.B * s.T > 128 * 65535)
-        throw Error("--batch ", s.B, " with --seq ", s.T,
-                    " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.has_master))
-        throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
-                    " computes in FP32; leave them out, or choose --recipe coat.");
-    if (!s.keep_gradients && s.micro_batches_per_rank > 1)
-        throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
-    if (!s.keep_gradients && s.ranks > 1)
-        throw Error(
-            "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
-    if (s.ranks > 1 && s.optimizer.per_tensor)
-        throw Error("--optimizer ", s.optimizer.name,
-                    " has one scale per tensor, of which ranks cannot keep parts; "
-                    "use one rank, or another --optimizer.");
-}
-
 std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const Recipe& recipe = s.recipe;
     const Architecture& arch = s.config.arch;
@@ -210,21 +187,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     return plan;
 }
 
-bool knows_working_memory(const Setup& s) { return arena_bytes(s, false) > 0; }
-
 // -----------------------------------------------------------------------------------------------------------
 // Text
-
-std::string grouped(int64_t n) {
-    std::string text = std::to_string(n);
-    for (int64_t at = int64_t(text.size()) - 3; at > (n < 0); at -= 3) text.insert(size_t(at), ",");
-    return text;
-}
-
-std::string counted(int64_t n, const std::string& what) {
-    const std::string plural = what.ends_with("ch") ? "es" : "s";
-    return concat(grouped(n), " ", what, n == 1 ? "" : plural);
-}
 
 std::string recipe_text(const Setup& s) {
     std::string text = concat(s.recipe.name, ": ", s.recipe.about);
@@ -307,8 +271,7 @@ void print_plan(const Setup& s, bool on_gpu) {
                 counted(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
     std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
-    const bool knows_all = knows_working_memory(s);
-    print_memory_rows(plan, beside, on_gpu && knows_all);
+    print_memory_rows(plan, beside, on_gpu && built_with_cuda());
     const auto optimizer_bytes = [&](const auto& rows) {  // per parameter
         return double(total_bytes(rows, Category::Optimizer)) / double(count);
     };
@@ -317,7 +280,7 @@ void print_plan(const Setup& s, bool on_gpu) {
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / double(C), saved_bytes_per_token_and_layer(other) / double(C), C,
         s.ranks > 1 ? " of each rank" : "", optimizer_bytes(plan), optimizer_bytes(beside));
-    std::printf("\n%s\n", gpu_fit_text(total_bytes(gpu_plan), knows_all).c_str());
+    std::printf("\n%s\n", gpu_fit_text(total_bytes(gpu_plan), built_with_cuda()).c_str());
 }
 
 }  // namespace coat

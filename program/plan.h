@@ -18,9 +18,6 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 // 6 T for each element of q: two products with T / 2 keys on average, forward and twice backward.
 double flops_per_token(const ModelConfig& c, int64_t T);
 
-// Error if such a run is refused. That does not depend on the device, even if only a GPU has the limit.
-void require_supported(const Setup& s);
-
 // The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
 // writes, and of what it saves for backward, as --plan prints them.
 struct Operator {
@@ -55,17 +52,12 @@ Setup bf16_baseline(Setup s);
 
 // The bytes of CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
-// memory_plan() with the rows that a GPU adds: the total is all that the run takes there. A program without
-// CUDA does not know the working memory of operators: then knows_working_memory() is false, and it is not in
-// the total.
+// memory_plan() with the rows that a GPU adds: the total is all that the run takes there. The working memory
+// of operators is in it only if built_with_cuda(): a program without CUDA does not know it.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
-bool knows_working_memory(const Setup& s);
 
 // -----------------------------------------------------------------------------------------------------------
 // Text
-
-std::string grouped(int64_t n);                           // 6738415616 is "6,738,415,616"
-std::string counted(int64_t n, const std::string& what);  // "1 rank", "2 ranks", "2 micro-batches"
 
 // What the recipe is, and why its linear layers do not run in FP8, if they do not. s.recipe is as
 // recipe_on_gpu() returns it.
