@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "clock.h"
 #include "plan.h"
 #include "run.h"
 
@@ -176,11 +177,6 @@ static void save_elsewhere(Run& run) {
     }
     if (run.is_rank_0())
         print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
-}
-
-double seconds_per_minute() {
-    const char* const text = std::getenv("COAT_MINUTE");
-    return text ? std::atof(text) : 60;
 }
 
 // Saves the last step of a run. While --out cannot be written, it is tried again every minute, so that a user

@@ -6,27 +6,14 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstring>
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 
-namespace coat {
+#include "../text.h"
 
-std::string utc_now() {
-    using namespace std::chrono;
-    const auto since_1970 = system_clock::now().time_since_epoch();
-    const std::time_t seconds = duration_cast<std::chrono::seconds>(since_1970).count();
-    const int64_t milliseconds = duration_cast<std::chrono::milliseconds>(since_1970).count() % 1000;
-    std::tm utc{};
-    ::gmtime_r(&seconds, &utc);
-    char text[32], date[64];
-    std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%S", &utc);
-    std::snprintf(date, sizeof date, "%s.%03ldZ", text, milliseconds);
-    return date;
-}
+namespace coat {
 
 void RunLog::open(const std::string& path) {
     path_ = path;

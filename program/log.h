@@ -9,12 +9,9 @@
 #include <string>
 #include <nlohmann/json.hpp>
 
-#include "processes.h"
+#include "clock.h"
 
 namespace coat {
-
-// The present date and time: "2026-03-31T15:38:02.123Z".
-std::string utc_now();
 
 class RunLog {
 public:

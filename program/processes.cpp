@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdlib>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -20,6 +19,8 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include "clock.h"
 
 namespace coat {
 
@@ -215,10 +216,6 @@ static int integer_variable(const char* name, int least, int most) {
     if (*end || value < least || value > most)
         throw Error(name, " is \"", text, "\"; set it to a number from ", least, " to ", most, ".");
     return int(value);
-}
-
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 Launch find_launch(int64_t ranks_flag) {

@@ -13,9 +13,6 @@
 
 namespace coat {
 
-// The time in seconds, for durations and deadlines. It counts from an arbitrary moment.
-double now();
-
 // The signal that asks this process to end after the current step; train.cpp's handler sets it.
 inline volatile std::sig_atomic_t interrupted = 0;
 

@@ -68,9 +68,6 @@ void check_out_folder(Run& run);
 void require_own_folder(const Run& run);  // fills nothing: Error if --out has another run's checkpoints
 void create_out_folder(const Run& run);
 
-double
-seconds_per_minute();  // its length in seconds, which tests make shorter, because they cannot wait so long
-
 bool save(Run& run);
 int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "../gpu/layout.h"
+#include "clock.h"
 #include "run.h"
 
 namespace coat {

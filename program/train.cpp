@@ -1,6 +1,7 @@
 // train.cpp - the training loop. Every rank goes through it, and all take the same decisions.
 #include <cstdlib>
 
+#include "clock.h"
 #include "plan.h"
 #include "run.h"
 

@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <thread>
 
+#include "../program/clock.h"
 #include "../program/processes.h"
 #include "help/program.h"
 
