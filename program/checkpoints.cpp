@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "clock.h"
-#include "plan.h"
 #include "run.h"
 
 namespace coat {

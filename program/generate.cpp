@@ -5,7 +5,6 @@
 #include <cmath>
 #include <random>
 
-#include "plan.h"
 #include "run.h"
 
 namespace coat {

@@ -6,35 +6,6 @@
 
 namespace coat {
 
-int64_t warmup_steps(int64_t warmup, int64_t steps) {
-    return steps > 0 && warmup > steps ? steps / 10 : warmup;
-}
-
-// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so
-// that no step is lost.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
-    constexpr double FLOOR = 0.1;
-    constexpr double PI = 3.14159265358979323846;
-    warmup = warmup_steps(warmup, steps);
-    if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The cosine has n steps in nanoGPT and torchtitan, so that it would end one step after the last one. The
-    // last of a few steps is then far from a tenth: at 0.33 of the peak if there are three. Here the cosine
-    // is shorter if need be, so that the last step lies at 99% of it at least, where the rate is 0.1002 of
-    // the peak.
-    const double n = double(steps - warmup);
-    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
-    const double progress = std::min(1.0, double(step - warmup) / length);
-    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
-}
-
-double flops_per_token(const ModelConfig& c, int64_t T) {
-    double weights = 0;
-    for (const Param& p : parameters(c))
-        if (p.role.linear || p.name == (c.tied ? "embedding" : "head"))
-            weights += double(used_elements(c, p));
-    return 6 * (weights + double(c.L * c.q_cols() * T));
-}
-
 std::vector<PrecisionPart> precision_plan(const Setup& s) {
     const Recipe& recipe = s.recipe;
     const Architecture& arch = s.config.arch;

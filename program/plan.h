@@ -1,22 +1,9 @@
-// plan.h - what is known of a run before it starts: the learning rate of each step, the format of every
-// tensor, and the bytes of every kind of memory (the paper's table of memory, for any model). --plan prints
-// the last two.
+// plan.h - what is known of a run before it starts, as --plan prints it: the format of every tensor, and the
+// bytes of every kind of memory (the paper's table of memory, for any model).
 #pragma once
 #include "../gpu/layout.h"
 
 namespace coat {
-
-// The steps of warm-up that a run makes. A warm-up that is longer than the run would end below the peak; it
-// is shortened to a tenth of the run.
-int64_t warmup_steps(int64_t warmup, int64_t steps);
-// The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
-// it.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
-
-// The floating-point operations of training on one token. For each weight of a GEMM they are 2 in forward and
-// 4 in backward; the head has such a GEMM, and looking up the embedding has none. Attention in each layer has
-// 6 T for each element of q: two products with T / 2 keys on average, forward and twice backward.
-double flops_per_token(const ModelConfig& c, int64_t T);
 
 // The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
 // writes, and of what it saves for backward, as --plan prints them.

@@ -76,6 +76,14 @@ static std::string duration(double seconds) {
     return concat(minutes / 60, "h", minutes % 60, "m");
 }
 
+double flops_per_token(const ModelConfig& c, int64_t T) {
+    double weights = 0;
+    for (const Param& p : parameters(c))
+        if (p.role.linear || p.name == (c.tied ? "embedding" : "head"))
+            weights += double(used_elements(c, p));
+    return 6 * (weights + double(c.L * c.q_cols() * T));
+}
+
 // Prints and logs a step. It took `took` seconds; the rest of the run will take `left`, with validations,
 // samples and saves. Tokens and floating-point operations a second are those of all ranks.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {

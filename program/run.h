@@ -74,6 +74,12 @@ int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
 
+// The floating-point operations of training on one token of a sequence of T. For each weight of a GEMM they
+// are 2 in forward and 4 in backward; the head has such a GEMM, and looking up the embedding has none.
+// Attention in each layer has 6 T for each element of q: two products with T / 2 keys on average, forward and
+// twice backward.
+double flops_per_token(const ModelConfig& c, int64_t T);
+
 void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);
 void print_step(Run& run, const StepResult& result, float lr, double took, double left);
@@ -83,10 +89,17 @@ void print_sample(Run& run);
 void print_quantization(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
-// generate.cpp and train.cpp
+// train.cpp and generate.cpp
+
+// The steps of warm-up that a run makes. A warm-up that is longer than the run would end below the peak; it
+// is shortened to a tenth of the run.
+int64_t warmup_steps(int64_t warmup, int64_t steps);
+// The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
+// it.
+float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
+int train(Run& run);  // returns the exit code
 
 void answer_prompt(const Run& run);
 void read_on_all_ranks(Run& run, const std::function<void()>& read);
-int train(Run& run);  // returns the exit code
 
 }  // namespace coat

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <set>
 
-#include "../program/flags.h"
+#include "../program/run.h"
 #include "../reference.h"
 #include "help/program.h"
 
