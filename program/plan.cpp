@@ -6,75 +6,157 @@
 
 namespace coat {
 
-std::vector<PrecisionPart> precision_plan(const Setup& s) {
+// -----------------------------------------------------------------------------------------------------------
+// The precision flow
+
+namespace {
+
+// The formats of a run, as they are printed.
+struct FormatTexts {
+    std::string compute;          // the compute dtype
+    std::string nonlinear;        // what norms and activations save for backward
+    std::string attention;        // what attention reads, writes and saves
+    std::string x, w, g;          // the operands of linear layers
+    std::string weight_gradient;  // of a linear layer
+    std::string read;             // what norms and activations read in forward
+    std::string residual;         // the residual stream
+    std::string weights;          // as the update reads and writes them
+    std::string falls_back;       // follows the name of a linear layer that falls back to the compute dtype
+};
+
+}  // namespace
+
+static FormatTexts format_texts(const Setup& s) {
     const Recipe& recipe = s.recipe;
-    const Architecture& arch = s.config.arch;
     const LinearFormats linear = linear_formats(s);
-    const std::string none = "-";
-    // The formats, as they are printed.
     const std::string compute = info(recipe.compute).name;
-    const std::string fp32 = info(Format::FP32).name;
     const std::string nonlinear = recipe.nonlinear.text();
-    const std::string attention = recipe.attention.text();
-    const std::string x = linear.x.text();
-    const std::string w = linear.w.text();
-    const std::string g = linear.g.text();
-    const std::string dw = concat(info(gradient_format(s)).name, " gradient");
-    const std::string read = recipe.forward_reads_groups ? nonlinear : compute;  // by norms and activations
-    const std::string sum =
-        compute + (recipe.nonlinear.fp8() ? " and " + nonlinear : "");  // the residual stream
-    const std::string weights = compute + (s.has_master && compute != fp32 ? " + 16 bits = " + fp32 : "");
-    const std::string falls = linear.fallback ? " (falls back)" : "";
-    const auto saves = [&](Saved which) {
-        const SavedTensor t = saved_per_layer(s)[int(which)];
-        return concat(t.name, " ", t.storage.text());
+    const bool has_remainder = s.has_master && recipe.compute != Format::FP32;
+    return {
+        .compute = compute,
+        .nonlinear = nonlinear,
+        .attention = recipe.attention.text(),
+        .x = linear.x.text(),
+        .w = linear.w.text(),
+        .g = linear.g.text(),
+        .weight_gradient = concat(info(gradient_format(s)).name, " gradient"),
+        .read = recipe.forward_reads_groups ? nonlinear : compute,
+        .residual = recipe.nonlinear.fp8() ? compute + " and " + nonlinear : compute,
+        .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
+        .falls_back = linear.fallback ? " (falls back)" : "",
     };
-    const auto moment = [&](const char* name, Format f) {
-        std::string writes = info(f).name;
-        if (moments_need_scaling(f)) writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        if (moments_need_scaling(f))
-            writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
-        return Operator{name, info(f).name, none, writes};
-    };
-    // Each row: its name, what it reads, its weights, what it writes, and what it saves for backward.
-    std::vector<Operator> layer = {
-        {"norm 1", read, compute, x, saves(Saved::Norm1Input)},
-        {"q, k, v projection" + falls, x, w, compute},
-        {"norm of each head of q and k", attention, compute, compute},
-        {"rotary positions", compute, none, arch.qk_norm ? compute : attention},
-        {"attention", arch.qk_norm ? compute : attention, none, attention,
-         saves(Saved::AttentionOutput) + "; " + saves(Saved::LogSumExp)},
-        {"attention output projection" + falls, x, w, compute},
-        {"residual add", compute, none, sum},
-        {"norm 2", read, compute, x, saves(Saved::Norm2Input)},
-        {(arch.gated ? "gate and up projection" : "up projection") + falls, x, w, compute},
-        {arch.gated ? "SiLU(gate) x up" : "GELU", read, none, x, saves(Saved::GateUp)},
-        {"down projection" + falls, x, w, compute},
-        {"residual add", compute, none, sum}};
-    // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
-    Operator& before_attention = layer[arch.rope && !arch.qk_norm ? 3 : 1];
-    before_attention.writes = attention;
-    before_attention.saves = saves(Saved::Qkv);
-    if (!arch.rope) layer.erase(layer.begin() + 3);
-    if (!arch.qk_norm) layer.erase(layer.begin() + 2);
-    return {{"", {{"embedding", "tokens", compute, sum}}},
-            {concat("each of ", s.config.L, " layers"), layer},
-            {"",
-             {{"final norm", compute, compute, compute, "its input " + compute},
-              {"head", compute, compute, compute},
-              {"cross-entropy", compute, none, fp32}}},
-            {"backward",
-             {{"linear layers, dgrad" + falls, g, w, compute},
-              {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
-              {arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear + ", " + compute, none, g},
-              {"norms", nonlinear + ", " + compute, compute, compute},
-              {"attention", (recipe.attention.fp8() ? attention + ", " : "") + compute, none, compute},
-              {"head", compute, compute, compute}}},
-            {"update",
-             {{"AdamW, weights", weights, none, weights + (s.has_master ? "" : ", stochastic")},
-              moment("AdamW, first moment", s.optimizer.m),
-              moment("AdamW, second moment", s.optimizer.v)}}};
 }
+
+// A saved tensor with its format: "norm 1 input e4m3 1x16".
+static std::string saved_text(const Setup& s, Saved which) {
+    const SavedTensor t = saved_per_layer(s)[int(which)];
+    return concat(t.name, " ", t.storage.text());
+}
+
+static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& f) {
+    const Architecture& arch = s.config.arch;
+    std::vector<Operator> layer = {
+        {.name = "norm 1",
+         .reads = f.read,
+         .weights = f.compute,
+         .writes = f.x,
+         .saves = saved_text(s, Saved::Norm1Input)},
+        {.name = "q, k, v projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute}};
+    if (arch.qk_norm)
+        layer.push_back({.name = "norm of each head of q and k",
+                         .reads = f.attention,
+                         .weights = f.compute,
+                         .writes = f.compute});
+    if (arch.rope) layer.push_back({.name = "rotary positions", .reads = f.compute, .writes = f.compute});
+    // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
+    Operator& makes_qkv = arch.rope && !arch.qk_norm ? layer.back() : layer[1];
+    makes_qkv.writes = f.attention;
+    makes_qkv.saves = saved_text(s, Saved::Qkv);
+    const std::vector<Operator> attention_and_mlp = {
+        {.name = "attention",
+         .reads = arch.qk_norm ? f.compute : f.attention,
+         .writes = f.attention,
+         .saves = saved_text(s, Saved::AttentionOutput) + "; " + saved_text(s, Saved::LogSumExp)},
+        {.name = "attention output projection" + f.falls_back,
+         .reads = f.x,
+         .weights = f.w,
+         .writes = f.compute},
+        {.name = "residual add", .reads = f.compute, .writes = f.residual},
+        {.name = "norm 2",
+         .reads = f.read,
+         .weights = f.compute,
+         .writes = f.x,
+         .saves = saved_text(s, Saved::Norm2Input)},
+        {.name = (arch.gated ? "gate and up projection" : "up projection") + f.falls_back,
+         .reads = f.x,
+         .weights = f.w,
+         .writes = f.compute},
+        {.name = arch.gated ? "SiLU(gate) x up" : "GELU",
+         .reads = f.read,
+         .writes = f.x,
+         .saves = saved_text(s, Saved::GateUp)},
+        {.name = "down projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute},
+        {.name = "residual add", .reads = f.compute, .writes = f.residual}};
+    layer.insert(layer.end(), attention_and_mlp.begin(), attention_and_mlp.end());
+    return layer;
+}
+
+static std::vector<Operator> head_operators(const FormatTexts& f) {
+    const std::string fp32 = info(Format::FP32).name;
+    return {{.name = "final norm",
+             .reads = f.compute,
+             .weights = f.compute,
+             .writes = f.compute,
+             .saves = "its input " + f.compute},
+            {.name = "head", .reads = f.compute, .weights = f.compute, .writes = f.compute},
+            {.name = "cross-entropy", .reads = f.compute, .writes = fp32}};
+}
+
+static std::vector<Operator> backward_operators(const Setup& s, const FormatTexts& f) {
+    const std::string saved_and_dy = f.nonlinear + ", " + f.compute;
+    const std::string attention_reads = (s.recipe.attention.fp8() ? f.attention + ", " : "") + f.compute;
+    return {
+        {.name = "linear layers, dgrad" + f.falls_back, .reads = f.g, .weights = f.w, .writes = f.compute},
+        {.name = "linear layers, wgrad" + f.falls_back,
+         .reads = f.g + " x " + f.x,
+         .writes = f.weight_gradient},
+        {.name = s.config.arch.gated ? "SiLU(gate) x up" : "GELU", .reads = saved_and_dy, .writes = f.g},
+        {.name = "norms", .reads = saved_and_dy, .weights = f.compute, .writes = f.compute},
+        {.name = "attention", .reads = attention_reads, .writes = f.compute},
+        {.name = "head", .reads = f.compute, .weights = f.compute, .writes = f.compute}};
+}
+
+// The update of one moment, whose format is f.
+static Operator moment_operator(const Setup& s, const char* name, Format f) {
+    std::string writes = info(f).name;
+    if (moments_need_scaling(f)) {
+        writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
+        writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
+    }
+    return {.name = name, .reads = info(f).name, .writes = writes};
+}
+
+static std::vector<Operator> update_operators(const Setup& s, const FormatTexts& f) {
+    return {{.name = "AdamW, weights",
+             .reads = f.weights,
+             .writes = f.weights + (s.has_master ? "" : ", stochastic")},
+            moment_operator(s, "AdamW, first moment", s.optimizer.m),
+            moment_operator(s, "AdamW, second moment", s.optimizer.v)};
+}
+
+std::vector<PrecisionPart> precision_plan(const Setup& s) {
+    const FormatTexts f = format_texts(s);
+    const Operator embedding{
+        .name = "embedding", .reads = "tokens", .weights = f.compute, .writes = f.residual};
+    return {{"", {embedding}},
+            {concat("each of ", s.config.L, " layers"), layer_operators(s, f)},
+            {"", head_operators(f)},
+            {"backward", backward_operators(s, f)},
+            {"update", update_operators(s, f)}};
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Memory
 
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;

@@ -8,7 +8,11 @@ namespace coat {
 // The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
 // writes, and of what it saves for backward, as --plan prints them.
 struct Operator {
-    std::string name, reads, weights, writes, saves = "-";
+    std::string name;
+    std::string reads = "-";
+    std::string weights = "-";
+    std::string writes = "-";
+    std::string saves = "-";
 };
 // A part of a step with its title: "backward", "update", ...
 using PrecisionPart = std::pair<std::string, std::vector<Operator>>;
