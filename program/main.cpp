@@ -64,8 +64,8 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     make_model(run);
     log_settings(run);
     if (flags.steps == 0) {
-        validation_loss(run);
-        print_quantization(run);
+        report_validation(run);
+        report_quantization(run);
         return 0;
     }
     finish_step_at_signal();

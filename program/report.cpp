@@ -1,5 +1,6 @@
-// report.cpp - what a run prints and logs: its start, its steps, validation, samples, how well FP8 represents
-// its tensors, and its end.
+// report.cpp - what a run prints and logs: its start, its steps and its end, and what it measures on held-out
+// text (evaluate.cpp).
+#include <algorithm>
 #include <cmath>
 
 #include "generate.h"
@@ -126,103 +127,36 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Validation, samples, and the report on quantization
+// What was measured on held-out text
 
-// The held-out text as windows of --seq tokens. Their order is the same in every run.
-static Loader validation_loader(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
-
-// How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
-// on --batch nor on the number of ranks, and so the loss does not.
-static int64_t validation_window_count(const Run& run, const Loader& windows) {
-    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
+// Measures, prints and logs the validation loss, and returns it.
+double report_validation(Run& run) {
+    const Validation validation = measure_validation(run);
+    std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, validation.loss,
+                counted(validation.targets, "token").c_str());
+    run.print_log("validation", {{"loss", validation.loss}, {"tokens", validation.targets}});
+    return validation.loss;
 }
 
-// Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
-// window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
-// amax.
-static void read_validation_batch(Run& run, const Loader& windows, int64_t number) {
-    const int64_t T = run.setup.T, first = number * run.setup.B,
-                  count = validation_window_count(run, windows);
-    run.tokens.resize(run.batch_tokens());
-    run.targets.resize(run.batch_tokens());
-    read_on_all_ranks(run, [&] {
-        for (int64_t i = 0; i < run.setup.B; i++) {
-            const bool counts = first + i < count;
-            const int64_t repeated = first < count ? first : 0;
-            windows.read(counts ? first + i : repeated, &run.tokens[i * T], &run.targets[i * T]);
-            if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
-        }
-    });
-}
-
-// Prints and returns the mean loss, in nats, over the targets of the evaluated windows that count. Each rank
-// computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on --batch,
-// because the values of a micro-batch share a scale.
-double validation_loss(Run& run) {
-    const Loader windows = validation_loader(run);
-    const int64_t batches = ceil_div(validation_window_count(run, windows), run.setup.B);
-    struct LossSum {
-        double loss, targets;
-    } sum{0, 0};
-    for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
-        read_validation_batch(run, windows, first + run.setup.rank);
-        const double targets = double(counted_targets(run.targets.data(), run.batch_tokens()));
-        const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
-        const LossSum mine{.loss = mean * targets, .targets = targets};
-        for (const LossSum& theirs : run.processes->all_gather(mine)) {
-            sum.loss += theirs.loss;
-            sum.targets += theirs.targets;
-        }
-    }
-    if (sum.targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
-    const double loss = sum.loss / sum.targets;
-    if (!std::isfinite(loss))
-        throw Error("The validation loss is not finite after step ", run.state.step,
-                    "; begin again with a lower --lr, or with other weights.");
-    std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, loss,
-                counted(int64_t(sum.targets), "token").c_str());
-    run.print_log("validation", {{"loss", loss}, {"tokens", int64_t(sum.targets)}});
-    return loss;
-}
-
-// Prints how the model continues the beginning of the held-out text. The seed follows from the step, so that
-// a resumed run prints the samples of one that was not stopped.
-void print_sample(Run& run) {
-    constexpr int64_t LONGEST = 240;
-    const int64_t T = run.setup.T;
-    std::vector<int32_t> tokens = sample_prompt(run.corpus.validation, T);
-    if (tokens.empty()) return;
-    const auto prompt = int64_t(tokens.size());
-    generate_tokens(*run.model, *run.processes,
-                    {.temperature = run.flags.temperature,
-                     .most = std::min(T - prompt, LONGEST),
-                     .end_token = run.corpus.vocabulary.end_token,
-                     .seed = run.setup.seed * 1'000'003 + uint64_t(run.state.step)},
-                    tokens);
+// Lets the model continue the beginning of the held-out text, prints and logs that.
+void report_sample(Run& run) {
+    const Sample sample = draw_sample(run);
+    if (sample.tokens.empty()) return;
     const auto text = [&](int64_t begin, int64_t end) {
-        const std::vector<int32_t> part(tokens.begin() + begin, tokens.begin() + end);
+        const std::vector<int32_t> part(sample.tokens.begin() + begin, sample.tokens.begin() + end);
         return printable(run.corpus.vocabulary.decode(part), "\n\t");
     };
     std::printf(
         "sample | step %ld\n---------- held-out text\n%s\n---------- continued by the "
         "model\n%s\n----------\n",
-        run.state.step, text(0, prompt).c_str(), text(prompt, int64_t(tokens.size())).c_str());
-    run.print_log("sample", {{"tokens", tokens}, {"prompt", prompt}});
+        run.state.step, text(0, sample.prompt).c_str(),
+        text(sample.prompt, std::ssize(sample.tokens)).c_str());
+    run.print_log("sample", {{"tokens", sample.tokens}, {"prompt", sample.prompt}});
 }
 
-// Prints how well FP8 represents each kind of tensor, measured on one micro-batch of held-out text, forward
-// and backward. After a run also the moments that its gradients would lead to, each on the rank that keeps
-// them, and the expansion factors k in use.
-void print_quantization(Run& run) {
-    const bool trained = run.flags.steps > 0;               // --steps 0 updates no moments
-    read_validation_batch(run, validation_loader(run), 0);  // the same micro-batch on every rank
-    QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
-    for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
-        QuantStats sum;
-        for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
-        report.kinds[int(kind)] = trained ? sum : QuantStats();
-    }
-    bool has_title = false;  // a recipe without FP8 has no rows
+// A row for each kind of tensor that was quantized; no table if none was, as with a recipe without FP8.
+static void print_kinds(const QuantReport& report) {
+    bool has_title = false;
     for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
         const QuantStats& s = report.kinds[kind];
         if (s.elements == 0) continue;
@@ -232,19 +166,24 @@ void print_quantization(Run& run) {
         std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", REPORT_KIND_NAMES[kind], s.snr_db(),
                     s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
-    if (!trained) return;
+}
+
+static void print_expansion(const char* moments, std::vector<float> k) {
+    if (k.empty()) return;
+    std::sort(k.begin(), k.end());
+    const auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
+    std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", moments,
+                at(0), at(0.25), at(0.5), at(0.75), at(1));
+}
+
+// Measures and prints how well FP8 represents each kind of tensor. After a run also the moments that its
+// gradients would lead to, and the expansion factors k in use.
+void report_quantization(Run& run) {
+    const QuantReport report = measure_quantization(run);
+    print_kinds(report);
     if (report.part_of_moments) std::printf("Of large parameters, a part of the moments was measured.\n");
-    for (const auto& [name, mine] :
-         {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
-        std::vector<float> k;
-        for (const std::vector<float>& theirs : run.processes->all_gather(*mine))
-            k.insert(k.end(), theirs.begin(), theirs.end());
-        if (k.empty()) continue;
-        std::sort(k.begin(), k.end());
-        auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
-        std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", name,
-                    at(0), at(0.25), at(0.5), at(0.75), at(1));
-    }
+    print_expansion("first moments", report.k_m);
+    print_expansion("second moments", report.k_v);
 }
 
 }  // namespace coat

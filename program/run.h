@@ -84,9 +84,28 @@ void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);
 void print_step(Run& run, const StepResult& result, float lr, double took, double left);
 void print_end(Run& run, double validation, int64_t steps, double seconds, double timed);
-double validation_loss(Run& run);
-void print_sample(Run& run);
-void print_quantization(Run& run);
+double report_validation(Run& run);
+void report_sample(Run& run);
+void report_quantization(Run& run);
+
+// -----------------------------------------------------------------------------------------------------------
+// evaluate.cpp: what is measured on held-out text. Every rank calls these functions at the same time.
+
+struct Validation {
+    double loss;      // in nats: the mean over the targets of the evaluated windows that count
+    int64_t targets;  // how many these are
+};
+Validation measure_validation(Run& run);  // Error if no target counts, or if the loss is not finite
+
+struct Sample {
+    std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation
+    int64_t prompt;               // so many of them are held-out text, which the model continues
+};
+Sample draw_sample(const Run& run);
+
+// How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. After a run
+// also the moments that its gradients would lead to, and the expansion factors k in use, on all ranks.
+QuantReport measure_quantization(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
 // train.cpp and generate.cpp

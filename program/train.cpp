@@ -63,7 +63,7 @@ int train(Run& run) {
     const Flags& flags = run.flags;
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty()) run.processes->last_checkpoint = find_checkpoint(flags.out);  // errors name it
-    if (run.state.step == 0) run.state.first_validation = validation_loss(run);
+    if (run.state.step == 0) run.state.first_validation = report_validation(run);
     create_out_folder(run);
     Progress progress{.first_step = run.state.step,
                       .started = now(),
@@ -75,8 +75,8 @@ int train(Run& run) {
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
         if (events.signal && !last) return end_at_signal(run, events.signal);
-        if (!last && every(flags.eval_every)) validation_loss(run);
-        if (flags.sample_every > 0 && (last || every(flags.sample_every))) print_sample(run);
+        if (!last && every(flags.eval_every)) report_validation(run);
+        if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
         if (!last && saves && progress.skipped_in_a_row == 0) {
             save(run);
@@ -161,9 +161,9 @@ static int end_at_signal(Run& run, int signal) {
 // not be written. The step is saved also if it was skipped: the validation comes before, and is an Error if
 // its loss is not finite, as with weights that have overflowed. So no such weights replace a good checkpoint.
 static int finish(Run& run, const Progress& progress) {
-    const double validation = validation_loss(run);
+    const double validation = report_validation(run);
     const int code = save_last(run);
-    print_quantization(run);
+    report_quantization(run);
     const int64_t steps = run.state.step - progress.first_step;
     print_end(run, validation, steps, now() - progress.started, progress.timed);
     return code;

@@ -1,0 +1,105 @@
+// evaluate.cpp - what a run measures on held-out text: the loss, a sample, and how well FP8 represents its
+// tensors. report.cpp prints it.
+#include <algorithm>
+#include <cmath>
+
+#include "generate.h"
+#include "run.h"
+
+namespace coat {
+
+// The held-out text as windows of --seq tokens. Their order is the same in every run.
+static Loader validation_loader(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
+
+// How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
+// on --batch nor on the number of ranks, and so the loss does not.
+static int64_t validation_window_count(const Run& run, const Loader& windows) {
+    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
+}
+
+// Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
+// window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
+// amax.
+static void read_validation_batch(Run& run, const Loader& windows, int64_t number) {
+    const int64_t T = run.setup.T, first = number * run.setup.B,
+                  count = validation_window_count(run, windows);
+    run.tokens.resize(run.batch_tokens());
+    run.targets.resize(run.batch_tokens());
+    read_on_all_ranks(run, [&] {
+        for (int64_t i = 0; i < run.setup.B; i++) {
+            const bool counts = first + i < count;
+            const int64_t repeated = first < count ? first : 0;
+            windows.read(counts ? first + i : repeated, &run.tokens[i * T], &run.targets[i * T]);
+            if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
+        }
+    });
+}
+
+// Each rank computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on
+// --batch, because the values of a micro-batch share a scale.
+Validation measure_validation(Run& run) {
+    const Loader windows = validation_loader(run);
+    const int64_t batches = ceil_div(validation_window_count(run, windows), run.setup.B);
+    struct LossSum {
+        double loss;
+        int64_t targets;
+    } sum{0, 0};
+    for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
+        read_validation_batch(run, windows, first + run.setup.rank);
+        const int64_t targets = counted_targets(run.targets.data(), run.batch_tokens());
+        const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
+        const LossSum mine{.loss = mean * double(targets), .targets = targets};
+        for (const LossSum& theirs : run.processes->all_gather(mine)) {
+            sum.loss += theirs.loss;
+            sum.targets += theirs.targets;
+        }
+    }
+    if (sum.targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
+    const double loss = sum.loss / double(sum.targets);
+    if (!std::isfinite(loss))
+        throw Error("The validation loss is not finite after step ", run.state.step,
+                    "; begin again with a lower --lr, or with other weights.");
+    return {.loss = loss, .targets = sum.targets};
+}
+
+// The seed follows from the step, so that a resumed run draws the samples of one that was not stopped.
+Sample draw_sample(const Run& run) {
+    constexpr int64_t LONGEST = 240;
+    const int64_t T = run.setup.T;
+    Sample sample{.tokens = sample_prompt(run.corpus.validation, T), .prompt = 0};
+    sample.prompt = std::ssize(sample.tokens);
+    if (sample.tokens.empty()) return sample;
+    generate_tokens(*run.model, *run.processes,
+                    {.temperature = run.flags.temperature,
+                     .most = std::min(T - sample.prompt, LONGEST),
+                     .end_token = run.corpus.vocabulary.end_token,
+                     .seed = run.setup.seed * 1'000'003 + uint64_t(run.state.step)},
+                    sample.tokens);
+    return sample;
+}
+
+// The values of all ranks, one after the other.
+static std::vector<float> of_all_ranks(const Run& run, const std::vector<float>& mine) {
+    std::vector<float> all;
+    for (const std::vector<float>& theirs : run.processes->all_gather(mine))
+        all.insert(all.end(), theirs.begin(), theirs.end());
+    return all;
+}
+
+// Every rank measures the same micro-batch, and the moments that it keeps.
+QuantReport measure_quantization(Run& run) {
+    const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
+    read_validation_batch(run, validation_loader(run), 0);
+    QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
+    for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
+        QuantStats sum;
+        for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
+        report.kinds[int(kind)] = trained ? sum : QuantStats();
+    }
+    report.part_of_moments = report.part_of_moments && trained;
+    report.k_m = trained ? of_all_ranks(run, report.k_m) : std::vector<float>();
+    report.k_v = trained ? of_all_ranks(run, report.k_v) : std::vector<float>();
+    return report;
+}
+
+}  // namespace coat
