@@ -79,7 +79,7 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* t
 }
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
-TokenStream::Facts TokenStream::facts() {
+TokenStream::Facts TokenStream::add_quant_errors() {
     constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
     uint64_t hash = size_;
@@ -248,6 +248,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
                     "the disk (python3 data/tokenize.py), or give a part of it.");
     }
     hold_out_end(corpus);
+    corpus.train_facts = corpus.train.add_quant_errors();
+    corpus.validation_facts = corpus.validation.add_quant_errors();
     if (corpus.validation.size()) return corpus;
     std::string why;
     for (const LeftOut& file : corpus.left_out) {

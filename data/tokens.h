@@ -48,7 +48,8 @@ public:
         int64_t largest = -1;  // token; -1 if there are none
         uint64_t hash = 0;     // of every token and of whether it counts, in this order
     };
-    Facts facts();  // reads all tokens once; from then on a larger one is an Error of read()
+    // Reads all tokens, and remembers the largest: from then on read() takes a larger one for an Error.
+    Facts add_quant_errors();
 
 private:
     struct Part {
@@ -68,6 +69,7 @@ private:
 
 struct Corpus {
     TokenStream train, validation;
+    TokenStream::Facts train_facts, validation_facts;
     Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
     int64_t seq = 0;              // of packed conversations; 0 for text

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "clock.h"
 #include "run.h"
@@ -16,63 +17,84 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // --resume
 
-// Finds the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 reads all of
-// it, once the folder is locked, and says what it skips. If the run will save into the same folder, what it
-// skips is renamed, so that it does not stand in the way of later checkpoints.
-void find_resumed(Run& run) {
-    Flags& flags = run.flags;
+// The folder with the checkpoints of the run that --resume continues.
+static std::string folder_of_resumed(const Flags& flags) {
     const std::string last = find_checkpoint(flags.resume);
     if (last.empty())
         throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
-    if (!flags.given("out")) flags.out = fs::canonical(last).parent_path().string();
-    check_out_folder(run);
+    return fs::canonical(last).parent_path().string();
+}
+
+// The checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone reads all of
+// it, and alone knows what is skipped.
+static WholeCheckpoint find_resumed(const Run& run) {
     WholeCheckpoint found;
-    if (run.is_rank_0()) found = find_whole_checkpoint(flags.resume);
-    for (const auto& [path, why] : found.skipped) {
+    if (run.is_rank_0()) found = find_whole_checkpoint(run.flags.resume);
+    found.path = run.processes->all_gather(found.path).front();
+    return found;
+}
+
+// Says which checkpoints are skipped, because they are not whole. If this run saves into their folder, they
+// are renamed, so that they do not stand in the way of later ones.
+static void set_aside_skipped(const Run& run, const std::vector<WholeCheckpoint::Skipped>& skipped) {
+    for (const auto& [path, why] : skipped) {
         print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
-        if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), flags.out))
+        if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), run.flags.out))
             print_error(concat(path, " is now ", set_aside(path), "."));
     }
-    run.weights_folder = run.processes->all_gather(found.path).front();
+}
+
+// How the given flags change the steps to come, as a sentence: "after step 4: --lr 1e-4 (before: 3e-3)".
+static std::string sentence_of_change(const Run& run, const std::string& changes) {
+    const Flags& flags = run.flags;
+    const Json& before = run.resumed;
+    const float planned =  // the learning rate of the next step, without a change
+        learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), run.state.step);
+    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
+    char rates[100] = "";
+    if (lr != planned)
+        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
+                      planned);
+    return concat("after step ", run.state.step, ": ", changes, rates);
 }
 
 // Takes the state of the checkpoint, and its values of the flags that are not given. The micro-batches of a
-// step are divided among the ranks that there are now. If a flag that is given changes the steps to come, the
-// run remembers what was changed after which step.
-void take_checkpoint(Run& run) {
+// step are divided among the ranks that there are now.
+static void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights_folder);
-    Json& settings = run.state.settings;
-    const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
+    run.resumed = std::exchange(run.state.settings, Json::object());
+    Json saved = run.resumed;
+    const int64_t all = saved.at("accumulate"), ranks = run.setup.ranks;
     if (all % ranks)
         throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
                     " cannot share; use a number of ranks that divides ", all, ".");
-    settings["accumulate"] = all / ranks;
-    const float planned =  // the learning rate of the next step, without a change
-        learning_rate(settings.at("lr"), settings.at("warmup"), settings.at("steps"), run.state.step);
-    std::string changes = flags.take_checkpoint(settings);
-    if (flags.steps == 0) {  // an evaluation: it takes no steps, and the log is that of the run
-        if (!flags.given("log")) flags.log = "";
-        return;
-    }
-    if (changes.empty()) return;
-    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
-    if (lr != planned) {
-        char rates[100];
-        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
-                      planned);
-        changes += rates;
-    }
-    settings["changes"].push_back(concat("after step ", run.state.step, ": ", changes));
+    saved["accumulate"] = all / ranks;
+    const std::string changes = flags.take_checkpoint(saved);
+    run.changes = saved.value("changes", Json::array());
+    if (flags.steps > 0 && !changes.empty()) run.changes.push_back(sentence_of_change(run, changes));
+    // An evaluation takes no steps, and the log is that of the run.
+    if (flags.steps == 0 && !flags.given("log")) flags.log = "";
 }
 
-// Whether the run that --resume names has made all its steps. If so, this says it, and how to continue.
+// Chooses the checkpoint to continue, and takes its state and its flags.
+void resume(Run& run) {
+    const std::string folder = folder_of_resumed(run.flags);
+    if (!run.flags.given("out")) run.flags.out = folder;
+    lock_out_folder(run);
+    const WholeCheckpoint found = find_resumed(run);
+    set_aside_skipped(run, found.skipped);
+    run.weights_folder = found.path;
+    take_checkpoint(run);
+}
+
 bool is_complete(const Run& run) {
-    const Flags& flags = run.flags;
-    if (flags.plan || flags.steps == 0 || run.state.step < flags.steps) return false;
+    return !run.flags.plan && run.flags.steps > 0 && run.state.step >= run.flags.steps;
+}
+
+void print_complete(const Run& run) {
     std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
                 printable(run.weights_folder).c_str(), run.state.step, run.state.step);
-    return true;
 }
 
 // The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
@@ -107,10 +129,10 @@ static void require_creatable(const std::string& out) {
                     "); choose another folder.");
 }
 
-// Checks the folder for checkpoints before data are read and a model is made, which can take minutes. A
-// folder that exists is locked from here on. One that does not exist is created when the first step begins:
-// so a run that fails at its start leaves none.
-void check_out_folder(Run& run) {
+// This comes before data are read and a model is made, which can take minutes. A folder that exists is locked
+// until the program ends. One that does not exist is created when the first step begins: so a run that fails
+// at its start leaves none.
+void lock_out_folder(Run& run) {
     const std::string& out = run.flags.out;
     if (!run.saves_checkpoints()) return;
     run.out_is_locked = fs::exists(out);
@@ -124,12 +146,12 @@ void require_own_folder(const Run& run) {
     const Flags& flags = run.flags;
     if (!run.saves_checkpoints()) return;
     const std::string newest = find_checkpoint(flags.out);
-    if (newest.empty() || (flags.given("resume") && fs::equivalent(newest, run.weights_folder))) return;
+    if (newest.empty() || (run.resumes() && fs::equivalent(newest, run.weights_folder))) return;
     throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with --resume ",
                 flags.out, ", or choose another folder with --out.");
 }
 
-void create_out_folder(const Run& run) {
+void create_and_lock_out_folder(const Run& run) {
     if (!run.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
     create_folders(run.flags.out);
     lock_folder(run.flags.out);
@@ -200,7 +222,7 @@ int save_last(Run& run) {
 
 // Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,
 // all ranks save the last complete step and get an Error.
-void read_on_all_ranks(Run& run, const std::function<void()>& read) {
+void read_or_save_and_fail(Run& run, const std::function<void()>& read) {
     std::string error;
     try {
         read();

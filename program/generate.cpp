@@ -147,7 +147,7 @@ static int64_t longest_seen(const Flags& flags, const std::string& folder) {
 // folders have their weights.
 void answer_prompt(const Run& run) {
     const Flags& flags = run.flags;
-    const std::string named = flags.given("resume") ? flags.resume : flags.model;
+    const std::string named = run.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))
         throw Error(
             "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",

@@ -1,5 +1,5 @@
-// main.cpp - the program ./train: flags in, a trained model out. There is no CUDA in program/, and no file
-// format.
+// main.cpp - the program ./train: flags in, a trained model out. run_program() has all stages of a run; run.h
+// says what each of them does.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -38,28 +38,40 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     }
     start_ranks(run);
     choose_device(run);
+    if (run.on_gpu()) run.flags.take_gpu_defaults();
     if (flags.given("prompt")) {
         answer_prompt(run);
         return 0;
     }
 
     // What the run is, and whether it is possible. This takes seconds; the model after it may take minutes.
-    if (flags.given("resume")) {
-        find_resumed(run);
-        take_checkpoint(run);
-        if (is_complete(run)) return 0;
+    if (run.resumes()) {
+        resume(run);
+        if (is_complete(run)) {
+            print_complete(run);
+            return 0;
+        }
     }
     make_setup(run);
-    if (!flags.given("resume")) check_out_folder(run);
+    choose_model(run);
+    if (!run.resumes()) lock_out_folder(run);
     require_own_folder(run);
-    const Json data = load_data(run);
+    load_data(run);
+    take_sizes_of_data(run);
     require_supported(run.setup);
-    if (!flags.plan) require_same(run, data);
+    if (!flags.plan) {
+        run.state.settings = settings_to_save(run);
+        require_same_on_ranks(run);
+        if (run.resumes()) require_data_of_resumed(run);
+    }
     print_start(run);
     if (flags.plan) {
         print_plan(setup_of_last_rank(run), run.on_gpu());
         return 0;
     }
+    if (!run.weights_folder.empty()) check_weights(run.weights_folder, run.setup.config);
+    take_other_files(run);
+    if (!flags.log.empty() && run.is_rank_0()) run.log.open(flags.log);
 
     make_model(run);
     log_settings(run);

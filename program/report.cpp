@@ -15,7 +15,7 @@ namespace coat {
 // The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
 static const char* log_before(const Run& run) {
     if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
-    const bool restored = !run.flags.resume.empty() && !run.flags.given("log");
+    const bool restored = run.resumes() && !run.flags.given("log");
     return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
@@ -52,7 +52,7 @@ void print_start(const Run& run) {
               run.on_gpu() ? "" : ", without working memory", "; --plan lists it");
         print("checkpoints: ", run.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
-    if (!run.flags.resume.empty()) print("continuing step ", run.state.step, " of ", run.weights_folder);
+    if (run.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
               grouped(text.validation.size()), " held out");
@@ -60,9 +60,8 @@ void print_start(const Run& run) {
         print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
-    const Json changes = run.state.settings.value("changes", Json::array());
-    for (const Json& change : changes) print("changed: ", change.get<std::string>());
-    if (!changes.empty())
+    for (const Json& change : run.changes) print("changed: ", change.get<std::string>());
+    if (!run.changes.empty())
         print("So the weights are not those of a run that had these flags from its first step.");
     std::printf("\n");
 }

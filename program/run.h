@@ -19,13 +19,16 @@ struct Run {
     Flags flags;
     Setup setup{};
     std::unique_ptr<ProcessGroup> processes;  // all ranks, also if there is only this one
-    std::string
-        why_no_gpu;  // why this process has no GPU; empty if it has one, or if --device cpu asks for none
+    // Why this process has no GPU; empty if it has one, or if --device cpu asks for none.
+    std::string why_no_gpu;
+    std::vector<std::string> output_files;  // that standard output and error go to
     std::string weights_folder;  // the folder that the run starts from, or continues; empty: random weights
-    LoopState state;             // its settings are those of the run that is continued, until require_same()
-    FileContents other_files;    // of `weights`, for the checkpoints
-    std::vector<std::string>
-        output_files;  // the files that standard output and error go to, if they are files
+    // The settings in the checkpoint that --resume continues, as they are there.
+    Json resumed = Json::object();
+    LoopState state;  // how far this run is, and the settings that its own checkpoints get
+    // Sentences: which flags that change steps were given with --resume, and after which step.
+    Json changes = Json::array();
+    FileContents other_files;  // of `weights_folder`, for the checkpoints
     Corpus corpus;
     std::unique_ptr<Model> model;
     RunLog log;                            // of rank 0
@@ -37,6 +40,7 @@ struct Run {
     int64_t batch_tokens() const { return setup.B * setup.T; }
     int64_t step_tokens() const { return micro_batches_of_step(setup) * batch_tokens(); }
     bool on_gpu() const { return flags.device == "gpu"; }  // also if this is a plan, and there is no GPU
+    bool resumes() const { return flags.given("resume"); }
     bool is_rank_0() const { return setup.rank == 0; }
     bool saves_checkpoints() const { return !flags.out.empty() && !flags.plan && flags.steps > 0; }
 
@@ -44,32 +48,39 @@ struct Run {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// start.cpp: from the flags to a model. The functions have the order in which they are called.
+// start.cpp: from the flags to a model, in this order
 
-void start_ranks(Run& run);    // the other processes; from here on only rank 0 prints
-void choose_device(Run& run);  // --device auto becomes cpu or gpu
-void make_setup(Run& run);     // the rows of tables that the flags choose
-Json load_data(Run& run);      // returns what the data are: sizes and hashes
-// Error if ranks differ in flags, data or model, or if this run has other data than the one that it
-// continues. Fills run.state.settings, which checkpoints keep.
-void require_same(Run& run, const Json& data);
-void make_model(Run& run);
+void start_ranks(Run& run);         // starts or finds the other processes; from here on only rank 0 prints
+void choose_device(Run& run);       // --device auto becomes cpu or gpu
+void make_setup(Run& run);          // fills run.setup, but for the model and the length of sequences
+void choose_model(Run& run);        // fills run.setup.config, and run.weights_folder if --model is a folder
+void load_data(Run& run);           // fills run.corpus
+void take_sizes_of_data(Run& run);  // fills run.setup.T, and the vocabulary size of a model without one
+Json settings_to_save(const Run& run);
+void require_same_on_ranks(const Run& run);    // Error if ranks differ in a flag, in data or in the model
+void require_data_of_resumed(const Run& run);  // Error if the run that is continued had other data
+void take_other_files(Run& run);               // fills run.other_files
+void make_model(Run& run);                     // fills run.model
 void log_settings(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-void find_resumed(Run& run);     // fills run.weights_folder: the checkpoint; and --out, if it is not given
-void take_checkpoint(Run& run);  // fills run.state, and in run.flags those that are not given
-bool is_complete(const Run& run);
+// Fills run.weights_folder, run.resumed, run.state and run.changes, and in run.flags those that are not
+// given. Locks
+// --out, and renames checkpoints in it that are not whole.
+void resume(Run& run);
+bool is_complete(const Run& run);  // whether the run that --resume continues has made all its steps
+void print_complete(const Run& run);
 std::string model_in(const std::string& folder);
 
-void check_out_folder(Run& run);
-void require_own_folder(const Run& run);  // fills nothing: Error if --out has another run's checkpoints
-void create_out_folder(const Run& run);
+void lock_out_folder(Run& run);           // if it exists; else Error if it could not be created
+void require_own_folder(const Run& run);  // Error if --out has another run's checkpoints
+void create_and_lock_out_folder(const Run& run);
 
 bool save(Run& run);
 int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
+void read_or_save_and_fail(Run& run, const std::function<void()>& read);
 
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
@@ -119,6 +130,5 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 int train(Run& run);  // returns the exit code
 
 void answer_prompt(const Run& run);
-void read_on_all_ranks(Run& run, const std::function<void()>& read);
 
 }  // namespace coat

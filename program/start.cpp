@@ -14,7 +14,7 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // The processes of the run, their device, and the model's shape
 
-// --ranks starts processes on this machine. A slip such as 999 must not bring it down before a GPU is missed.
+// --ranks starts processes on this machine. Thousands of them, by a slip of the finger, would bring it down.
 static void require_cores(int64_t ranks) {
     constexpr int64_t RANKS_PER_CORE = 4;
     const int64_t cores = omp_get_num_procs(), most = RANKS_PER_CORE * cores;
@@ -45,19 +45,17 @@ void start_ranks(Run& run) {
         throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");
 }
 
-// --device auto becomes cpu or gpu, and flags that are not given get the defaults of a GPU. A plan for a GPU
-// needs none.
+// --device auto becomes cpu or gpu. A plan for a GPU needs none.
 void choose_device(Run& run) {
     Flags& flags = run.flags;
     if (flags.device != "cpu") run.why_no_gpu = why_no_gpu(run.processes->local_rank());
     if (flags.device == "gpu" && !run.why_no_gpu.empty() && !flags.plan)
         throw Error("--device gpu cannot be used: ", run.why_no_gpu, ".");
     if (flags.device == "auto") flags.device = run.why_no_gpu.empty() ? "gpu" : "cpu";
-    if (run.on_gpu()) flags.take_gpu_defaults();
 }
 
-// Finds the rows of tables that the flags choose; Error if there is none of that name. An optimizer that was
-// not given is written into its flag.
+// Fills run.setup but for the model and the length of sequences. Error if the tables have no row of a name.
+// If --optimizer is not given, the flag becomes the recipe's.
 void make_setup(Run& run) {
     Flags& flags = run.flags;
     Setup& s = run.setup;
@@ -69,7 +67,17 @@ void make_setup(Run& run) {
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
-    // A run that continues has the shape of its checkpoint.
+    s.B = flags.batch;
+    s.micro_batches_per_rank = flags.accumulate;
+    s.seed = uint64_t(flags.seed);
+    // Print-outs show what the GPU will run: an older one lacks FP8 GEMMs. make_gpu() asks for itself.
+    if (run.on_gpu() && run.why_no_gpu.empty()) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+}
+
+// Fills run.setup.config: the shape of the folder that run.weights_folder names, or else of a named model. If
+// --model is a folder, run.weights_folder becomes the newest checkpoint in it, or the folder itself.
+void choose_model(Run& run) {
+    Flags& flags = run.flags;
     if (run.weights_folder.empty() && fs::is_directory(flags.model)) {
         run.weights_folder = model_in(flags.model);
         flags.take_folder_defaults();
@@ -77,17 +85,13 @@ void make_setup(Run& run) {
             if (c.name == flags.model)
                 throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
     }
-    s.config = run.weights_folder.empty() ? find_row(models(), flags.model, "--model")
-                                          : read_model_config(run.weights_folder);
-    s.B = flags.batch;
-    s.micro_batches_per_rank = flags.accumulate;
-    s.seed = uint64_t(flags.seed);
-    if (run.on_gpu() && run.why_no_gpu.empty())  // an older GPU lacks FP8 GEMMs
-        s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+    const bool is_named = run.weights_folder.empty();
+    run.setup.config =
+        is_named ? find_row(models(), flags.model, "--model") : read_model_config(run.weights_folder);
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The data, and whether all ranks and the continued run have the same
+// The data
 
 // The files of the data as a checkpoint lists them, a line for each, so that a message can name the one that
 // was changed. If there are very many, the list is empty: each checkpoint would have it.
@@ -117,9 +121,8 @@ static CorpusOptions corpus_options(Run& run) {
     written.push_back(flags.out);
     for (const std::string& path : written)
         for (const std::string& theirs : run.processes->all_gather(path)) options.written.push_back(theirs);
-    const Json& before = run.state.settings;
-    if (!flags.resume.empty() && flags.data == before.at("data").get<std::string>())
-        options.known = data_files(before);
+    if (run.resumes() && flags.data == run.resumed.at("data").get<std::string>())
+        options.known = data_files(run.resumed);
     return options;
 }
 
@@ -136,29 +139,53 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
                     "the text with the same tokenizer (data/tokenize.py).");
 }
 
-// Reads the data. A model without a vocabulary size takes that of the data, or of bytes. If --seq is not
-// given, it becomes the length of packed conversations, or else the default, or the longest that the model
-// can have. Returns what the data are: sizes and hashes.
-Json load_data(Run& run) {
+// A plan needs no data.
+void load_data(Run& run) {
+    const Flags& flags = run.flags;
+    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
+}
+
+// A model without a vocabulary size gets that of the data, or of bytes. If --seq is not given, it becomes the
+// length of packed conversations, or else the default, or the longest that the model can have. Error if the
+// model or --seq do not go with the data.
+void take_sizes_of_data(Run& run) {
     Flags& flags = run.flags;
     ModelConfig& config = run.setup.config;
-    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
-    const TokenStream::Facts train = run.corpus.train.facts(), held_out = run.corpus.validation.facts();
-    const int64_t in_use = std::max(train.largest, held_out.largest) + 1;  // 0: there are no data
-    const int64_t packed = run.corpus.seq;                                 // 0: the data are not packed
-    if (config.V == 0) config.V = in_use ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
-    if (run.corpus.bytes && !run.weights_folder.empty()) require_no_tokenizer(run.weights_folder, flags.data);
+    const Corpus& data = run.corpus;
+    const int64_t largest = std::max(data.train_facts.largest, data.validation_facts.largest);
+    const int64_t in_use = largest + 1;  // 0: there are no data
+    if (config.V == 0) config.V = in_use ? std::max(in_use, data.vocabulary.size()) : 256;
+    if (data.bytes && !run.weights_folder.empty()) require_no_tokenizer(run.weights_folder, flags.data);
     if (in_use > config.V)
-        throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
+        throw Error("--data contains token ", largest, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
-    if (!flags.given("seq") && flags.resume.empty())
+    const int64_t packed = data.seq;  // 0: the data are not packed
+    if (!flags.given("seq") && !run.resumes())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest_sequence());
     if (packed && packed != flags.seq)
         throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
                     ", or make it again with data/tokenize.py.");
     run.setup.T = flags.seq;
-    return {{"train", concat(run.corpus.train.size(), " tokens, hash ", train.hash)},
-            {"held out", concat(run.corpus.validation.size(), " tokens, hash ", held_out.hash)}};
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The settings
+
+// What trainer.json keeps in the run's checkpoints: its flags, what its data are, and how it came about.
+// Every rank calls this at the same time.
+Json settings_to_save(const Run& run) {
+    const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
+        return concat(tokens.size(), " tokens, hash ", facts.hash);
+    };
+    Json settings = run.flags.saved_settings();
+    settings["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
+                              {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
+    settings["data_files"] = data_lines(run);
+    settings["accumulate"] = micro_batches_of_step(run.setup);  // a checkpoint knows nothing of ranks
+    settings["changes"] = run.changes;
+    const std::string now_on_rank_0 = run.processes->all_gather(utc_now()).front();
+    settings["run_started"] = run.resumed.value("run_started", now_on_rank_0);
+    return settings;
 }
 
 // What differs between the data of two runs, or of two ranks, by their settings; empty if the tokens are the
@@ -183,7 +210,9 @@ static Json hashes_of_weights(const Run& run) {
 }
 
 // Error if ranks differ in a flag, in data or in the model.
-static void require_same_on_ranks(const Run& run, Json mine) {
+void require_same_on_ranks(const Run& run) {
+    Json mine = run.state.settings;
+    mine["accumulate"] = run.flags.accumulate;
     mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
     mine["weights_found"] = hashes_of_weights(run);
@@ -206,22 +235,10 @@ static void require_same_on_ranks(const Run& run, Json mine) {
     }
 }
 
-// Error if ranks differ, or if this run has other data than the one that it continues: the saved state would
-// mean something else. Then writes what checkpoints keep into run.state.settings.
-void require_same(Run& run, const Json& data) {
-    const Json& before = run.state.settings;
-    Json settings = run.flags.saved_settings();
-    settings["data_found"] = data;
-    settings["data_files"] = data_lines(run);
-    require_same_on_ranks(run, settings);
-    const std::string of_data = run.flags.resume.empty() ? "" : difference_of_data(before, settings);
-    if (!of_data.empty())
-        throw Error("--data is not that of the checkpoint's run: ", of_data, "; restore it.");
-    settings["accumulate"] = micro_batches_of_step(run.setup);  // a checkpoint knows nothing of ranks
-    settings["changes"] = before.value("changes", Json::array());
-    const std::string started = run.processes->all_gather(utc_now()).front();
-    settings["run_started"] = before.value("run_started", started);
-    run.state.settings = settings;
+// Error if this run has other data than the one that it continues: the saved state would mean something else.
+void require_data_of_resumed(const Run& run) {
+    const std::string text = difference_of_data(run.resumed, run.state.settings);
+    if (!text.empty()) throw Error("--data is not that of the checkpoint's run: ", text, "; restore it.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -229,7 +246,8 @@ void require_same(Run& run, const Json& data) {
 
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
 // own gets the tokenizer.bin of the token files, so that --prompt can use it.
-static void take_other_files(Run& run) {
+void take_other_files(Run& run) {
+    if (!run.is_rank_0()) return;
     if (!run.weights_folder.empty()) run.other_files = read_other_files(run.weights_folder);
     const std::string& pieces = run.corpus.vocabulary_file;
     const bool has_tokenizer = !run.weights_folder.empty() && !tokenizer_in(run.weights_folder).empty();
@@ -237,14 +255,10 @@ static void take_other_files(Run& run) {
     add_tokenizer(run.corpus.tokenizer_folder, &run.other_files);
 }
 
-// Makes the model, with the weights of a checkpoint or of a folder, or with random ones. What can be wrong
-// with files is found before, because this can take minutes.
+// Makes the model, with the weights of a checkpoint or of a folder, or with random ones.
 void make_model(Run& run) {
-    if (!run.weights_folder.empty()) check_weights(run.weights_folder, run.setup.config);
-    if (run.is_rank_0()) take_other_files(run);
-    if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
     run.model = run.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
-    if (!run.flags.resume.empty()) load_checkpoint(run.weights_folder, *run.model);
+    if (run.resumes()) load_checkpoint(run.weights_folder, *run.model);
     else if (!run.weights_folder.empty()) load_weights(run.weights_folder, run.setup.config, run.model.get());
 }
 

@@ -55,7 +55,7 @@ struct Events {
 
 static void train_step(Run& run, const Loader& loader, Progress& progress);
 static Events events_on_all_ranks(Run& run, const Progress& progress);
-static int end_at_signal(Run& run, int signal);
+static int save_and_end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
 
 // Trains until --steps, or until a signal comes. Returns the exit code.
@@ -64,7 +64,7 @@ int train(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty()) run.processes->last_checkpoint = find_checkpoint(flags.out);  // errors name it
     if (run.state.step == 0) run.state.first_validation = report_validation(run);
-    create_out_folder(run);
+    create_and_lock_out_folder(run);
     Progress progress{.first_step = run.state.step,
                       .started = now(),
                       .saved_at = now(),
@@ -74,7 +74,7 @@ int train(Run& run) {
         train_step(run, loader, progress);
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
-        if (events.signal && !last) return end_at_signal(run, events.signal);
+        if (events.signal && !last) return save_and_end_at_signal(run, events.signal);
         if (!last && every(flags.eval_every)) report_validation(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
@@ -93,32 +93,30 @@ static void read_step(Run& run, const Loader& loader) {
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
-    read_on_all_ranks(run, [&] {
+    read_or_save_and_fail(run, [&] {
         for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
             loader.read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
 }
 
-// One optimizer step: reads its micro-batches, updates the model, and prints.
-static void train_step(Run& run, const Loader& loader, Progress& progress) {
-    constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
+// The arguments of the next update.
+static AdamWStep next_update(const Run& run) {
     const Flags& flags = run.flags;
-    LoopState& state = run.state;
-    const double before = now();
-    const AdamWStep adamw{.step = state.updates + 1,
-                          .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
-                          .weight_decay = float(flags.weight_decay),
-                          .clip = float(flags.clip),
-                          .skipped = state.step - state.updates};
-    read_step(run, loader);
-    run.at_savable_step = false;  // an error within the step leaves weights of two steps
-    const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
+    const LoopState& state = run.state;
+    return {.step = state.updates + 1,
+            .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
+            .weight_decay = float(flags.weight_decay),
+            .clip = float(flags.clip),
+            .skipped = state.step - state.updates};
+}
 
-    // A skipped step counts for the schedule and the data, or it would come again. It does not count for the
-    // bias correction, nor, if its text has no targets, as a sign that the run diverges.
-    state.step++;
+// Counts a step that was made. One that was skipped counts for the schedule and the data, or it would come
+// again. It does not count for the bias correction, nor, if its text has no targets, as a sign that the run
+// diverges.
+static void count_step(Run& run, const StepResult& result, Progress& progress) {
+    run.state.step++;
     if (!result.skipped) {
-        state.updates++;
+        run.state.updates++;
         progress.skipped_in_a_row = 0;
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
@@ -126,11 +124,22 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
     // A skip may mean that weights have overflowed. They must not replace a good checkpoint. (The last step
     // of the run has a better proof: finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.processes->last_checkpoint.empty();
+}
+
+// One optimizer step: reads its micro-batches, updates the model, counts and prints the step.
+static void train_step(Run& run, const Loader& loader, Progress& progress) {
+    constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
+    const double before = now();
+    const AdamWStep adamw = next_update(run);
+    read_step(run, loader);
+    run.at_savable_step = false;  // an error within the step leaves weights of two steps
+    const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
+    count_step(run, result, progress);
 
     const double took = now() - before;
-    const double made = double(state.step - progress.first_step);
+    const double made = double(run.state.step - progress.first_step);
     if (made > 1) progress.timed += took;
-    const double left = (now() - progress.started) / made * double(flags.steps - state.step);
+    const double left = (now() - progress.started) / made * double(run.flags.steps - run.state.step);
     print_step(run, result, adamw.lr, took, left);
     if (progress.skipped_in_a_row == MOST_SKIPPED)
         throw Error("The loss, a gradient or a quantized tensor was not finite in ", MOST_SKIPPED,
@@ -148,7 +157,7 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 }
 
 // Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
-static int end_at_signal(Run& run, int signal) {
+static int save_and_end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
     std::string what = "; nothing was saved.";
     const fs::path checkpoint = run.processes->last_checkpoint;

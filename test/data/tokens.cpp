@@ -70,35 +70,36 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     Words tokens(N);
     for (uint32_t& t : tokens) t = uint32_t(rng.below(50'000));
     TokenStream whole = stream_of(tokens);
-    const uint64_t hash = whole.facts().hash;
+    const uint64_t hash = whole.add_quant_errors().hash;
     TokenStream begin = whole, joined;
     const TokenStream end = begin.take_end(rng.below(N));
     joined.append(begin);
     joined.append(end);
-    CHECK(joined.facts().hash == hash);
+    CHECK(joined.add_quant_errors().hash == hash);
     for (const int64_t at : {int64_t(0), int64_t(4096), rng.below(N), N / 2, N - 1})
         for (const uint32_t change : {1u, 1u << 31}) {
             Words other = tokens;
             other[at] ^= change;
-            CHECK(stream_of(other).facts().hash != hash);
+            CHECK(stream_of(other).add_quant_errors().hash != hash);
         }
     Words swapped = tokens, parts = tokens, shorter(tokens.begin(), tokens.end() - 1), longer = tokens;
     std::iter_swap(swapped.begin(),
                    std::find_if(swapped.begin(), swapped.end(), [&](uint32_t t) { return t != tokens[0]; }));
     std::rotate(parts.begin(), parts.begin() + (1 << 18), parts.begin() + (2 << 18));  // two whole parts
     longer.push_back(0);
-    for (const Words& other : {swapped, parts, shorter, longer}) CHECK(stream_of(other).facts().hash != hash);
+    for (const Words& other : {swapped, parts, shorter, longer})
+        CHECK(stream_of(other).add_quant_errors().hash != hash);
     for (const int64_t at : {int64_t(0), N - 1}) {
         Words other = tokens;
         other[at] = 50'001 | 1u << 31;
-        CHECK(stream_of(other).facts().largest == 50'001);
+        CHECK(stream_of(other).add_quant_errors().largest == 50'001);
     }
-    CHECK(TokenStream().facts().largest == -1);
+    CHECK(TokenStream().add_quant_errors().largest == -1);
     // A file that is changed meanwhile may have any token.
     Folder folder;
     const std::string path = folder.write("x.bin", token_file(Shorts(100, 7)));
     Corpus corpus = load_corpus(path);
-    CHECK((corpus.train.facts().largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
+    CHECK((corpus.train_facts.largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
     std::fstream(path, std::ios::in | std::ios::out | std::ios::binary).seekp(1024 + 89 * 2) << '\x08';
     check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
@@ -176,7 +177,7 @@ TEST_CASE("load_corpus: text that is not copied into memory is the same text; a 
            mapped = load_corpus(folder / "in", {.copied_bytes = 0});
     for (Corpus* other : {&part, &mapped}) {
         CHECK((text_of(*other) == text_of(copied) && held_out(*other) == held_out(copied)));
-        CHECK(other->train.facts().hash == copied.train.facts().hash);
+        CHECK(other->train_facts.hash == copied.train_facts.hash);
     }
     const std::string text = text_of(copied);
     write_file(folder / "new", "short");
