@@ -1,9 +1,7 @@
 // flags.cpp - the table of flags, and how the command line is read by it (flags.h).
 #include "flags.h"
 
-#include <algorithm>
 #include <charconv>
-#include <numeric>
 #include <variant>
 
 #include "../architecture.h"
@@ -148,50 +146,11 @@ static void set(Flags& flags, const Flag& flag, const std::string& text) {
 // -----------------------------------------------------------------------------------------------------------
 // The command line
 
-// Levenshtein's distance: how many letters must be inserted, removed or replaced to turn one word into the
-// other.
-static size_t distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);  // row[j]: from the first i letters of a to the first j of b
-    std::iota(row.begin(), row.end(), size_t(0));
-    for (size_t i = 0; i < a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i + 1;
-        for (size_t j = 0; j < b.size(); j++) {
-            const size_t replaced = diagonal + (a[i] != b[j]);
-            diagonal = row[j + 1];
-            row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
-        }
-    }
-    return row.back();
-}
-
-// The flag that a misspelled word most likely means, or null if none is similar. "--eval_every" and
-// "evl-every" mean --eval-every, and so does its beginning "--eval"; "--batch-size" means --batch.
-static const Flag* similar_flag(std::string word) {
-    word.erase(0, word.find_first_not_of('-'));
-    std::replace(word.begin(), word.end(), '_', '-');
-    const Flag* best = nullptr;
-    // One letter of a short word may be wrong, a third of the letters of a long one, and two that are
-    // swapped.
-    size_t least = 1 + (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3));
-    for (const Flag& flag : FLAGS) {
-        const std::string name = flag.name;
-        const bool is_beginning = word.size() > 1 && (name.starts_with(word) || word.starts_with(name + "-"));
-        const size_t wrong_letters = is_beginning ? 1 : distance(word, name);
-        if (wrong_letters >= least) continue;
-        least = wrong_letters;
-        best = &flag;
-    }
-    return best;
-}
-
 // The flag of this name, with its dashes.
 static const Flag& find_flag(const std::string& name) {
     for (const Flag& flag : FLAGS)
         if (name == std::string("--") + flag.name) return flag;
-    const Flag* const similar = similar_flag(name);
-    const std::string question = similar ? concat("do you mean --", similar->name, "? ") : "";
-    throw Error(name, " is not a flag; ", question, "./train --help lists all flags.");
+    throw Error(name, " is not a flag; ./train --help lists all flags.");
 }
 
 void Flags::parse(const std::vector<std::string>& arguments) {

@@ -22,16 +22,11 @@ text; --batch | --batch needs a value after it; --batch 2.5; --batch ''; --batch
 --recipe "a$(printf '\033')[31mc" | a?[31mc; --resume '' | --resume  has no complete checkpoint)");
 }
 
-TEST_CASE("train: a misspelled flag is rejected with the flag that it most likely means") {
+TEST_CASE("train: an unknown flag is rejected and the error says where all flags are listed") {
     const RunFolder folder;
-    check_rows(folder, "--device cpu ", R"(
---bacth 4 | do you mean --batch?; --bacth=4 | do you mean --batch?;
---save_every 3 | do you mean --save-every?; --evaluate-every 5 | do you mean --eval-every?;
---step 3 | do you mean --steps?; --warm-up 3 | do you mean --warmup?; --modle x | do you mean --model?;
---batch-size 4 | do you mean --batch?; -steps 4 | do you mean --steps?; steps 4 | do you mean --steps?;
---accum 4 | do you mean --accumulate?; --weight_decay 0 | do you mean --weight-decay?)");
-    for (const std::string word : {"--nothing-like-it", "x"})
-        check_rejected(folder, word, "train: " + word + " is not a flag; ./train --help lists all flags.");
+    for (const std::string word : {"--save_every", "--bacth", "-steps", "x"})
+        check_rejected(folder, word + " 4",
+                       "train: " + word + " is not a flag; ./train --help lists all flags.");
 }
 
 TEST_CASE("train: sizes and data and files that cannot work are rejected before the first step") {
