@@ -261,8 +261,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
 }
 
 // The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
-// result.
-static uint64_t mix(uint64_t z) {
+// result. (model.h has a cheaper one, mixed_bits(). Each stays: old runs have the bits of both.)
+static uint64_t splitmix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return z ^ (z >> 31);
@@ -279,7 +279,7 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     do {
         for (uint64_t round = 0; round < ROUNDS; round++) {
             const uint64_t left = x >> half_bits, right = x & mask;
-            const uint64_t of_right = mix(key + mix((round << 32) + right)) & mask;
+            const uint64_t of_right = splitmix64(key + splitmix64((round << 32) + right)) & mask;
             x = right << half_bits | (left ^ of_right);
         }
     } while (x >= n);
@@ -298,7 +298,7 @@ void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
     for (int64_t row = 0; row < B_; row++) {
         const int64_t at = number * B_ + row;  // counted through all epochs
         const uint64_t epoch = at / windows_;
-        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * (epoch + 1));
+        const uint64_t key = splitmix64(seed_ + 0x9E3779B97F4A7C15ull * (epoch + 1));
         const int64_t first = permute(key, windows_, at % windows_) * T_;
         stream_.read(first, T_ + 1, window.data(), counted.data());
         std::copy(window.begin(), window.end() - 1, tokens + row * T_);

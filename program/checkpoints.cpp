@@ -25,22 +25,14 @@ static std::string folder_of_resumed(const Flags& flags) {
     return fs::canonical(last).parent_path().string();
 }
 
-// The checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone reads all of
-// it, and alone knows what is skipped.
-static WholeCheckpoint find_resumed(const Run& run) {
-    WholeCheckpoint found;
-    if (run.is_rank_0()) found = find_whole_checkpoint(run.flags.resume);
-    found.path = run.processes->all_gather(found.path).front();
-    return found;
-}
-
 // Says which checkpoints are skipped, because they are not whole. If this run saves into their folder, they
 // are renamed, so that they do not stand in the way of later ones.
 static void set_aside_skipped(const Run& run, const std::vector<WholeCheckpoint::Skipped>& skipped) {
     for (const auto& [path, why] : skipped) {
         print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
-        if (run.out_is_locked && fs::equivalent(fs::path(path).parent_path(), run.flags.out))
-            print_error(concat(path, " is now ", set_aside(path), "."));
+        if (!run.out_is_locked || !fs::equivalent(fs::path(path).parent_path(), run.flags.out)) continue;
+        const std::string renamed = set_aside(path);
+        print_error(concat(path, " is now ", renamed, "."));
     }
 }
 
@@ -77,14 +69,16 @@ static void take_checkpoint(Run& run) {
     if (flags.steps == 0 && !flags.given("log")) flags.log = "";
 }
 
-// Chooses the checkpoint to continue, and takes its state and its flags.
+// Takes the state and the flags of the checkpoint that --resume names, or of the newest in that folder that
+// is whole. Rank 0 alone reads all of it, and says what it skips; the others wait until it has renamed that.
 void resume(Run& run) {
     const std::string folder = folder_of_resumed(run.flags);
     if (!run.flags.given("out")) run.flags.out = folder;
     lock_out_folder(run);
-    const WholeCheckpoint found = find_resumed(run);
+    WholeCheckpoint found;
+    if (run.is_rank_0()) found = find_whole_checkpoint(run.flags.resume);
     set_aside_skipped(run, found.skipped);
-    run.weights_folder = found.path;
+    run.weights_folder = run.processes->all_gather(found.path).front();
     take_checkpoint(run);
 }
 

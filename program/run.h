@@ -54,9 +54,9 @@ void start_ranks(Run& run);         // starts or finds the other processes; from
 void choose_device(Run& run);       // --device auto becomes cpu or gpu
 void make_setup(Run& run);          // fills run.setup, but for the model and the length of sequences
 void choose_model(Run& run);        // fills run.setup.config, and run.weights_folder if --model is a folder
-void load_data(Run& run);           // fills run.corpus
+void load_data(Run& run);           // fills run.corpus; a plan needs no data
 void take_sizes_of_data(Run& run);  // fills run.setup.T, and the vocabulary size of a model without one
-Json settings_to_save(const Run& run);
+Json settings_to_save(const Run& run);         // what trainer.json keeps of a run
 void require_same_on_ranks(const Run& run);    // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);  // Error if the run that is continued had other data
 void take_other_files(Run& run);               // fills run.other_files
@@ -66,8 +66,7 @@ void log_settings(Run& run);
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-// Fills run.weights_folder, run.resumed, run.state and run.changes, and in run.flags those that are not
-// given. Locks
+// Fills run.weights_folder, run.resumed, run.state and run.changes, and the flags that are not given. Locks
 // --out, and renames checkpoints in it that are not whole.
 void resume(Run& run);
 bool is_complete(const Run& run);  // whether the run that --resume continues has made all its steps

@@ -1,5 +1,5 @@
-// start.cpp - the start of a run: from the flags to a model. The functions have the order in which main.cpp
-// calls them.
+// start.cpp - the start of a run: from the flags to a model. main.cpp calls the stages in this order; run.h
+// says what each of them fills.
 #include <omp.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ static std::string path_of_descriptor(int descriptor) {
     return fs::read_symlink(concat("/proc/self/fd/", descriptor), none).string();
 }
 
-// Starts or finds the other ranks. Each goes on with the next stage; only rank 0 prints from here on.
+// Every rank goes on with the next stage.
 void start_ranks(Run& run) {
     const Flags& flags = run.flags;
     const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
@@ -45,7 +45,7 @@ void start_ranks(Run& run) {
         throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");
 }
 
-// --device auto becomes cpu or gpu. A plan for a GPU needs none.
+// A plan for a GPU needs none.
 void choose_device(Run& run) {
     Flags& flags = run.flags;
     if (flags.device != "cpu") run.why_no_gpu = why_no_gpu(run.processes->local_rank());
@@ -54,8 +54,7 @@ void choose_device(Run& run) {
     if (flags.device == "auto") flags.device = run.why_no_gpu.empty() ? "gpu" : "cpu";
 }
 
-// Fills run.setup but for the model and the length of sequences. Error if the tables have no row of a name.
-// If --optimizer is not given, the flag becomes the recipe's.
+// Finds the rows of tables that the flags name. If --optimizer is not given, the flag becomes the recipe's.
 void make_setup(Run& run) {
     Flags& flags = run.flags;
     Setup& s = run.setup;
@@ -74,8 +73,8 @@ void make_setup(Run& run) {
     if (run.on_gpu() && run.why_no_gpu.empty()) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
 }
 
-// Fills run.setup.config: the shape of the folder that run.weights_folder names, or else of a named model. If
-// --model is a folder, run.weights_folder becomes the newest checkpoint in it, or the folder itself.
+// A run that continues has the shape of its checkpoint. If --model is a folder, the run starts from the
+// newest checkpoint in it, or from the folder itself.
 void choose_model(Run& run) {
     Flags& flags = run.flags;
     if (run.weights_folder.empty() && fs::is_directory(flags.model)) {
@@ -139,7 +138,6 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
                     "the text with the same tokenizer (data/tokenize.py).");
 }
 
-// A plan needs no data.
 void load_data(Run& run) {
     const Flags& flags = run.flags;
     if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
@@ -171,8 +169,7 @@ void take_sizes_of_data(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The settings
 
-// What trainer.json keeps in the run's checkpoints: its flags, what its data are, and how it came about.
-// Every rank calls this at the same time.
+// Its flags, what its data are, and how it came about. Every rank calls this at the same time.
 Json settings_to_save(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
         return concat(tokens.size(), " tokens, hash ", facts.hash);
@@ -209,7 +206,7 @@ static Json hashes_of_weights(const Run& run) {
     return hashes;
 }
 
-// Error if ranks differ in a flag, in data or in the model.
+// Every rank compares all others with rank 0.
 void require_same_on_ranks(const Run& run) {
     Json mine = run.state.settings;
     mine["accumulate"] = run.flags.accumulate;
@@ -235,7 +232,7 @@ void require_same_on_ranks(const Run& run) {
     }
 }
 
-// Error if this run has other data than the one that it continues: the saved state would mean something else.
+// With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
     const std::string text = difference_of_data(run.resumed, run.state.settings);
     if (!text.empty()) throw Error("--data is not that of the checkpoint's run: ", text, "; restore it.");
