@@ -93,12 +93,12 @@ static void write_files(const std::string& folder, Model& model, const LoopState
     std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
     file << safetensors_header(tensors);
     for (const StateTensor& t : table) {
-        const Bytes bytes = whole_tensor(model, t);
+        const Bytes bytes = gather_whole_tensor(model, t);
         file.write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
     }
     save_model_folder(folder, model, other_files);
     if (!writes) return;
-    finish(file, path);
+    close_and_sync(file, path);
     write_trainer(folder, state);
     sync(folder);
 }

@@ -71,7 +71,7 @@ def what_follows(text, other):
 
 
 def end_of_longest_tail(tail, text, first, last):
-    """Looks in text[first:last] for `tail`, or for as much of its end as is there; returns where it ends."""
+    """Where `tail`, or the longest end of it that is in text[first:last], ends there; `last` if none is."""
     found, most = 0, len(tail)  # characters: if n of them are there, fewer are, too
     while found < most:
         middle = (found + most + 1) // 2
@@ -157,29 +157,28 @@ class Conversation:
     def __init__(self, template, record):
         self.template, self.tools, self.where = template, record.tools, record.where
         self.weights = [message.get("weight", 1) for message in record.messages]
-        self.messages = [{key: value for key, value in message.items() if key != "weight"}
-                         for message in record.messages]
-        self.text = self.text_of_record()
+        messages = [{key: value for key, value in message.items() if key != "weight"}
+                    for message in record.messages]
+        self.text, self.messages = self.text_and_form(messages)
 
-    def text_of_record(self):
-        """The text of all messages. They have several forms: arguments of calls are objects or text of JSON,
-        a content is null or missing, one text or parts. A template wants one of them. So if it rejects the
-        record's form, or does not show words as they are, self.messages get another form."""
+    def text_and_form(self, messages):
+        """(the text of all messages, the form of the messages that gives it). They have several forms:
+        arguments of calls are objects or text of JSON, a content is null or missing, one text or parts. A
+        template wants one of them. So another form than the record's is taken if the template rejects that,
+        or does not show words as they are."""
         rendered, first_problem = [], None
-        for form in forms_of(self.messages):
+        for form in forms_of(messages):
             try:
                 text = self.template.render(form, self.tools)
             except Exception as problem:  # a template can raise anything
                 first_problem = first_problem or problem
                 continue
             if are_shown(form, text):
-                self.messages = form
-                return text
+                return text, form
             rendered.append((text, form))
         if not rendered:
             self.reject(first_problem)
-        text, self.messages = rendered[0]
-        return text
+        return rendered[0]
 
     def reject(self, problem):
         if getattr(self.template.tokenizer, "chat_template", "") is None:
@@ -222,9 +221,10 @@ class Conversation:
         is where the answer before it ends.
 
         Mostly the text begins with the rendering of the messages before, up to where the assistant begins to
-        answer, and with the rendering of the messages up to this one. What the second has more is the answer.
-        But some templates write other things in the middle of a conversation than at its end. Then the
-        conversation is rendered with other words in this message: it is where the two texts differ."""
+        answer, and also with the rendering of the messages up to this one. The part of the second rendering
+        that is not in the first is the answer. But some templates write other things in the middle of a
+        conversation than at its end. Then the conversation is rendered once more with other words in this
+        message: the answer is where the two texts differ."""
         prompt = self.render(self.messages[:i], True)
         whole = self.render(self.messages[:i + 1])
         if prompt and whole and self.text.startswith(prompt) and self.text.startswith(whole.rstrip()):

@@ -64,7 +64,7 @@ uint64_t hash_of(const MappedFile& file) {
 
 std::string hash_file(const std::string& path) { return std::to_string(hash_of(MappedFile(path))); }
 
-void finish(std::ofstream& file, const std::string& path) {
+void close_and_sync(std::ofstream& file, const std::string& path) {
     file.close();
     if (!file)
         throw Error("Cannot write ", path,
@@ -75,7 +75,7 @@ void finish(std::ofstream& file, const std::string& path) {
 void save_file(const std::string& path, const std::string& bytes) {
     std::ofstream file(path, std::ios::binary);
     file << bytes;
-    finish(file, path);
+    close_and_sync(file, path);
 }
 
 // Some file systems cannot sync a folder, and return EINVAL. That is no error.

@@ -34,7 +34,7 @@ private:
     const std::string path_;
     void* memory_ = nullptr;
     int64_t bytes_ = 0;
-    uint64_t device_ = 0, number_ = 0;  // what the file is, also when another takes its name
+    uint64_t device_ = 0, number_ = 0;  // identify the file, even when another one takes its name
 };
 
 // The hash of some bytes, which follow bytes that have the given hash. A change in one word of 8 bytes always
@@ -45,8 +45,8 @@ std::string hash_file(const std::string& path);  // likewise, as a decimal numbe
 
 // Closes a file and waits until it is on the disk. Error if this or an earlier write has failed: nobody else
 // has to check that.
-void finish(std::ofstream& file, const std::string& path);
-void save_file(const std::string& path, const std::string& bytes);
+void close_and_sync(std::ofstream& file, const std::string& path);
+void save_file(const std::string& path, const std::string& bytes);  // and waits likewise
 
 // Waits until a file, or the names in a folder, are on the disk: a new name survives a power failure then.
 void sync(const std::string& path);

@@ -125,8 +125,8 @@ def replaced(value, old, new):
 
 
 def between_digits(text):
-    """The text between two digits, "1text1". They differ from its first and last character: so these are
-    where the first and the last difference to the text are found."""
+    """The text between two equal digits: "1text1". The digit is neither the first nor the last character of
+    the text. So the first difference to the text is at its first character, and the last at its last one."""
     if not text.strip():
         return text
     ends = text.strip()[0] + text.strip()[-1]

@@ -208,7 +208,7 @@ static std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
 
 // Files of a model without its head, such as those of GPT-2 itself or of a LlamaModel of transformers, leave
 // out the first part of the names, "transformer." or "model.".
-const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
+static const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
     const std::string bare = piece.name.substr(piece.name.find('.') + 1);
     const bool is_bare = !files.tensors().count(piece.name) && files.tensors().count(bare);
     return files.require(is_bare ? bare : piece.name, piece.shape, "BF16 F16 F32");
@@ -410,7 +410,7 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
     std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
     file << safetensors_header(tensors);
     for (const StateTensor& t : weight_tensors(c)) {
-        const Bytes bytes = whole_tensor(model, t);
+        const Bytes bytes = gather_whole_tensor(model, t);
         const auto* weight = reinterpret_cast<const uint16_t*>(bytes.data());  // memory of new is aligned
         for (const Piece& piece : pieces(c, t.param)) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
@@ -419,7 +419,7 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
         }
     }
     if (!writes) return;
-    finish(file, path);
+    close_and_sync(file, path);
     for (const auto& [name, bytes] : other_files) {
         const fs::path file = path_in(folder, name);
         fs::create_directories(file.parent_path());
@@ -435,8 +435,9 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
     save_file(path_in(folder, "config.json"), config.dump(2) + "\n");
 }
 
-// Every rank sends its part to rank 0. Of a tensor that every rank keeps whole, the first part is all.
-Bytes whole_tensor(Model& model, const StateTensor& t) {
+// Every rank sends its part to rank 0. Of a tensor that every rank keeps whole, the first part is all. If a
+// rank cannot read its part, all ranks end: the others would take what it sends next for this tensor.
+Bytes gather_whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     Bytes mine(owned(setup, t).count * t.bytes), whole;
     try {
@@ -449,7 +450,7 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
                 whole.insert(whole.end(), part.begin(), part.end());
     } catch (const std::exception& error) {
         if (!setup.communicator) throw;
-        setup.communicator->fail(error.what());  // the others would take what is sent next for this tensor
+        setup.communicator->fail(error.what());
     }
     return whole;
 }

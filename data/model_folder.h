@@ -37,7 +37,7 @@ bool is_tokenizer_file(const std::string& name);
 std::string tokenizer_in(const std::string& folder);
 
 // All bytes of a tensor on rank 0; none on other ranks. Every rank calls it at the same time.
-std::vector<uint8_t> whole_tensor(Model& model, const StateTensor& t);
+std::vector<uint8_t> gather_whole_tensor(Model& model, const StateTensor& t);
 
 // Writes config.json, model.safetensors (BF16) and other files into an existing folder. Every rank calls it
 // and sends what it keeps; rank 0 alone writes, and gets an Error after all have sent.

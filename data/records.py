@@ -61,6 +61,8 @@ class Report:
         self.files = []  # (path, reason)
         self.columns = {}  # name: where it was found first
         self.copies = 0  # texts or conversations that occurred before
+        self.without_answer = 0  # conversations without an answer among the tokens of a window
+        self.longer = 0  # conversations that are cut at the end of a window
 
     def print(self):
         for path, reason in self.files[:NAMED]:
@@ -265,11 +267,12 @@ def checked_message(message, where):
         checked(content, where)
     if message.get("weight", 1) not in (0, 1):
         fail(f"{where} has the weight {message['weight']!r}; it must be 0 or 1.")
-    if "tool_calls" in message:
-        message["tool_calls"] = parsed(message["tool_calls"])
-        if not isinstance(message["tool_calls"], list):
-            fail(f'{where} has "tool_calls" that are no list; correct the record.')
-    return message
+    if "tool_calls" not in message:
+        return message
+    calls = parsed(message["tool_calls"])
+    if not isinstance(calls, list):
+        fail(f'{where} has "tool_calls" that are no list; correct the record.')
+    return {**message, "tool_calls": calls}
 
 
 def tools_of(row, where):

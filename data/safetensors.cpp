@@ -26,8 +26,8 @@ static int64_t bytes_of(const HfTensor& tensor) {
     return bytes;
 }
 
-// The files that an index names: {"weight_map": {name of a tensor: name of a file}}. Which tensors are in
-// which file, their headers tell. An index may come from anywhere, so only files of its own folder are read.
+// The files that an index names: {"weight_map": {name of a tensor: name of a file}}. Which tensors a file has
+// is read from its header. An index may come from anywhere, so only files of its own folder are read.
 static std::set<std::string> files_of_index(const std::string& path) {
     const Fields map{path + ", weight_map", read_json(path).get<Fields>("weight_map").object};
     std::set<std::string> files;
@@ -45,7 +45,7 @@ static std::set<std::string> files_of_index(const std::string& path) {
 static std::set<std::string> weight_files(const std::string& folder) {
     std::set<std::string> files;
     const std::string index = path_in(folder, "model.safetensors.index.json"), single = "model.safetensors";
-    if (fs::exists(index)) files = files_of_index(index);  // also read where it is not used: it may be wrong
+    if (fs::exists(index)) files = files_of_index(index);  // a wrong index is an Error even if it is not used
     if (fs::exists(path_in(folder, single))) return {single};
     if (!files.empty()) return files;
     for (const fs::path& file : fs::directory_iterator(folder))

@@ -88,10 +88,12 @@ def batches_of(parts):
 
 
 def encode(tokenizer, texts, end):
-    """One stream, an end-of-text token before each text, as in llm.c. A special token in a text is text.
+    """One stream of tokens, with an end-of-text token before each text, as in llm.c. If a text spells a
+    special token, this stays text.
 
-    Some tokenizers write a space before a text, which does not belong before its later parts. So these are
-    tokenized behind a line end, whose tokens are then left out."""
+    A long text is tokenized in parts. Some tokenizers put a space before what they are given, which is right
+    before a text and wrong before its second part. So the later parts are tokenized behind a line end, whose
+    tokens are then left out."""
     def tokens_of(many):
         found = tokenizer(many, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return found["input_ids"]
@@ -147,24 +149,28 @@ def pieces_of(tokenizer):
 
 
 def tokens_of_conversations(template, files, T, report):
-    """The first T tokens of each conversation that has an answer in them."""
+    """The first T tokens of each conversation that has an answer in them. `report` counts the others."""
     # So many characters are enough for T tokens, whatever the tokens are.
     longest = max(LONGEST_CONVERSATION, T * max(map(len, template.tokenizer.get_vocab())))
-    found, without, longer = [], 0, 0
+    found = []
     for record in read_conversations(files, report):
         tokens = tokens_of_record(template, record, longest)
         if all(t & NOT_COUNTED for t in tokens[:T]):
-            without += 1
+            report.without_answer += 1
         else:
-            longer += len(tokens) > T
+            report.longer += len(tokens) > T
             found.append(tokens[:T])
+    return found
+
+
+def print_conversations(template, T, report):
+    """What is not used, or not as the record has it."""
     report.print()
     for remark, times in template.remarks.items():
         print(f"{remark} ({times:,} times).")
-    print(f"{without:,} conversations have an empty answer, or none within {T} tokens, and are left out; "
-          f"{longer:,} are cut.")
+    print(f"{report.without_answer:,} conversations have an empty answer, or none within {T} tokens, and are "
+          f"left out; {report.longer:,} are cut.")
     print(f"Chat templates that ask for the date are told {DATE_AS_TEXT}, on every day.")
-    return found if len(found) > 1 else fail("give two conversations or more with answers within --seq.")
 
 
 def pack(conversations, T, padding):
@@ -208,7 +214,6 @@ def check_arguments(run, files, chats):
 
 def open_tokenizer(name):
     """The tokenizer of this name; None without a name."""
-    stop_the_clock()
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -270,7 +275,11 @@ def streams_of_texts(run, files, report):
 def streams_of_conversations(run, files, report):
     """The same of files of conversations."""
     tokenizer = open_tokenizer(run.tokenizer)
-    conversations = tokens_of_conversations(ChatTemplate(tokenizer), files, run.seq, report)
+    template = ChatTemplate(tokenizer)
+    conversations = tokens_of_conversations(template, files, run.seq, report)
+    print_conversations(template, run.seq, report)
+    if len(conversations) < 2:
+        fail("give two conversations or more with answers within --seq.")
     padding = tokenizer.eos_token_id or 0
     return tokenizer, [pack(part, run.seq, padding) for part in hold_out(conversations, run.hold_out)]
 
@@ -291,6 +300,7 @@ def contents_of_files(streams, seq, pieces, end):
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    stop_the_clock()
     run, report = parse_arguments(), Report()
     files = [file for path in run.text for file in files_below(path, report)]
     chats = [file for file in files if has_conversations(file)]

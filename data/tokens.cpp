@@ -199,7 +199,8 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
     const std::string name = fs::path(path).filename().string();
     const bool held_out = name.find("val") != name.npos && name.find("train") == name.npos;
     TokenStream& stream = held_out ? corpus.validation : corpus.train;
-    // The token after a packed file's last window is no target that counts: the next file begins there.
+    // A packed file ends with one token more than its windows, the last target, which does not count. The
+    // next file begins in its place.
     if (seq && stream.size()) stream.take_end(1);
     stream.append(
         {.owner = file, .data = file->data() + HEADER, .width = width, .count = count, .file = file.get()});

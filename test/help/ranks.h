@@ -147,7 +147,7 @@ struct RankTraining : Training {
     }
     Snapshot whole(const std::vector<StateTensor>& table) const {
         Snapshot bytes;
-        for (const StateTensor& t : table) bytes[t.name] = whole_tensor(*model, t);
+        for (const StateTensor& t : table) bytes[t.name] = gather_whole_tensor(*model, t);
         return bytes;
     }
 };
