@@ -143,6 +143,32 @@ static int64_t longest_seen(const Flags& flags, const std::string& folder) {
     return is_checkpoint ? read_loop_state(folder).settings.at("seq").get<int64_t>() : INT32_MAX;
 }
 
+// Prints the prompt, and what the model continues it with: each token as soon as it is drawn, but a character
+// only when all its bytes are.
+static void print_continuation(const Run& run, Model& model, const Vocabulary& vocabulary,
+                               std::vector<int32_t>& tokens) {
+    const Flags& flags = run.flags;
+    const SamplingOptions drawing{.temperature = flags.temperature,
+                                  .most = flags.tokens,
+                                  .end_token = vocabulary.end_token,
+                                  .seed = uint64_t(flags.seed)};
+    std::string pending = flags.prompt;    // what is not printed yet
+    const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
+        const std::string whole = pending.substr(0, pending.size() - kept);
+        std::fputs(printable(whole, "\n\t").c_str(), stdout);
+        std::fflush(stdout);
+        pending.erase(0, whole.size());
+    };
+    print(incomplete_end(pending));
+    generate_tokens(model, *run.processes, drawing, tokens, [&] {
+        if (tokens.back() == drawing.end_token) return;
+        pending += vocabulary.decode({tokens.back()});
+        print(incomplete_end(pending));
+    });
+    print(0);
+    std::printf("\n");
+}
+
 // ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
 // folders have their weights.
 void answer_prompt(const Run& run) {
@@ -167,25 +193,7 @@ void answer_prompt(const Run& run) {
     const std::unique_ptr<Model> model = run.on_gpu() ? make_gpu(setup) : make_reference(setup);
     load_weights(folder, setup.config, model.get());
 
-    const SamplingOptions drawing{.temperature = flags.temperature,
-                                  .most = flags.tokens,
-                                  .end_token = vocabulary.end_token,
-                                  .seed = uint64_t(flags.seed)};
-    std::string pending = flags.prompt;    // what is not printed yet
-    const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
-        const std::string whole = pending.substr(0, pending.size() - kept);
-        std::fputs(printable(whole, "\n\t").c_str(), stdout);
-        std::fflush(stdout);
-        pending.erase(0, whole.size());
-    };
-    print(incomplete_end(pending));
-    generate_tokens(*model, *run.processes, drawing, tokens, [&] {
-        if (tokens.back() == drawing.end_token) return;
-        pending += vocabulary.decode({tokens.back()});
-        print(incomplete_end(pending));
-    });
-    print(0);
-    std::printf("\n");
+    print_continuation(run, *model, vocabulary, tokens);
 }
 
 }  // namespace coat
