@@ -69,6 +69,7 @@ namespace {
 enum class WhichMoment : uint8_t { First, Second };
 
 // How the codes of a moment are made. It is known when a kernel is compiled, so that nothing branches on it.
+// Below, Traits is a MomentTraits.
 template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
@@ -109,11 +110,11 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The careful path, for moment groups so wide or so small that what the equations above compute on the way
-// leaves the normal numbers of FP32. There are few. Their moments are computed by these equations like all
-// others, and then a second time, carefully: so the fast path has no branch, and the compiler can interleave
-// what m and v need. (As a function that is called, or in a loop that is not unrolled, the careful path would
-// make the fast one up to 24% slower.)
+// The careful path, for the few moment groups that are so wide or so small that what the equations above
+// compute on the way leaves the normal numbers of FP32. The fast path computes these groups like all others,
+// so that it has no branch, and the compiler can interleave what m and v need. Then the careful path computes
+// these groups again, and its results replace the first ones. (As a function that is called, or in a loop
+// that is not unrolled, the careful path would make the fast one up to 24% slower.)
 enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
@@ -434,9 +435,9 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
 // ===========================================================================================================
 // 5. The launch
 
-// As many blocks as the GPU runs at once; or several times as many, if each then has LEAST_SPANS spans.
-// Spans that take the careful path are slow, and are neighbours (the rows of tokens that no longer occur).
-// With more blocks they are shared out better.
+// The number of blocks: as many as the GPU runs at once; or several times as many, if each then has at least
+// LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the embeddings of
+// tokens that no longer occur. More blocks share them out better.
 static unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));

@@ -42,15 +42,17 @@ inline __device__ void adamw_element(const AdamWFactors& f, float keep_m, float 
 // ===========================================================================================================
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
-// A kernel is compiled for each of Bf16Weights<true>, Bf16Weights<false> and FloatWeights. Each counts
-// elements from the `first` one of those that it is made for. store() rounds eight weights, writes them if
-// `live`, and updates `top`, the bits of the largest magnitude so far. The random bits follow from key, the
-// rounding_key() of the step, and from element, the first element's number in the flat order.
+// A kernel is compiled for each of Bf16Weights<true>, Bf16Weights<false> and FloatWeights. An object of these
+// counts elements from `first`, the element of the rank's order for which it is constructed. store() rounds
+// eight weights, writes them if `live`, and updates `top`, the bits of the largest magnitude so far. The
+// random bits follow from key, the rounding_key() of the step, and from element, the first element's number
+// in the flat order.
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
 // With a master the number is 0x8000, which rounds to nearest. What the weight lacks is its remainder:
 // bits = (weight << 16) + signed remainder. Without a master, rounding to nearest would lose every update
-// below half a step of BF16: 16 random bits are added instead, so that it is kept on average.
+// below half the distance to the next BF16 value: 16 random bits are added instead, so that the update is
+// kept on average.
 template <bool MASTER> struct Bf16Weights {
     struct Raw {
         Dense<bf16>::Raw weights, remainders;  // 16 bits each

@@ -249,7 +249,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     __syncthreads();
     const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
-    bool odd_row = false;  // of the rows that this thread has had
+    bool odd_row = false;  // whether this thread has had an odd number of rows
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y;

@@ -41,7 +41,10 @@ static __device__ void update_block_amax(float* amax, uint32_t top) {
     if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top);
 }
 
-// For the transposed codes a tile contributes 128 rows of each of its columns.
+// The first pass: the amaxes of the rows or blocks that row-major codes have (`grid`), and of those that
+// transposed codes have (`transposed`). Null scales: these codes are not wanted. The 128 rows that a tile has
+// of a column lie in one block of the transposed codes. So the maxima that the threads have of a column are
+// combined first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
@@ -69,7 +72,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
-// hides it.
+// hides it. whole: gets the amax of the whole tensor; may be null.
 static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* whole) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
@@ -79,7 +82,7 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
 
 // The scales of x, of both sets that out wants; *out.amax is updated.
 static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s) {
-    const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
+    const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
     with_producer<BF16_ONLY>(x, [&](auto producer) {
@@ -99,23 +102,25 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                               uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    Values of_columns[PLANES] = {};  // 1 / scale of each of the thread's columns, for the transposed codes
+    // For the transposed codes: 1 / scale of each of the thread's columns.
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
+    Values inverse_of_columns[PLANES] = {};
     if (TRANSPOSED && at.inside(rows, x.width))
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK; j++) {
                 const int64_t col = p * x.width + at.col + j;
-                of_columns[p][j] = __frcp_rn(*by_column.at(static_cast<int64_t>(blockIdx.y) * TILE, col));
+                inverse_of_columns[p][j] = __frcp_rn(*by_column.at(first_row, col));
             }
     store_codes<TRANSPOSED>(
         x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const Values& v, bool live) {
             ChunkCodes chunk{};
             if (live && codes) {
-                const float of_row = __frcp_rn(*by_row.at(at.row + row, plane * x.width + at.col));
-                chunk.by_row = encode(e5m2, v, of_row);
+                const float inverse_of_row = __frcp_rn(*by_row.at(at.row + row, plane * x.width + at.col));
+                chunk.by_row = encode(e5m2, v, inverse_of_row);
             }
             if (TRANSPOSED) {
                 Values scaled;
-                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], of_columns[plane][j]);
+                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
                 chunk.transposed = encode(e5m2, scaled, 1.0f);
             }
             return chunk;
@@ -164,8 +169,9 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
 
 // A thread has one operand's history, which moves up by one from its end on.
 constexpr int HISTORY_THREADS = 32;
-static __global__ void end_delayed_step_kernel(TensorScale* scales, int64_t n, float* histories, int length,
-                                               float fmax, const uint32_t* skipped, uint32_t* empty) {
+static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t n, float* histories,
+                                                    int length, float fmax, const uint32_t* skipped,
+                                                    uint32_t* empty) {
     const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
     TensorScale& mine = scales[i];
@@ -183,8 +189,8 @@ static __global__ void end_delayed_step_kernel(TensorScale* scales, int64_t n, f
 
 void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
                            const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    launch("update_delayed_scales", end_delayed_step_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS, 0,
-           s, scales, n, histories, length, info(fp8).max, skipped, empty);
+    launch("update_delayed_scales", update_delayed_scales_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS,
+           0, s, scales, n, histories, length, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu
