@@ -38,7 +38,7 @@ REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 SOURCES   := $(REFERENCE) gpu/layout.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
 # Those of test/data, test/dev and test/reference are included by test/data.cpp, dev.cpp and reference.cpp.
 TESTS     := $(sort $(wildcard test/*.cpp))
-JUDGE     := dev/exercises/judge.cpp dev/exercises/capstone.cpp
+JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
 
 # ---------------------------------------------------------------------------------------------------------------

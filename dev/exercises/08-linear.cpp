@@ -1,20 +1,30 @@
-// 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 20 minutes)
+// 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 25 minutes)
 //
-// x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output. Set
+// gemm: as on a Hopper GPU, both matrices have their codes along the dimension that is summed over:
+//   c (a.rows, b.rows)      c(i, j) = the sum over k of the values of a(i, k) and b(j, k), multiplied
+// The value of a code is its matrix's scale times given::decode(format, code). Add up products of decoded
+// codes, and multiply the sum by both scales once.
+//
+// linear: x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output. Set with gemm
 //   y   (tokens, out)   the output                         fprop
 //   dx  (tokens, in)    the gradient of x                  dgrad
 //   dw  (out, in)       the gradient of w                  wgrad
 // Every operand is quantized once, with one scale for the tensor: x and w in E4M3, g in E5M2.
 //
-// Find out: over which dimension does each GEMM sum, and which operands must be transposed for it? With one
-// scale per tensor, does it matter whether a matrix is transposed before or after it is quantized?
+// Find out: over which dimension does each GEMM sum, and which codes must be transposed for it? Would it
+// matter if a matrix were transposed before it is quantized?
 //
-// given:: has quantized(x) in E4M3 and quantized_e5m2(x), which encode and decode again (the scale is in the
-// values), transposed(x), and product(a, b), which sums over a's columns and b's rows.
+// given::quantize(E4M3, x) gives an Fp8Matrix (judge.h): rows, cols, format, scale and codes, row by row.
+// given::transposed(q) transposes one.
 #include "judge.h"
+
+Matrix gemm(const Fp8Matrix& a, const Fp8Matrix& b) {
+    Matrix c{a.rows, b.rows, std::vector<float>(a.rows * b.rows)};
+    return c;  // your code
+}
 
 void linear(const Matrix& x, const Matrix& w, const Matrix& g, Matrix& y, Matrix& dx, Matrix& dw) {
     // your code
 }
 
-int main() { return judge::linear(linear); }
+int main() { return judge::linear(gemm, linear); }

@@ -171,7 +171,10 @@ int judge::training(const Function<double(SmallModel&, int)>& step) {
     std::cout << "exercise 12: ";
     if (!why.empty()) std::cout << why << "\n";
     else if (worst < 0.01)
-        std::cout << "passed, the losses of the first 30 steps agree with the reference.\n";
+        std::cout << "passed, the losses of the first 30 steps agree with the reference.\n"
+                     "  Forward keeps both groups and the inputs of the two linear layers (COAT itself "
+                     "computes these "
+                     "again). norm reads the groups of m.x, because backward has nothing else.\n";
     else
         std::cout << "the losses of the first 30 steps differ. If that of step 1 agrees, forward is right.\n";
     return !why.empty() || !(worst < 0.01);

@@ -20,6 +20,13 @@ struct Matrix {  // row-major: element (r, c) is values[r * cols + c]
     std::vector<float> values;
 };
 
+struct Fp8Matrix {  // row-major codes of a format that share one scale: a value is scale * decode(code)
+    int rows, cols;
+    Fp8 format;
+    float scale;
+    std::vector<uint8_t> codes;
+};
+
 struct Moment {  // of groups of 128 parameters: E4M3 codes, and max and k of each group
     uint8_t* codes;
     float *max, *k;
@@ -40,8 +47,12 @@ inline float expansion_factor(float max, float min) { return reference::expansio
 inline float expand(float x, float max, float k) { return reference::expand(F8, x, max, k); }
 inline float contract(float y, float max, float k) { return reference::contract(F8, y, max, k); }
 
-// x encoded and decoded again: in E4M3 with one scale, in E5M2 with one scale, in E4M3 with a scale for each
-// block
+Fp8Matrix quantize(const Fp8& f, const Matrix& x);  // with one scale for the tensor
+float decode(const Fp8& f, uint8_t code);
+Fp8Matrix transposed(const Fp8Matrix& x);
+
+// x encoded and decoded again, so that the scales are in the values: in E4M3 with one scale, in E5M2 with one
+// scale, in E4M3 with a scale for each block
 Matrix quantized(const Matrix& x);
 Matrix quantized_e5m2(const Matrix& x);
 Matrix quantized(const Matrix& x, int block_rows, int block_cols);
@@ -57,6 +68,7 @@ inline std::string failure;  // why a call could not compute anything: then noth
 template <class F> using Function = std::function<F>;
 using Expand = float(float, float, float);
 using AdamW = void(const Step&, int, const float*, float*, Moment, Moment);
+using Gemm = Matrix(const Fp8Matrix&, const Fp8Matrix&);
 using Linear = void(const Matrix&, const Matrix&, const Matrix&, Matrix&, Matrix&, Matrix&);
 using Norm = void(int, int, const uint8_t*, const float*, const float*, const float*, float*, float*);
 using SwiGLU = void(int, int, const uint8_t*, const float*, const float*, float*);
@@ -74,7 +86,7 @@ int encode(const Function<uint8_t(const Fp8&, float)>&);
 int expansion(const Function<float(float, float)>& factor, const Function<Expand>& expand,
               const Function<Expand>& contract);
 int adamw(const Function<AdamW>&, int number = 7);  // 7 on the CPU, with one group a call, or 14 on a GPU
-int linear(const Function<Linear>&);
+int linear(const Function<Gemm>& gemm, const Function<Linear>&);
 int linear_in_blocks(const Function<Linear>&);
 int norm_backward(const Function<Norm>&);
 int swiglu_backward(const Function<SwiGLU>&);

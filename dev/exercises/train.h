@@ -43,7 +43,7 @@ inline int train_and_compare(double (*step)(SmallModel&, int)) {
         is_solved([] { return judge::encode(encode); }),
         is_solved([] { return judge::expansion(expansion_factor, expand, contract); }),
         is_solved([] { return judge::adamw(adamw); }),
-        is_solved([] { return judge::linear(linear); }),
+        is_solved([] { return judge::linear(gemm, linear); }),
         is_solved([] { return judge::linear_in_blocks(deepseek::linear); }),
         is_solved([] { return judge::norm_backward(norm_backward); }),
         is_solved([] { return judge::swiglu_backward(swiglu_backward); })};

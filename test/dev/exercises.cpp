@@ -1,5 +1,8 @@
 // exercises.cpp - dev/exercises: what the judge says of an empty body, of a solution, and of typical
 // mistakes. MISTAKES is the list of these. A solution below is given one of them in words, or "" for none.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "../../dev/exercises/capstone.h"
 #include "../help/exercises.h"
 
@@ -83,6 +86,7 @@ const std::vector<Mistake> MISTAKES = {
     {3, "zero scale", "A scale of 0"},
     {3, "FMAX of E5M2", "57344 is that of E5M2"},
     {3, "one scale for all", "Each group has a scale of its own"},
+    {3, "scales column by column", "Scales are stored row by row"},
 
     {4, "reads past n", "You read past the end of x"},
     {4, "leaves out the last group", "The last, shorter group is missing"},
@@ -118,7 +122,9 @@ const std::vector<Mistake> MISTAKES = {
     {6, "floor to 1/16", "Round to multiples of 1/256, not of 1/16"},
     {6, "nearest 1/16", "Round to multiples of 1/256, not of 1/16"},
     {6, "floor to 1/256", "k is near: round to the nearest multiple of 1/256"},
-    {6, "range of another format", "Compare k and its operands"},  // no hint is better than a wrong one
+    {6, "ln of 448", "448 has its natural logarithm"},
+    {6, "ln of 2^-9", "2^-9 has its natural logarithm"},
+    {6, "range of another format", "No typical mistake makes these values"},  // better than a wrong hint
     {6, "expand loses the sign", "The result has the sign of the input"},
     {6, "expand to 1", "max becomes 448"},
     {6, "expand not relative to max", "Divide |x| by max"},
@@ -158,14 +164,23 @@ const std::vector<Mistake> MISTAKES = {
     {8, "all in E5M2", "x and w are in E4M3"},
     {8, "nothing quantized", "quantize both"},
     {8, "blocks", "COAT has one scale for a tensor"},
-    {8, "no transposes", "Is one of them to be transposed?"},
+    {8, "y quantized", "The result is not quantized"},
+    {8, "dx quantized", "The result is not quantized"},
+    {8, "dw quantized", "The result is not quantized"},
     {8, "dw transposed", "This is the transpose"},
+    {8, "no scales", "multiply it by both scales"},
+    {8, "scale of a", "only the scale of a"},
+    {8, "scale of b", "only the scale of b"},
+    {8, "all codes as E4M3", "Each matrix has a format of its own"},
+    {8, "w as it is in dgrad", "Which operands must be transposed"},
+    {8, "x as it is in wgrad", "Which operands must be transposed"},
 
     {9, "w in 1x128", "w has blocks of 128x128, not of 1x128"},
     {9, "wgrad's blocks along features", "first transpose both"},
     {9, "wgrad's x along features", "the blocks of x lie along features"},
     {9, "wgrad's g along features", "the blocks of g lie along features"},
     {9, "wgrad unquantized", "quantize both"},
+    {9, "no transposes", "Is one of them to be transposed?"},
     {9, "one scale for a tensor", "as in exercise 8"},
 
     {10, "sum for mean", "a mean over the token's C values, not their sum"},
@@ -272,7 +287,8 @@ auto quantize_groups(const Words& mistake) {
                 if (mistake == "scale cut off")
                     rounded = std::bit_cast<float>(std::bit_cast<uint32_t>(s) & 0xFFFF0000);
                 if (amax == 0 && mistake == "zero scale") rounded = 0;
-                *scales++ = rounded;
+                const int groups = (cols + 15) / 16, by_rows = r * groups + c / 16;
+                scales[mistake == "scales column by column" ? c / 16 * rows + r : by_rows] = rounded;
                 const float divisor = mistake == "code with the unrounded scale" ? s : rounded;
                 for (int i = first; i < first + n; i++)
                     codes[i] =
@@ -340,7 +356,10 @@ auto factor(const Words& mistake) {
         if (mistake == "2^-6 as minimum") smallest = 0x1p-6f;
         if (mistake == "1 as minimum") smallest = 1;
         if (mistake == "range of another format") smallest = 0x1p-9f / 30;
-        float range = std::log2(448 / smallest), ratio = std::log2(max) - std::log2(min);
+        float range = std::log2(448 / smallest);
+        if (mistake == "ln of 448") range = std::log(448.0f) + 9;
+        if (mistake == "ln of 2^-9") range = std::log2(448.0f) - std::log(0x1p-9f);
+        float ratio = std::log2(max) - std::log2(min);
         if (mistake == "ln of the ratio") ratio = std::log(max) - std::log(min);
         if (mistake == "ln of the range") range = std::log(448 / smallest);
         if (mistake == "divides max by min") ratio = std::log2(max / min);
@@ -440,6 +459,42 @@ auto adamw(const Words& mistake) {
 
 using given::product, given::quantized, given::quantized_e5m2, given::transposed;
 
+auto gemm(const Words& mistake) {
+    return [=](const Fp8Matrix& a, const Fp8Matrix& b) {
+        Matrix c{a.rows, b.rows, {}};
+        float scale = a.scale * b.scale;
+        if (mistake == "no scales") scale = 1;
+        if (mistake == "scale of a") scale = a.scale;
+        if (mistake == "scale of b") scale = b.scale;
+        const Fp8 format_of_a = mistake == "all codes as E4M3" ? E4M3 : a.format;
+        for (int i = 0; i < a.rows; i++)
+            for (int j = 0; j < b.rows; j++) {
+                float sum = 0;
+                for (int k = 0; k < std::min(a.cols, b.cols); k++)
+                    sum += given::decode(format_of_a, a.codes[i * a.cols + k]) *
+                           given::decode(b.format, b.codes[j * b.cols + k]);
+                c.values.push_back(scale * sum);
+            }
+        return c;
+    };
+}
+
+// Exercise 8, as it is meant to be solved.
+auto linear_of_codes(const Words& mistake) {
+    return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
+        const auto multiply = gemm("");
+        const Fp8Matrix x8 = given::quantize(E4M3, x), w8 = given::quantize(E4M3, w),
+                        g8 = given::quantize(E5M2, g);
+        y = multiply(x8, w8);
+        dx = multiply(g8, mistake == "w as it is in dgrad" ? w8 : transposed(w8));
+        dw = multiply(transposed(g8), mistake == "x as it is in wgrad" ? x8 : transposed(x8));
+        if (mistake == "y quantized") y = quantized(y);
+        if (mistake == "dx quantized") dx = quantized(dx);
+        if (mistake == "dw quantized") dw = quantized(dw);
+    };
+}
+
+// The same with decoded values. In this way more mistakes can be made.
 auto linear(const Words& mistake) {
     return [=](auto& x, auto& w, auto& g, auto& y, auto& dx, auto& dw) {
         Matrix x8 = quantized(x), w8 = quantized(w), g8 = quantized_e5m2(g), x_wgrad = x8, g_wgrad = g8,
@@ -462,7 +517,7 @@ auto linear(const Words& mistake) {
             w8 = quantized(w, 128, 128);
         }
         w_dgrad = mistake == "w unquantized in dgrad" ? w : w8;
-        y = mistake == "no transposes" ? product(x8, w8) : product(x8, transposed(w8));
+        y = product(x8, transposed(w8));
         dx = product(g8, w_dgrad);
         dw = product(transposed(g_wgrad), x_wgrad);
         if (mistake == "dw transposed") dw = product(transposed(x_wgrad), g_wgrad);
@@ -486,7 +541,7 @@ auto linear_in_blocks(const Words& mistake) {
             x8 = quantized(x);
             w8 = quantized(w);
         }
-        y = product(x8, transposed(w8));
+        y = mistake == "no transposes" ? product(x8, w8) : product(x8, transposed(w8));
         dx = product(g8, w8);
         dw = product(transposed(g_wgrad), x_wgrad);
     };
@@ -569,6 +624,15 @@ int choose(const Words& mistake) {
     return judge::choose(choices);
 }
 
+int judge_linear(const Words& mistake) {
+    const char* const OF_CODES[] = {"y quantized", "dx quantized", "dw quantized", "w as it is in dgrad",
+                                    "x as it is in wgrad"};
+    const bool of_codes = std::any_of(std::begin(OF_CODES), std::end(OF_CODES),
+                                      [&](const char* one) { return mistake == one; });
+    if (mistake.empty() || of_codes) return judge::linear(gemm(mistake), linear_of_codes(mistake));
+    return judge::linear(gemm(mistake), linear(mistake));
+}
+
 int judged(int exercise, const Words& mistake) {
     switch (exercise) {
         case 1: return judge::decode(decode(mistake));
@@ -578,7 +642,7 @@ int judged(int exercise, const Words& mistake) {
         case 5: return judge::encode(encode(mistake));
         case 6: return judge::expansion(factor(mistake), expand(mistake), contract(mistake));
         case 7: return judge::adamw(adamw(mistake));
-        case 8: return judge::linear(linear(mistake));
+        case 8: return judge_linear(mistake);
         case 9: return judge::linear_in_blocks(linear_in_blocks(mistake));
         case 10: return judge::norm_backward(norm_backward(mistake));
         case 11: return judge::swiglu_backward(swiglu_backward(mistake));
@@ -597,7 +661,7 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
     is_empty([] { return judge::encode(empty::encode); });
     is_empty([] { return judge::expansion(empty::expansion_factor, empty::expand, empty::contract); });
     is_empty([] { return judge::adamw(empty::adamw); });
-    is_empty([] { return judge::linear(empty::linear); });
+    is_empty([] { return judge::linear(empty::gemm, empty::linear); });
     is_empty([] { return judge::linear_in_blocks(empty::blocks::linear); });
     is_empty([] { return judge::norm_backward(empty::norm_backward); });
     is_empty([] { return judge::swiglu_backward(empty::swiglu_backward); });
@@ -607,6 +671,52 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
 TEST_CASE("exercises: a solution passes") {
     for (int exercise : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15})
         says("exercise " + std::to_string(exercise) + ": passed, ", [=] { return judged(exercise, ""); });
+}
+
+TEST_CASE("exercises: what a header asks is answered when the exercise is solved") {
+    const std::vector<std::pair<int, const char*>> answers = {
+        {1, "E5M2 has infinity, 0x7C and 0xFC"},
+        {3, "made with the rounded scale"},
+        {4, "Neither keeps it"},
+        {5, "2^(e - M) apart"},
+        {6, "2.680, 5.359 and 1"},
+        {7, "before they are quantized again"},
+        {8, "y sums over in, dx over out, dw over tokens"},
+        {9, "x and g are quantized twice"},
+        {10, "r d - r^3 x mean(d x)"},
+        {11, "s (1 + a (1 - s))"},
+        {15, "E5M2 has the range for F"}};
+    for (const auto& [exercise, answer] : answers) {
+        CAPTURE(exercise);
+        std::ostringstream out;
+        std::streambuf* const before = std::cout.rdbuf(out.rdbuf());
+        const int code = judged(exercise, "");
+        std::cout.rdbuf(before);
+        CHECK(code == 0);
+        CHECK_MESSAGE(contains(out.str(), answer), out.str());
+    }
+    CHECK(given::expansion_factor(100, 1) == doctest::Approx(2.680).epsilon(2e-4));
+    CHECK(given::expansion_factor(10, 1) == doctest::Approx(5.359).epsilon(2e-4));
+    CHECK(given::expansion_factor(229376, 1) == 1);
+}
+
+TEST_CASE("exercises: a function that leaves the memory is stopped with a sentence") {
+    const Folder folder;
+    const std::string output = folder / "out";
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        if (!freopen(output.c_str(), "w", stdout)) _exit(3);
+        judge::decode([](const Fp8&, uint8_t) {
+            volatile int* const nowhere = nullptr;
+            return float(*nowhere);
+        });
+        _exit(0);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 1));
+    CHECK(contains(read_file(output), "reads or writes far outside an array"));
 }
 
 // A step of exercise 12 with a mistake in the order or in what is used.
