@@ -1,7 +1,8 @@
 // arithmetic.cpp - the method in two other languages against the reference: dev/coat.py in NumPy, and the
 // first script of dev/explore.html. Codes, scales and k of random values; of coat.py also a step of AdamW,
-// and the gradients of a Llama layer. A test writes its inputs as raw files and runs a few lines of a program
-// that reads them. Without NumPy (apt-get install python3-numpy) or node (nodejs) it is skipped.
+// and the loss and the gradients of a model of one layer. A test writes its inputs as raw files and runs a
+// few lines of a program that reads them. Without NumPy (apt-get install python3-numpy) or node (nodejs) it
+// is skipped.
 #include "../help/oracle.h"
 #include "../help/program.h"
 
