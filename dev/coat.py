@@ -181,7 +181,7 @@ def layer_forward(w, x, T, HS):
     residual2 = bf16(x) + linear(heads, w["attention_out"])
     norm2_input = quantize_groups(residual2)                        # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
-    gate_up = quantize_groups(gate_up)                              # (tokens, 2 F)
+    gate_up = quantize_groups(gate_up)                              # (tokens, 2 F): gate, then up
     out = bf16(residual2) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
     return out, Saved(norm1_input, qkv, heads, norm2_input, gate_up)
 
@@ -214,6 +214,7 @@ def head_loss(norm, head, x, targets):
     dx, dnorm = rms_norm_backward(x, norm, bf16(dlogits @ head))
     return loss, bf16(dx), dnorm, dlogits.T @ y
 
+def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
 def in_groups(x):  # a tensor as rows of 128 values, for the optimizer; zeros fill the last row
     return np.append(x.ravel(), np.zeros(-x.size % 128, F32)).reshape(-1, 128)
 
@@ -241,8 +242,6 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
                                           rate, matrix=name in rows)
             master[name] = new.ravel()[:g.size].reshape(g.shape)
         yield Step(loss, gradients, saved, dict(m), dict(v))
-
-def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
 
 if __name__ == "__main__":
     text = np.fromfile(os.path.join(os.path.dirname(__file__), "..", "reference.cpp"), np.uint8) & 127
