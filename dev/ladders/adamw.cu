@@ -260,6 +260,11 @@ __global__ void rung2(State s, Constants c) {
 // The kernel is the same. From here on it is a template, because rungs 3 to 6 share it: N, the elements of a
 // lane, and `Arithmetic`, a struct with the functions that rungs change, are blanks that are filled in when
 // it is compiled. Piece<uint8_t, N> (ladder.h) is rung 2's word of codes, for any N.
+//
+//   rungs3_to_6          loads N elements of everything, and stores them:               struct Elements
+//     update_elements    rung 1's equations in order: contract, update, scaling_of_group, expand
+//       Arithmetic       how each of these is computed: SpecialFunctions in rung 3, Reciprocals in 4 and 5,
+//                        Table from 6 on
 struct SpecialFunctions {
     static __device__ float power(float x, float y) { return fast_exp2(y * fast_log2(x)); }
     static __device__ MomentScaling scaling(float max, float min_nonzero) {

@@ -382,9 +382,9 @@ int main(int argc, char** argv) try {
 //    5     tensor cores 167; exponentials 71                              2 to 4 times 167          724
 //    6     the same, overlapped                                           less than 2 times 167     247
 //
-// Rung 3 was better than predicted: a third of rung 2 in place of half. Rung 2's loads of 2 bytes were
-// counted as one instruction each, but each also waits for the cache of its multiprocessor, which the numbers
-// that do not fit into registers use, too. Rung 5 is beyond its prediction, 4.3 times 167 us.
+// Rung 3 was better than predicted: a third of rung 2 in place of half. Probably (it was not measured)
+// because each of rung 2's loads of 2 bytes goes to the cache of its multiprocessor, through which the
+// numbers that do not fit into registers go, too. Rung 5 is a little beyond its prediction: 4.3 times 167 us.
 
 // Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //

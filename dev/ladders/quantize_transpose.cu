@@ -253,11 +253,11 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 // The tile has 128 x 128 codes: 32 words for each of 128 columns. So shared memory is written 4 bytes at a
 // time, read 16 at a time, and memory is written 16 bytes a lane, 128 bytes of a row by 8 lanes.
 //
-//   tile, in words of four rows:           rows 0 - 3   4 - 7   8 - 11   12 - 15   ...   124 - 127
-//                            column 0      word 0       1       2        3               31
-//                            column 1      word 0       1       2        3               31
-//   written by a thread of `down`:         word 2 down and word 2 down + 1 of its eight columns
-//   in bank                                     0       1       2        3               31
+//   rows                   0 - 3    4 - 7    8 - 11   12 - 15   ...   124 - 127
+//   tile, column 0         word 0   word 1   word 2   word 3          word 31
+//   tile, column 1         word 0   word 1   word 2   word 3          word 31
+//   bank                   0        1        2        3               31
+//   written by threads of  down 0   down 0   down 1   down 1          down 15
 //
 // A column has 32 words, as many as there are banks, so word w of every column is in bank w.
 //
@@ -547,8 +547,8 @@ int main(int argc, char** argv) try {
 // multiprocessor for each. Which way was it, 2.1 GB of memory, or the L2 cache? A kernel that writes the same
 // bytes and reads nothing takes 1,027 us. And a matrix of 2048 x 2048, all of which stays in the L2 cache,
 // takes 3.8 clocks a sector, as long as the large one. So sectors are completed on the chip (the threads
-// that run at once have 66 rows, and a sector has 32), and no byte of the 2.1 GB travels: we predicted the
-// wrong thing. What counts is how many sectors multiprocessors send to the L2 cache, however little is in
+// that run at once have 66 rows, and a sector has 32), and the 2.1 GB do not travel: we predicted the wrong
+// thing. What counts is how many sectors multiprocessors send to the L2 cache, however little is in
 // them. The opposite order, where lanes read 32 sectors and write neighbours, takes 393 us: the other 31
 // bytes of a sector that was read wait in the multiprocessor's own cache.
 //
