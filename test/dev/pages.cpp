@@ -133,6 +133,18 @@ addEventListener("load", () => setTimeout(() => {
   const outlier = document.getElementById("outlier");
   const moved = to => (outlier.value = to, outlier.oninput(), document.getElementById("outlierValue").textContent);
   if (outlier && moved(outlier.min) === moved(Number(outlier.min) + 0.2)) wrong.push("the slider's left end does nothing");
+  const history = document.getElementById("history"), number = document.getElementById("number");
+  for (const [steps, zero, saturated] of history ? [[1, "0.30%", 80], [16, "0.66%", 2], [1024, "14%", 1]] : []) {
+    history.value = steps, history.oninput();  // the numbers of WALK.md, lesson 4
+    const says = document.getElementById("delayedSays").textContent;
+    if (!says.includes("Up to here " + zero) || !says.includes(`saturated in ${saturated} of 200 steps`))
+      wrong.push(steps + " steps: " + says);
+  }
+  const typed = words => (number.value = words, number.oninput(), document.getElementById("value0").textContent);
+  if (number) {
+    if (!typed("460").includes("rounds to the largest") || !typed("465").includes("saturates")) wrong.push("448");
+    if (typed("abc") !== typed("465") || typed("nan") === typed("465")) wrong.push("a word for a number");
+  }
   const outcome = "opened: " + wrong.join("; ");
   document.title = outcome;
   parent.postMessage(outcome, "*");
