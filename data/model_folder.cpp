@@ -316,7 +316,7 @@ ModelConfig read_model_config(const std::string& folder) {
 }
 
 // Error unless the files of the folder have the tensors of this model, and no others.
-static void check_tensors(const Safetensors& files, const std::string& folder, const ModelConfig& c) {
+static void require_tensors(const Safetensors& files, const std::string& folder, const ModelConfig& c) {
     const std::vector<Param> params = parameters(c);
     std::set<const HfTensor*> used;
     for (const Param& p : params)
@@ -340,13 +340,13 @@ static void check_tensors(const Safetensors& files, const std::string& folder, c
     }
 }
 
-void check_weights(const std::string& folder, const ModelConfig& c) {
-    check_tensors(Safetensors(folder), folder, c);
+void require_weights(const std::string& folder, const ModelConfig& c) {
+    require_tensors(Safetensors(folder), folder, c);
 }
 
 void load_weights(const std::string& folder, const ModelConfig& c, Model* model) {
     const Safetensors files(folder);
-    check_tensors(files, folder, c);
+    require_tensors(files, folder, c);
     for (const Param& p : parameters(c)) write_parameter(*model, p, files);
 }
 

@@ -16,9 +16,9 @@ ModelConfig read_model_config(const std::string& folder);
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::master also the
 // remainders of the FP32 values. Every rank reads the files and writes what it keeps.
 void load_weights(const std::string& folder, const ModelConfig& config, Model* model);
-// Checks the files that load_weights() would read. That comes before a model is made, because config.json may
-// ask for any amount of memory.
-void check_weights(const std::string& folder, const ModelConfig& config);
+// Error unless load_weights() can read the files of the folder. It is called before a model is made, because
+// config.json may ask for any amount of memory.
+void require_weights(const std::string& folder, const ModelConfig& config);
 
 // The files of a model folder besides its weights: config.json, the tokenizer, chat templates, and
 // generation_config.json. A run reads them once, at its start: the folder may have changed when a checkpoint

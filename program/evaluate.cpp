@@ -21,8 +21,9 @@ static int64_t validation_window_count(const Run& run, const Loader& windows) {
 // window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
 // amax.
 static void read_validation_batch(Run& run, const Loader& windows, int64_t number) {
-    const int64_t T = run.setup.T, first = number * run.setup.B,
-                  count = validation_window_count(run, windows);
+    const int64_t T = run.setup.T;
+    const int64_t first = number * run.setup.B;
+    const int64_t count = validation_window_count(run, windows);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
     read_or_save_and_fail(run, [&] {

@@ -189,7 +189,7 @@ void answer_prompt(const Run& run) {
     setup = setup_to_generate(setup, std::min(limit, prompt + flags.tokens));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
-    check_weights(folder, setup.config);
+    require_weights(folder, setup.config);
     const std::unique_ptr<Model> model = run.on_gpu() ? make_gpu(setup) : make_reference(setup);
     load_weights(folder, setup.config, model.get());
 

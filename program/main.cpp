@@ -69,7 +69,7 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
         print_plan(setup_of_last_rank(run), run.on_gpu());
         return 0;
     }
-    if (!run.weights_folder.empty()) check_weights(run.weights_folder, run.setup.config);
+    if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.setup.config);
     take_other_files(run);
     if (!flags.log.empty() && run.is_rank_0()) run.log.open(flags.log);
 

@@ -96,13 +96,13 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
         "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
         int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,
         tflops, duration(left).c_str(), note);
-    run.print_log("step", {{"skipped", result.skipped},
-                           {"loss", result.loss},
-                           {"grad_norm", result.grad_norm},
-                           {"lr", lr},
-                           {"ms", took * 1e3},
-                           {"tokens_per_second", rate},
-                           {"tflops", tflops}});
+    run.write_to_log("step", {{"skipped", result.skipped},
+                              {"loss", result.loss},
+                              {"grad_norm", result.grad_norm},
+                              {"lr", lr},
+                              {"ms", took * 1e3},
+                              {"tokens_per_second", rate},
+                              {"tflops", tflops}});
 }
 
 // Prints and logs the end of a run: its steps since the program was started took `seconds`, and all of them
@@ -120,7 +120,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
     }
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
                 state.first_validation, validation);
-    run.print_log("end", end);
+    run.write_to_log("end", end);
     const std::string command = command_to_try(run.processes->last_checkpoint, run.setup.config);
     if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
 }
@@ -133,7 +133,7 @@ double report_validation(Run& run) {
     const Validation validation = measure_validation(run);
     std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, validation.loss,
                 counted(validation.targets, "token").c_str());
-    run.print_log("validation", {{"loss", validation.loss}, {"tokens", validation.targets}});
+    run.write_to_log("validation", {{"loss", validation.loss}, {"tokens", validation.targets}});
     return validation.loss;
 }
 
@@ -150,7 +150,7 @@ void report_sample(Run& run) {
         "model\n%s\n----------\n",
         run.state.step, text(0, sample.prompt).c_str(),
         text(sample.prompt, std::ssize(sample.tokens)).c_str());
-    run.print_log("sample", {{"tokens", sample.tokens}, {"prompt", sample.prompt}});
+    run.write_to_log("sample", {{"tokens", sample.tokens}, {"prompt", sample.prompt}});
 }
 
 // A row for each kind of tensor that was quantized; no table if none was, as with a recipe without FP8.

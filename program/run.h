@@ -44,7 +44,7 @@ struct Run {
     bool is_rank_0() const { return setup.rank == 0; }
     bool saves_checkpoints() const { return !flags.out.empty() && !flags.plan && flags.steps > 0; }
 
-    void print_log(const char* kind, const Json& fields) { log.print(kind, state.step, fields); }
+    void write_to_log(const char* kind, const Json& fields) { log.write_line(kind, state.step, fields); }
 };
 
 // -----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ static std::vector<DataFile> data_files(const Json& settings) {
 
 // Which files of --data are no data: what the ranks of this run write, and files that were not there when the
 // run began.
-static CorpusOptions corpus_options(Run& run) {
+static CorpusOptions corpus_options(const Run& run) {
     const Flags& flags = run.flags;
     CorpusOptions options;
     std::vector<std::string> written = run.output_files;
@@ -265,7 +265,7 @@ void log_settings(Run& run) {
     settings.update(run.flags.all_settings());
     settings["parameters"] = parameter_count(run.setup.config);
     settings["ranks"] = run.setup.ranks;
-    run.print_log("settings", settings);
+    run.write_to_log("settings", settings);
 }
 
 }  // namespace coat
