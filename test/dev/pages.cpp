@@ -199,12 +199,86 @@ TEST_CASE("explore.html: it opens without an error in any width" * doctest::skip
     for (int width : {400, 700, 1400}) CHECK(opened_in_browser("dev/explore.html", width) == "opened: ");
 }
 
-TEST_CASE("README.md: every figure of its table of results is in dev/RESULTS.md") {
+// The lines of a page that begin like this, from the place of `after` on.
+static std::vector<std::string> rows(const std::string& page, const std::string& begin,
+                                     const std::string& after = "") {
+    std::vector<std::string> found;
+    REQUIRE(contains(page, after));
+    for (const std::string& line : lines_of(page.substr(page.find(after))))
+        if (line.starts_with(begin)) found.push_back(line);
+    return found;
+}
+
+// The cells of a row of a table, and the numbers in a text as they are written: "22,830", "0.009".
+static std::vector<std::string> cells(const std::string& row) {
+    std::vector<std::string> found;
+    std::istringstream in(row.substr(1));
+    for (std::string cell; std::getline(in, cell, '|');) found.push_back(cell);
+    return found;
+}
+static std::vector<std::string> numbers(const std::string& text) {
+    const std::regex number("[0-9][0-9,.]*[0-9]|[0-9]");
+    return {std::sregex_token_iterator(text.begin(), text.end(), number), std::sregex_token_iterator()};
+}
+
+TEST_CASE("README.md: each row of its table of speeds has the figures of the same run in dev/RESULTS.md") {
+    // How a row begins in the README, and in RESULTS.md.
+    const std::pair<const char*, const char*> runs[] = {
+        {"`coat`: ", "| 7b coat |"},
+        {"`coat` with the three memory flags", "| 7b coat, leanest |"},
+        {"`bf16` with `--optimizer bf16`", "| 7b bf16 |"},
+        {"PyTorch in BF16", "| PyTorch bf16 |"},
+        {"PyTorch with FP8 linear layers", "| PyTorch fp8 |"},
+        {"`coat` on one H100", "| 1 GPU: 7b coat, 1 x 2048 |"},
+        {"the authors' code on one H100", "| 1 GPU: 7b coat, 1 x 2048 |"},
+        {"`coat --ranks 4`", "| 4 GPUs: 7b coat, 8 x 2048 |"}};
     const std::string readme = read_file("README.md"), results = read_file("dev/RESULTS.md");
-    const std::regex number("[0-9][0-9,.]*[0-9]");
-    for (const std::string& line : lines_of(readme.substr(readme.find("## Results"))))
-        for (std::sregex_iterator found(line.begin(), line.end(), number), end; found != end; ++found)
-            if (line[0] == '|') CHECK_MESSAGE(contains(results, (*found)[0].str()), line);
+    const size_t start = readme.find("| Llama-2-7B, 2048 tokens a sequence |");
+    REQUIRE(start != std::string::npos);
+    const std::vector<std::string> table = lines_of(readme.substr(start, readme.find("\n\n", start) - start));
+    size_t checked = 0;
+    for (const std::string& row : table)
+        for (const auto& [begin, run] : runs) {
+            if (!row.starts_with(std::string("| ") + begin)) continue;
+            checked++;
+            const std::vector<std::string> measured = rows(results, run);
+            REQUIRE(measured.size() == 1);
+            const std::vector<std::string> all = numbers(measured[0]);
+            const std::string speed = numbers(cells(row)[2])[0], memory = numbers(cells(row)[3])[0];
+            CHECK_MESSAGE(std::count(all.begin(), all.end(), speed), row << " beside " << measured[0]);
+            CHECK_MESSAGE(std::count(all.begin(), all.end(), memory), row << " beside " << measured[0]);
+        }
+    CHECK(checked == std::size(runs));
+    CHECK(table.size() == 2 + checked);  // behind its head
+}
+
+TEST_CASE("README.md: its table of losses has the figures of dev/RESULTS.md and results.json") {
+    const std::string readme = read_file("README.md"), results = read_file("dev/RESULTS.md");
+    const auto recorded = nlohmann::json::parse(read_file("dev/results.json"));
+    for (const auto& [begin, group] :
+         {std::pair{"| GPT-2 124M", "convergence"}, {"| TinyLlama-1.1B", "large"}}) {
+        CAPTURE(begin);
+        const std::vector<std::string> cell = cells(rows(readme, begin).at(0));
+        // Where bf16 ends: the means over its seeds.
+        double training = 0, validation = 0, seeds = 0;
+        for (const auto& [name, run] : recorded.at(group).items()) {
+            if (!name.starts_with("bf16")) continue;
+            training += run.at("train").back().get<double>();
+            validation += run.at("validation").back().at(1).get<double>();
+            seeds++;
+        }
+        char ends[100];
+        std::snprintf(ends, sizeof ends, " %.3f, %.3f ", training / seeds, validation / seeds);
+        CHECK(cell[1] == ends);
+        CHECK(numbers(cell[3]).at(0) == std::to_string(int(seeds)));
+        // What coat is above it: rounded from the means and standard errors of RESULTS.md.
+        const std::string measured = rows(results, "| coat |", concat("<!-- ", group, " -->")).at(0);
+        const std::vector<std::string> exact = numbers(cells(measured)[1] + cells(measured)[2]),
+                                       rounded = numbers(cell[2]);
+        REQUIRE(exact.size() == rounded.size());
+        for (size_t i = 0; i < exact.size(); i++)
+            CHECK(std::stod(rounded[i]) == doctest::Approx(std::stod(exact[i])).scale(1).epsilon(0.00051));
+    }
 }
 
 TEST_CASE("dev/README.md: which recipe runs how on a compute capability") {
