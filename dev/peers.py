@@ -41,17 +41,10 @@ ATTENTION = [  # model, batch, tokens, heads, key-value heads, head size
 REPEATS = 21  # of a kernel, each time after the L2 cache was filled with other data
 
 
-def measure(model, recipe, batch):
+def linear_layer(fp8):
+    """The class of linear layers: nn.Linear without a bias, or, with fp8, one whose GEMMs read FP8 operands."""
     import torch
     from torch import nn
-    from torch.nn import functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    layers, C, heads, kv_heads, feed_forward = SHAPES[model]
-    size = C // heads
-    sharded = recipe.startswith("fsdp")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
     def quantize(x, format):
         largest = torch.finfo(format).max
@@ -82,10 +75,21 @@ def measure(model, recipe, batch):
             super().__init__(inputs, outputs, bias=False)
 
         def forward(self, x):
-            if recipe != "fp8":
-                return F.linear(x, self.weight)
+            if not fp8:
+                return nn.functional.linear(x, self.weight)
             return Fp8Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+    return Linear
 
+
+def llama(model, batch, fp8):
+    """The class of a Llama of this shape, for micro-batches of (batch, T) tokens."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    layers, C, heads, kv_heads, feed_forward = SHAPES[model]
+    size = C // heads
+    Linear = linear_layer(fp8)
     angles = torch.outer(torch.arange(T), 10000.0 ** (-torch.arange(0, size, 2) / size)).cuda()
     cos, sin = angles.cos(), angles.sin()
 
@@ -124,7 +128,16 @@ def measure(model, recipe, batch):
             for block in self.blocks:
                 x = block(x)
             return self.loss(x, targets)
+    return Llama
 
+
+def network_of(model, recipe, batch):
+    """The model on the GPU with random weights; with a recipe `fsdp...` this rank's part of it."""
+    import torch
+    from torch import nn
+
+    sharded = recipe.startswith("fsdp")
+    Llama = llama(model, batch, recipe == "fp8")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32 if sharded else torch.bfloat16)
     with torch.device("meta" if sharded else "cuda"):
@@ -136,7 +149,7 @@ def measure(model, recipe, batch):
     for block in network.blocks:  # the layers share one compiled block
         block.compile()
     if sharded:
-        from torch.distributed import destroy_process_group, init_process_group
+        from torch.distributed import init_process_group
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         init_process_group("nccl")
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -148,26 +161,45 @@ def measure(model, recipe, batch):
     with torch.no_grad():
         for w in network.parameters():
             nn.init.normal_(w, std=0.02) if w.dim() > 1 else w.fill_(1)
+    return network
+
+
+def step_times(network, recipe, batch):
+    """Milliseconds of STEPS steps after WARM_UP others."""
+    import torch
+
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(VOCABULARY, (batch, T + 1), device="cuda")
     times = []
+    for _ in range(WARM_UP + STEPS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        network(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if recipe == "fsdp-float8":
+            from torchao import float8
+            float8.precompute_float8_dynamic_scale_for_fsdp(network)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times[WARM_UP:]
+
+
+def measure(model, recipe, batch):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    network = network_of(model, recipe, batch)
+    _, C, heads, kv_heads, _ = SHAPES[model]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        for _ in range(WARM_UP + STEPS):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            network(tokens[:, :-1], tokens[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if recipe == "fsdp-float8":
-                float8.precompute_float8_dynamic_scale_for_fsdp(network)
-            torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - begin))
-        q = torch.empty(batch, heads, T, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        times = step_times(network, recipe, batch)
+        q = torch.empty(batch, heads, T, C // heads, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k = q[:, :kv_heads].detach().requires_grad_()
         chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=kv_heads != heads)
-    times = times[WARM_UP:]
-    if sharded:
-        destroy_process_group()
+    if recipe.startswith("fsdp"):
+        torch.distributed.destroy_process_group()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times),
             "tokens_per_second": 1e3 * ranks * batch * T / statistics.median(times),
             "note": f"torch {torch.__version__}, {SDPBackend(chosen).name}"}
