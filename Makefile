@@ -14,7 +14,7 @@
 
 CXX  ?= g++
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
-NVCC := $(NVCC)# looked for once, not at every use
+NVCC := $(NVCC)# it is looked for once, not at every use
 O    ?= build
 OPT  ?= -O1
 
@@ -36,7 +36,7 @@ WERROR  := -Werror
 REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
 SOURCES   := $(REFERENCE) gpu/layout.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
-# Those of test/data, test/dev and test/reference are included by test/data.cpp, dev.cpp and reference.cpp.
+# test/data.cpp, dev.cpp and reference.cpp include the tests in the folders of these names.
 TESTS     := $(sort $(wildcard test/*.cpp))
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
@@ -45,8 +45,8 @@ LINK      := $(CXX) -fopenmp $(OPT)
 # What the GPU adds, where there is an nvcc
 
 ifneq ($(NVCC),)
-# $(OPT) is for the host's code in these files, which launches kernels; nvcc always optimizes the kernels fully.
-# They are compiled for the GPU in $(O)/gpu_arch, a file with a word such as 90a (its rule is below).
+# $(OPT) is for the host's code in .cu files, which launches kernels; nvcc always optimizes the kernels fully. The
+# GPU for which they are compiled stands in the file $(O)/gpu_arch, as a word such as 90a (its rule is below).
 NVCCFLAGS  = -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compile=0 $(GENCODE) \
              $(WERROR:%=% all-warnings) -Xcompiler -fopenmp,-Wall,-Wextra$(WERROR:%=,%)
 GENCODE    = -gencode=arch=compute_$(file < $(O)/gpu_arch),code=sm_$(file < $(O)/gpu_arch)
@@ -56,6 +56,7 @@ CUDA_HOST := $(filter-out gpu/none.cpp gpu/layout.cpp,$(wildcard gpu/*.cpp))
 # The files that take longest come first, so that all cores work to the end.
 SOURCES   := $(sort $(wildcard *.cu gpu/*.cu)) $(CUDA_HOST) $(SOURCES)
 TESTS     += $(sort $(wildcard test/*.cu test/*/*.cu))
+# The folder of CUDA, as nvcc itself names it: $(NVCC) may be a link or a script. A program looks there for libraries.
 CUDA       = $(abspath $(shell $(NVCC) --dryrun -x c++ -c /dev/null 2>&1 | sed -n 's/.* _HERE_=//p')/..)
 LINK       = $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES := -Xlinker --as-needed -lcublasLt -ldl
@@ -134,13 +135,14 @@ $(call object,$(CUDA_HOST)): $(O)/%.o: % Makefile $(O)/settings $(O)/gpu_arch
 $(call object,$(REFERENCE)): private OPT = -O3
 # These tests read files or start programs, and compute little.
 $(call object,test/data.cpp test/dev.cpp $(wildcard test/train_*.cpp)): private OPT = -O0
-# nvcc reads a file twice, for the host and for the device. These files have no kernels: as C++ they are read once,
-# which takes 3 seconds each instead of 8.
+# nvcc reads a file twice, for the host and for the device. model.cu and the tests have no kernels: as C++ they are
+# read once, which takes 3 seconds each instead of 8.
 $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): private NVCCFLAGS += -x c++
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
 $(call object,$(wildcard dev/exercises/[0-9]*)): private WERROR :=
 
-# $(call renew,lines) writes lines to the target if it has others, so that its time changes only when they do.
+# $(call renew,lines) writes the target if it does not consist of these lines already. So the target's time changes
+# only when its lines do.
 renew = @mkdir -p $(@D); printf '%s\n' $(1) | cmp -s - $@ || printf '%s\n' $(1) > $@
 $(O)/settings: FORCE | $(O)/found/json
 	$(call renew,'CXX=$(CXX)' 'OPT=$(OPT)' 'NVCC=$(NVCC)')
