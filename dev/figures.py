@@ -343,54 +343,73 @@ def flow():
     path(ax, (BACK_STREAM, -0.75), (BACK_STREAM, top + 1.35), color=theme["gold"])
     add(ax, top + 1)
     note(ax, STREAM + 0.35, top + 1.0, "the layer before is added")
-    for row, (name, kind, out, saved, again) in enumerate(LAYER):
-        y = top - row
+    for row, (_, kind, *_) in enumerate(LAYER):
         if kind == "add":
-            path(ax, (FORWARD, y + 1 - TALL / 2), (FORWARD, y + 0.1), (STREAM + 0.18, y + 0.1), color=theme["gold"])
-            add(ax, y + 0.1)
-            note(ax, (STREAM + FORWARD) / 2 + 0.1, y + 0.26, "is added", "center")
-            path(ax, (BACK_STREAM, y + 0.1), (BACKWARD, y + 0.1), (BACKWARD, y + 1 - TALL / 2), color=theme["gold"])
-            note(ax, BACK_STREAM - 0.15, y + 0.26, "g: E5M2", "right")
-            continue
-        box(ax, FORWARD, y, WIDE, TALL, name, colors[kind])
-        box(ax, BACKWARD, y, WIDE, TALL, GRADIENT.get(name) or GRADIENT[kind], colors[kind])
-        made = None  # where the groups are made that are saved
-        if name.startswith("norm"):
-            made = y + 0.52
-            sum_at = y + (1.0 if row == 0 else 1.1)
-            path(ax, (STREAM + 0.12, sum_at - 0.12), (GROUPS - 0.43, made), color=theme["green"])
-            groups(ax, GROUPS, made)
-            path(ax, (GROUPS, made), (FORWARD, made), (FORWARD, y + TALL / 2), color=theme["green"])
-            path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM, y), color=theme["gold"])
-        if name.startswith("SiLU"):
-            made = y + 0.5
-            groups(ax, FORWARD, made)
-        if kind == "linear":
-            path(ax, (FORWARD - WIDE / 2 - 0.38, y), (FORWARD - WIDE / 2, y))
-            note(ax, FORWARD - WIDE / 2 - 0.45, y, "w", "right", color=theme["text"], weight="bold")
-            path(ax, (BACKWARD + WIDE / 2, y), (BACKWARD + WIDE / 2 + 0.38, y))
-            note(ax, BACKWARD + WIDE / 2 + 0.42, y, "dw", color=theme["text"], weight="bold")
-        if LAYER[row + 1][1] != "add":
-            path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
-            note(ax, FORWARD + 0.12, y - 0.5, out)
-            path(ax, (BACKWARD, y - 1 + TALL / 2), (BACKWARD, y - TALL / 2))
-            note(ax, BACKWARD + 0.12, y - 0.5, "BF16" if LAYER[row + 1][1] == "linear" else "g: E5M2")
-        if saved:
-            color = theme["green"] if made else theme["soft"]
-            box(ax, SAVED, y, 3.2, TALL, saved, color, filled=True)
-            if made:
-                path(ax, (FORWARD, made), (SAVED, made), (SAVED, y + TALL / 2), color=color)
-            else:
-                path(ax, (FORWARD + WIDE / 2, y), (SAVED - 1.6, y))
-            path(ax, (SAVED + 1.6, y), (BACKWARD - WIDE / 2, y))
-            path(ax, (SAVED, y - TALL / 2), (SAVED, y - 1 + TALL / 2), color=color)
-        if again:
-            box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
-            path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
-            note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
+            flow_sum(ax, top - row)
+        else:
+            flow_operator(ax, row, top - row, colors)
     path(ax, (STREAM + 0.12, -0.02), (GROUPS - 0.43, -0.42), color=theme["green"])
     groups(ax, GROUPS, -0.42)
     note(ax, GROUPS + 0.55, -0.42, "for norm 1 of the next layer")
+    flow_legend(ax, colors)
+
+
+def flow_sum(ax, y):
+    """Where a branch is added to the residual stream."""
+    path(ax, (FORWARD, y + 1 - TALL / 2), (FORWARD, y + 0.1), (STREAM + 0.18, y + 0.1), color=theme["gold"])
+    add(ax, y + 0.1)
+    note(ax, (STREAM + FORWARD) / 2 + 0.1, y + 0.26, "is added", "center")
+    path(ax, (BACK_STREAM, y + 0.1), (BACKWARD, y + 0.1), (BACKWARD, y + 1 - TALL / 2), color=theme["gold"])
+    note(ax, BACK_STREAM - 0.15, y + 0.26, "g: E5M2", "right")
+
+
+def flow_operator(ax, row, y, colors):
+    """An operator of LAYER: its boxes in the forward and the backward pass, and between them what is saved."""
+    name, kind, out, saved, again = LAYER[row]
+    box(ax, FORWARD, y, WIDE, TALL, name, colors[kind])
+    box(ax, BACKWARD, y, WIDE, TALL, GRADIENT.get(name) or GRADIENT[kind], colors[kind])
+    made = None  # where the groups are made that are saved
+    if name.startswith("norm"):
+        made = y + 0.52
+        sum_at = y + (1.0 if row == 0 else 1.1)
+        path(ax, (STREAM + 0.12, sum_at - 0.12), (GROUPS - 0.43, made), color=theme["green"])
+        groups(ax, GROUPS, made)
+        path(ax, (GROUPS, made), (FORWARD, made), (FORWARD, y + TALL / 2), color=theme["green"])
+        path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM, y), color=theme["gold"])
+    if name.startswith("SiLU"):
+        made = y + 0.5
+        groups(ax, FORWARD, made)
+    if kind == "linear":
+        path(ax, (FORWARD - WIDE / 2 - 0.38, y), (FORWARD - WIDE / 2, y))
+        note(ax, FORWARD - WIDE / 2 - 0.45, y, "w", "right", color=theme["text"], weight="bold")
+        path(ax, (BACKWARD + WIDE / 2, y), (BACKWARD + WIDE / 2 + 0.38, y))
+        note(ax, BACKWARD + WIDE / 2 + 0.42, y, "dw", color=theme["text"], weight="bold")
+    if LAYER[row + 1][1] != "add":
+        path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
+        note(ax, FORWARD + 0.12, y - 0.5, out)
+        path(ax, (BACKWARD, y - 1 + TALL / 2), (BACKWARD, y - TALL / 2))
+        note(ax, BACKWARD + 0.12, y - 0.5, "BF16" if LAYER[row + 1][1] == "linear" else "g: E5M2")
+    if saved:
+        flow_saved(ax, y, saved, made)
+    if again:
+        box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
+        path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
+        note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
+
+
+def flow_saved(ax, y, words, made):
+    """What an operator saves; made: where its groups are made, or None."""
+    color = theme["green"] if made else theme["soft"]
+    box(ax, SAVED, y, 3.2, TALL, words, color, filled=True)
+    if made:
+        path(ax, (FORWARD, made), (SAVED, made), (SAVED, y + TALL / 2), color=color)
+    else:
+        path(ax, (FORWARD + WIDE / 2, y), (SAVED - 1.6, y))
+    path(ax, (SAVED + 1.6, y), (BACKWARD - WIDE / 2, y))
+    path(ax, (SAVED, y - TALL / 2), (SAVED, y - 1 + TALL / 2), color=color)
+
+
+def flow_legend(ax, colors):
     legend = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dw goes to the optimizer"),
               ("norm", "a norm or activation function: reads groups, which are saved, too"),
               ("bf16", "computed in BF16")]
