@@ -9,9 +9,9 @@
     python3 dev/results.py gpus              renews the table of GPUs in dev/README.md from ./train --plan, which
                                              needs a build with nvcc, but no GPU
 
-Each result goes to dev/results.json when its run ends. A run that this commit has already is skipped, so the
-command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Only
-`peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`) need packages.
+Each result goes to dev/results.json when its run ends. A run is skipped if results.json has its result of this
+commit, so the command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT.
+Packages are needed by `peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`).
 """
 import concurrent.futures
 import contextlib
@@ -386,8 +386,9 @@ def attention_table(rows):
 
 
 TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "attention": attention_table,
-          "convergence": convergence_table, "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
-          "large": convergence_table, "memory": memory_table, "bench": bench_table, "sizes": sizes_table}
+          "convergence": convergence_table, "optimizers": lambda rows: convergence_table(rows, "fp32", {}),
+          "moments": moments_table, "large": convergence_table, "memory": memory_table, "bench": bench_table,
+          "sizes": sizes_table}
 
 
 def renew_page():

@@ -1,4 +1,4 @@
-// plan.cpp (tests) - what is known of a run before it starts: program/plan.h and gpu/plan.h.
+// plan.cpp (tests) - what is known of a run before it starts: program/plan.h and gpu/layout.h.
 #include "help/model.h"
 
 using namespace coat;

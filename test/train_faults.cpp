@@ -1,6 +1,5 @@
 // train_faults.cpp - faults during a run of ./train: signals, readers that end, full disks, data that change,
 // weights that are not finite, killed ranks. The last good checkpoint stays; one sentence says what happened.
-#include "../program/clock.h"
 #include "help/program.h"
 
 using namespace coat;
