@@ -314,7 +314,7 @@ BENCH_LEGEND = ("A bar is the time of an operator in one step. Its strongly colo
                 "the rate of a copy, or the FLOPs at the rate of a large GEMM.",
                 "Behind it: its time, and the floor in percent of it (above 100%: faster than the estimate). At the "
                 "right: how often in a step x the time of one.",
-                "An optimizer that has more weights is timed on a billion: 6.738 x 4030 us are 6.738 billion weights.")
+                "An optimizer that has more weights is timed on a billion: 6.738 x 3853 us are 6.738 billion weights.")
 
 
 def step_bar(top, sums):
@@ -343,10 +343,15 @@ def operator_bar(y, scale, operator, dark, light):
             text(BENCH_WIDTH - 24, y + 13, each, 11, "end", LIGHT)]
 
 
+def operators_of_step(run):
+    """Without those that are timed only to be compared with others' (dev/peers.py): a step has none of them."""
+    return [o for o in run["operators"] if o["count"] > 0]
+
+
 def bench_panel(device, run, top):
     """The parts of one model's panel, and where the next panel begins."""
     step, groups = run["step"], {}
-    for o in run["operators"]:
+    for o in operators_of_step(run):
         groups.setdefault(o["group"], []).append(o)
     shape = f"{run['batch']} x {run['seq']} tokens"
     shape += f" x {run['accumulate']} micro-batches" if run["accumulate"] > 1 else ""
@@ -357,7 +362,7 @@ def bench_panel(device, run, top):
     sums.append(("the rest", max(0, step["seconds"] - sum(seconds for _, seconds, _ in sums)), REST))
     parts = [text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
              text(24, top + 46, summary, 12, "start", LIGHT), *step_bar(top + 60, sums)]
-    longest = max(o["count"] * o["seconds"] for o in run["operators"])
+    longest = max(o["count"] * o["seconds"] for o in operators_of_step(run))
     scale = (BENCH_WIDTH - BENCH_LEFT - BENCH_RIGHT) / longest
     y = top + 120
     for name, group in groups.items():

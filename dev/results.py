@@ -349,7 +349,7 @@ def bench_table(rows):
     table = []
     for measured in rows["bench"]["runs"]:
         step, found = measured["step"], {kind: [0, 0] for kind in plot.KINDS}
-        for o in measured["operators"]:
+        for o in plot.operators_of_step(measured):
             found[o["group"]][0] += o["count"] * o["seconds"]
             found[o["group"]][1] += o["count"] * (o["floor"] or 0)
         found["whole step"] = [step["seconds"], step["floors"]]

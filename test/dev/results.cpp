@@ -50,3 +50,25 @@ TEST_CASE("results.py: slower names each operator that takes more than a twentie
     const Ended device = slower(bench(1e-3, 2e-5, 0.5, "H100"));
     CHECK((device.code == 1 && contains(device.out, "This is an H100")));
 }
+
+TEST_CASE("plot.py bench: what is timed only to be compared is no part of a step" *
+          doctest::skip(NO_PYTHON)) {
+    const Folder folder;
+    nlohmann::json measured = bench(1e-3, 2e-5, 0.5);
+    auto& run = measured["runs"][0];
+    for (auto& o : run["operators"]) o.update({{"group", "linear layers"}, {"count", 12}, {"floor", 1e-5}});
+    run["operators"].push_back({{"group", "attention alone"},
+                                {"name", "forward"},
+                                {"seconds", 9.0},
+                                {"count", 0},
+                                {"floor", nullptr}});
+    run["step"].update({{"floors", 0.4}, {"tokens_per_second", 1e5}});
+    folder.write("bench.json", measured.dump());
+    folder.write("draw.py", "import json, sys\nsys.path.insert(0, '" + fs::absolute("dev").string() +
+                                "')\nimport plot\n"
+                                "bench = json.load(open('bench.json'))\n"
+                                "print(len(plot.operators_of_step(bench['runs'][0])), 'alone' in "
+                                "str(plot.draw_bench(bench)))\n");
+    const Ended drawn = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
+    CHECK_MESSAGE(drawn.out == "2 False\n", drawn.out);
+}
