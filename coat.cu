@@ -41,7 +41,7 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
     return top;
 }
 
-// What the kernel does besides, with the values of x that it has at hand.
+// What the kernel does besides quantizing x, while it has the values of x at hand.
 enum class Also : uint8_t {
     Nothing,
     WriteBack,               // x becomes what the groups hold
@@ -80,8 +80,8 @@ template <Also ALSO, bool GATED = false>
 static void launch_quantize_groups(const View& x, const View& groups, TensorScale* activation_amax,
                                    QuantStats* quant_stats, cudaStream_t s) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
-    add_quant_errors(stored(x), {groups}, quant_stats,
-                     s);  // for the report; nothing where quant_stats is null
+    // For the report; nothing where quant_stats is null.
+    add_quant_errors(stored(x), {groups}, quant_stats, s);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, ALSO>, tile_grid(x.rows, producer.width),
@@ -108,11 +108,13 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 // ===========================================================================================================
 // 2. Group scaling: the amax of a tensor in two stages
 //
-// Stage one finds the amax of a part of the tensor. The paper's parts are 1xG groups, here a part is what a
-// warp has; the result is the same. Stage two finds the largest of these, by an atomicMax. (So the word
-// Group Scaling, which is the paper's, is about finding an amax, not about the groups of part 1.) A kernel
-// that writes the input of a norm or of an activation usually also computes the output, only for its amax.
-// The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
+// Stage one finds the amax of each part of the tensor. In the paper a part is a 1xG group; here it is what a
+// warp has, with the same result. Stage two finds the largest of these amaxes, by an atomicMax. (Group
+// Scaling is the paper's word for this: it is about finding an amax, not about the groups of part 1.)
+//
+// Usually no kernel is needed for it: a kernel that writes the input of a norm or of an activation also
+// computes the output, only for its amax. The kernel below is for what no other kernel has at hand, for
+// instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
@@ -216,7 +218,7 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
     require(q.fp8(), "quantize() makes FP8 codes");
     if (q == E4M3_GROUP) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.view, false, quant_stats, s);
+        return quantize_groups(x.input, out.view, /*write_back=*/false, quant_stats, s);
     }
     // Both of these are in gpu/other_scaling.cu.
     if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, s);

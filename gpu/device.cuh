@@ -117,6 +117,7 @@ inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {
     if (e5m2) return encode<Format::E5M2>(v, inverse);
     return encode<Format::E4M3>(v, inverse);
 }
+// Eight values, code * scale.
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     for (int i = 0; i < 4; i++) {
         const float2 two = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
@@ -156,7 +157,7 @@ FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
 FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
 #undef FAST_FUNCTION
 
-// RoPE of a pair of elements of a head (layers.cu): turned by the angle of this sine and cosine.
+// RoPE (layers.cu): turns a pair of elements of a head by the angle that has this sine and cosine.
 inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
     const float own = x;
     x = __fmaf_rn(own, cosine, __fmul_rn(y, -sine));
