@@ -284,19 +284,19 @@ template <class W> struct Loaded {
 
 // Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
 //   from the shard's first element           the codes of m and v
-//   in the rank's order                        weights and remainders; there the shard begins at its offset
+//   in the rank's order                      weights and remainders; there the shard begins at its offset
 //   from the first element of this update      gradients
 //   in the flat order of all parameters        the random bits of rounding
 // The distance from a span to the next is the same in all of them.
 template <class W, class M, class V> struct ElementsOfThread {
-    const AdamArguments& a;
+    const AdamWArguments& a;
     const Shard& shard;
     const int spans;      // of the shard
     const int64_t start;  // the thread's first element of the shard's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
-    __device__ ElementsOfThread(const AdamArguments& arguments, const Shard& s)
+    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& s)
         : a(arguments), shard(s), spans(static_cast<int>(spans_of(s.size))),
           start(s.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(arguments.w, start),
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.offset),
@@ -334,7 +334,7 @@ template <class W, class M, class V> struct ElementsOfThread {
 // that begins before `end_span`. If the last span of the shard has no partner in its pair, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
 template <class W, class M, class V>
-static __device__ uint32_t update_bundles(const AdamArguments& a, const Shard& shard, int first_span,
+static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span,
                                           int end_span, const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
     const ElementsOfThread<W, M, V> elements(a, shard);
@@ -392,7 +392,7 @@ static __device__ uint32_t update_bundles(const AdamArguments& a, const Shard& s
 
 // The last shard that starts at or before an element. The shards are in order, and the first starts at
 // first_element.
-static __device__ int shard_with(const AdamArguments& a, int64_t element) {
+static __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -407,7 +407,7 @@ static __device__ int shard_with(const AdamArguments& a, int64_t element) {
 // bundle, warp 1 the second, and so on; after the last warp it is warp 0 again. A bundle that lies in two
 // blocks belongs to the one in which it begins.
 template <class W, class M, class V>
-static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
+static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamWArguments a) {
     __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
     if (a.state->skip) return;
     fill_table<M>(table_m);
@@ -475,7 +475,7 @@ template <class F> static void with_moment_traits(const OptimizerFormat& o, F f)
 }
 
 // The amaxes of the weights start at 0, because an update only raises them.
-static __global__ void clear_weight_amaxes_kernel(const AdamArguments a) {
+static __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     TensorScale* const scale = a.shards[i].amax;
@@ -489,18 +489,18 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
-    const AdamArguments arguments{.f = factors(a),
-                                  .fmax_m = info(optimizer.m).max,
-                                  .fmax_v = info(optimizer.v).max,
-                                  .per_tensor = optimizer.per_tensor,
-                                  .shards = shards,
-                                  .shard_count = shard_count,
-                                  .first_element = updated.first,
-                                  .spans = updated.count / MOMENT_GROUP,
-                                  .w = w,
-                                  .rounding_key = rounding_key,
-                                  .gradients = either_dense(gradients, format),
-                                  .state = state};
+    const AdamWArguments arguments{.f = factors(a),
+                                   .fmax_m = info(optimizer.m).max,
+                                   .fmax_v = info(optimizer.v).max,
+                                   .per_tensor = optimizer.per_tensor,
+                                   .shards = shards,
+                                   .shard_count = shard_count,
+                                   .first_element = updated.first,
+                                   .spans = updated.count / MOMENT_GROUP,
+                                   .w = w,
+                                   .rounding_key = rounding_key,
+                                   .gradients = either_dense(gradients, format),
+                                   .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(shard_count, 128), 128, 0, s, arguments);
     update_other_formats(arguments, fp8_moment_groups, s);
     if (!fp8_moment_groups || updated.count == 0) return;

@@ -17,7 +17,8 @@
 // other. Its `live` is false for a row behind the tensor's last: that one is computed, but not stored. What
 // gated activations read or write, such as [gate | up], has two planes side by side.
 //
-// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
+// Callers begin with quantize() in part 4, which chooses. dev/ladders/quantize_transpose.cu shows how part 3
+// became fast, starting from four lines.
 #include "gpu/device.cuh"
 
 namespace coat::gpu {
@@ -54,7 +55,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    // A thread outside the tensor ends here: it must not read what another one writes back. The two owners of
+    // A thread outside the tensor ends here. Its values would be thrown away, but reading what another thread
+    // writes back would be a race. The two owners of
     // a group end together. The shuffles and maxima below go on without the lanes that have ended: their mask
     // names all 32, but CUDA lets a mask name lanes that have exited. Lane 0, which updates the amax for its
     // warp, has the warp's lowest row and column: if any lane is inside the tensor, lane 0 is.
@@ -118,21 +120,21 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer x, int64_t rows, TensorScale* out_amax) {
+    compute_amax_kernel(Producer x, int64_t rows, TensorScale* x_amax) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
-    update_amax_by_warp(&out_amax->amax, magnitude_bits(top));
+    update_amax_by_warp(&x_amax->amax, magnitude_bits(top));
 }
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
 // finds the producer that computes it.
-void compute_amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s) {
+void compute_amax(const LazyTensor& x, TensorScale* x_amax, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, out_amax);
+               TILE_THREADS, 0, s, producer, x.rows, x_amax);
     });
 }
 

@@ -4,7 +4,7 @@
 // A step, in the order of this file:
 //
 //   step()
-//     begin_step()                   clears what the step will find out, and sends 1 / the number of targets
+//     begin_pass()                   clears what the step will find out, and sends 1 / the number of targets
 //     micro_batch()                  for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
@@ -47,8 +47,8 @@
 //   each w            the weight                 the last update; with delayed scaling a pass
 //
 //   in backward
-//   down.g            dresidual() at the end     norm_backward() of the norm that follows: norm 1 of the
-//                     of the layer               next layer, or the final norm
+//   down.g            dresidual() at the end     norm_backward() of the norm behind it, which backward has
+//                     of the layer               just passed: norm 1 of layer l + 1, or the final norm
 //   gate_up.g         dgate_up                   a pass in write_g8()
 //   attention_out.g   dresidual() before norm 2  norm_backward() of norm 2
 //   qkv.g             dqkv                       attention_backward(); but in Qwen3, where
@@ -122,7 +122,7 @@ class GpuModel final : public Model {
     // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
     // overwrite them under two conditions. Both hold in coat and in recipes without FP8:
     // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
-    //    has read (gpu/operators.h, write_operand()).
+    //    has read (gpu/operators.h, quantize()).
     // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,
     //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
@@ -180,7 +180,7 @@ public:
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;
-        begin_step(static_cast<double>(counted));
+        begin_pass(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
@@ -205,7 +205,7 @@ public:
 private:
     // Begins a step, or what evaluate() and the like run in place of one. targets: how many targets count.
     // quant_stats: where what quantizing loses is added up, by ReportKind; null: it is not measured.
-    void begin_step(double targets, QuantStats* quant_stats = nullptr) {
+    void begin_pass(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
         device_.copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
@@ -361,8 +361,9 @@ private:
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
-        const View positions = rotary_ ? View{} : sharding_->weight(parameters_.index("positions"));
-        add_to_residual(sharding_->weight(embedding_), positions, norm1_of(layers_[0]), memory_.tokens);
+        const View positions = rotary_ ? View{} : sharding_->gathered_weight(parameters_.index("positions"));
+        add_to_residual(sharding_->gathered_weight(embedding_), positions, norm1_of(layers_[0]),
+                        memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
             attention_block_forward(layers_[l]);
             mlp_block_forward(layers_[l], l + 1 < config_.L ? norm1_of(layers_[l + 1]) : final_norm());
@@ -438,6 +439,8 @@ private:
         const View x_out = saved_in.storage.fp8() ? residual_buffer_ : View{};
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
+        // The groups are made of the sum in FP32; the error is measured against the sum in BF16, which is
+        // stored
         if (x_out.data)
             add_quant_errors(stored(x_out), {saved_in}, device_.quant_stats_of(ReportKind::NormInput),
                              stream_);
@@ -498,8 +501,8 @@ private:
         const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->weight(head_weight_)}, row_slice(dy, first, y.rows),
-                   stream_);
+        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_weight_)},
+                   row_slice(dy, first, y.rows), stream_);
     }
 
     // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
@@ -511,7 +514,7 @@ private:
         slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         store_values(lazy_norm(slice), y, stream_);
-        gemms_.run(Gemm::Fprop, {y}, {sharding_->weight(head_weight_)}, logits, stream_);
+        gemms_.run(Gemm::Fprop, {y}, {sharding_->gathered_weight(head_weight_)}, logits, stream_);
         return logits;
     }
     int64_t slice_tokens(int64_t first) const { return std::min(HEAD_SLICE_TOKENS, N_ - first); }
@@ -520,17 +523,18 @@ private:
     void add_up_losses() {
         add_loss_sum(memory_.losses, N_, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
     }
-    // *checked = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the step.
-    void store_loss_or_nan(double* checked) {
-        write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, checked, stream_);
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the
+    // step.
+    void store_loss_or_nan(double* loss_or_nan) {
+        write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, loss_or_nan, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Backward. dX is the gradient of X; that of a linear layer's output is g, and g8 as an operand.
     //
     // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
-    // part. Where backward is between two norms, it is the g of the linear layer that comes next. The
-    // argument dresidual_amax is where the norm leaves its amax for that linear layer.
+    // part. Where backward is between two norms, it is the g of the linear layer that backward comes to next.
+    // The argument dresidual_amax is where the norm leaves its amax for that linear layer.
     //
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket(), which are
     // at the end of this section. Memory is given back as early as possible, which can be in the middle of a
@@ -701,7 +705,7 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        begin_step(divisor_of_mean(targets, batch_tokens()));
+        begin_pass(divisor_of_mean(targets, batch_tokens()));
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
@@ -710,7 +714,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin_step(1);
+        begin_pass(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
@@ -725,7 +729,7 @@ public:
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         report_ = {};
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
-        begin_step(divisor_of_mean(targets, batch_tokens()), quant_stats);
+        begin_pass(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
         sharding_->wait_for_transfers();
         device_.copy_to_host(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
@@ -805,14 +809,14 @@ private:
     Norm norm_of(size_t weight, const View& in) const {
         const std::optional<size_t> bias = parameters_.bias_of(weight);
         return {.in = in,
-                .weight = sharding_->weight(weight).data,
-                .bias = bias ? sharding_->weight(*bias).data : nullptr,
+                .weight = sharding_->gathered_weight(weight).data,
+                .bias = bias ? sharding_->gathered_weight(*bias).data : nullptr,
                 .row_statistics = memory_.norm_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
     HeadNorm head_norm(const Layer& layer) const {
-        return {.weight = sharding_->weight(*layer.head_norm_weight).data,
+        return {.weight = sharding_->gathered_weight(*layer.head_norm_weight).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),

@@ -26,9 +26,9 @@ struct AdamWFactors {
     float root_factor, scaled_eps;
 };
 
-// Decoding leaves a product to this function: the old first moment is m times a factor, which is a scale or
-// the max of a moment group. The caller gives keep_m = b1 * factor, so that one operation multiplies by both.
-// On return m is the new moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
+// m comes in without its factor, which is a scale or the max of a moment group: the old first moment is m *
+// factor. The caller gives keep_m = b1 * factor, so that one multiplication does both. On return m is the new
+// moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
 // does not decay.
 inline __device__ void adamw_element(const AdamWFactors& f, float keep_m, float keep_v, float decay, float g,
                                      float& m, float& v, float& w) {
@@ -143,7 +143,7 @@ inline __device__ bool has_scales(const MomentView& m) {
 // in FP8 groups, one moment group of m and one of v.
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
-struct AdamArguments {
+struct AdamWArguments {
     AdamWFactors f;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
@@ -162,6 +162,6 @@ struct AdamArguments {
 // Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether
 // the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and biases,
 // are updated here.
-void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s);
+void update_other_formats(const AdamWArguments& a, bool fp8_moment_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

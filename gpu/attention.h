@@ -19,7 +19,7 @@ namespace coat::gpu {
 struct AttentionShape {
     int64_t B, T;         // sequences and tokens per sequence; any
     int64_t NH, NKV, HS;  // NH is a multiple of NKV; HS is a multiple of 8, up to 128
-    Format format;        // of qkv, out and their gradients: F32 or BF16
+    Format format;        // of qkv, out and their gradients: FP32 or BF16
 
     int64_t qkv_cols() const { return (NH + 2 * NKV) * HS; }
 };

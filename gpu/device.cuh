@@ -507,7 +507,8 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
 // of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A chunk that
 // lies outside the tensor has live = false: in its place the last row or the last chunk is read again, so
-// that no load has a condition. If the kernel writes over x, what is read again may have been overwritten.
+// that no load has a condition. If the kernel writes over x, this thread may have overwritten what it
+// reads again: such values are thrown away.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
@@ -668,7 +669,8 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
     for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
     uint2 four_rows[PLANES][4];
 
-    // A thread outside the tensor must not even read, because codes may overwrite what x is computed from.
+    // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
+    // reading while another thread writes is a race.
     if (at.inside(rows, x.width))
         for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {

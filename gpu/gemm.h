@@ -30,7 +30,7 @@ public:
     void* const scratch;                         // SCRATCH bytes; between GEMMs others may use it
 
     // fast_accumulation: for each Gemm (coat.h, FastAccumulation).
-    Gemms(void* scratch, const std::array<bool, 3>& fast_accumulation)
+    Gemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~Gemms();
     Gemms(const Gemms&) = delete;
@@ -52,7 +52,7 @@ private:
     };
 
     cublasLtHandle_t handle_ = nullptr;  // null until the first GEMM
-    const std::array<bool, 3> fast_accumulation_;
+    const FastAccumulation fast_accumulation_;
     std::map<Key, cublasLtMatmulAlgo_t> algorithms_;
 };
 

@@ -80,6 +80,8 @@ inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GE
 int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient. With one micro-batch per step, a layer's
 // gradients may lie where later layers' activations were: those are not needed when gradients are written.
+// With more micro-batches gradients begin behind all activations: their sums must outlive the next forward
+// pass.
 int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.

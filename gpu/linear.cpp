@@ -26,7 +26,7 @@ void LinearLayer::fprop(const LazyTensor& x, const View& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
-    const void* const bias = bias_ ? context_.sharding.weight(*bias_).data : nullptr;
+    const void* const bias = bias_ ? context_.sharding.gathered_weight(*bias_).data : nullptr;
     View whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
     context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
@@ -99,7 +99,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(index_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
-    const View w = context_.sharding.weight(weight_);
+    const View w = context_.sharding.gathered_weight(weight_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
@@ -113,7 +113,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
 
 void LinearLayer::make_cached_weight() {
     compute_weight_amax();
-    write_operand(LinearOperand::W, stored(context_.sharding.weight(weight_)), cached_w8_);
+    write_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_)), cached_w8_);
 }
 
 Operand LinearLayer::take_g8(int64_t N, void* codes) const {
@@ -171,7 +171,7 @@ void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax)
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax_if_wanted(stored(context_.sharding.weight(weight_)), w_scale_);
+        compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_)), w_scale_);
 }
 
 }  // namespace coat::gpu

@@ -52,7 +52,8 @@ public:
     LinearLayer(LinearContext& context, size_t weight);
 
     // --- The three GEMMs
-    void fprop(const LazyTensor& x, const View& y);      // y = x w^T + bias
+    // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y has memory for so many.
+    void fprop(const LazyTensor& x, const View& y);
     void dgrad(const Operand& g8, const View& dx);       // dx = g w
     void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
 

@@ -52,8 +52,9 @@ static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 
 
 // The statistics of a row, whose chunks in this thread are x. Chunks that lie behind the row are zeros. The
 // forward pass of both norms calls it, and LayerNorm's backward pass. RMSNorm's backward pass computes the
-// sum of squares together with another sum, in the same order. So forward and backward have the same bits:
-// wgrad quantizes the norm's output with an amax that forward has computed.
+// sum of squares together with another sum, in the same order. So forward and backward have the same bits.
+// They must: wgrad quantizes the norm's output with the amax that forward has computed, and a larger value
+// would saturate.
 static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
                                                float eps) {
     float sum[1] = {0};

@@ -5,8 +5,8 @@
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
 //   - The rows of an activation or a gradient are tokens; those of a weight are its outputs. There may be any
-//     number of them, but a multiple of 16 for transposed codes. Columns are a multiple of 16. Pointers are
-//     16-byte aligned.
+//     number of rows; where transposed codes are made, a multiple of 16. Columns are a multiple of 16.
+//     Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - Operators add to the gradients of parameters, in the format of these: BF16 or FP32 (model.h,
 //     gradient_format).
@@ -22,7 +22,7 @@
 //   group         16 neighbouring features of a token, which share a scale (coat.h)
 //   moment group  128 elements of a moment, which share (max, k) (coat.h)
 //   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
-//   shard       what this rank owns of one parameter (section 3)
+//   shard         what this rank owns of one parameter (section 3)
 //   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
 //                 norm before it; the final norm and the head; or the embeddings (architecture.h,
 //                 Param::bucket)
@@ -167,10 +167,10 @@ inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, cons
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
 // anyway updates the amax itself, which saves the first pass.
 
-// out_amax->amax = max(out_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
+// x_amax->amax = max(x_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
 // every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not
 // be in FP32.
-void compute_amax(const LazyTensor& x, TensorScale* out_amax, cudaStream_t s);
+void compute_amax(const LazyTensor& x, TensorScale* x_amax, cudaStream_t s);
 
 // Computes x and writes its FP8 codes, as out says.
 //   per tensor              The scale is computed from the amax in tensor_scale(out.view); if out.delayed, it
@@ -262,9 +262,9 @@ struct GradientState {
     uint32_t skip;
 };
 
-// *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
+// *loss_or_nan = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
-void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* checked,
+void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t s);
 // Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
 // give the same norm for any number of ranks.

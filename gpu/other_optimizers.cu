@@ -41,7 +41,7 @@ static __device__ void store_moment(const MomentView& m, float fmax, int64_t i, 
 constexpr int ADAMW_THREADS = 256;
 template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
-    adamw_plain_kernel(const AdamArguments a, bool find_maxima) {
+    adamw_plain_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !has_scales(shard.m) && !has_scales(shard.v)) return;
@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
 }
 
 // Moments with one scale per tensor: the new maxima start at 0.
-static __global__ void clear_new_maxima_kernel(const AdamArguments a) {
+static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
@@ -80,7 +80,7 @@ static __global__ void clear_new_maxima_kernel(const AdamArguments a) {
 }
 
 // After the second pass the new maxima decode the moments.
-static __global__ void use_new_maxima_kernel(const AdamArguments a) {
+static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
@@ -88,7 +88,7 @@ static __global__ void use_new_maxima_kernel(const AdamArguments a) {
     if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_other_formats(const AdamArguments& a, bool fp8_moment_groups, cudaStream_t s) {
+void update_other_formats(const AdamWArguments& a, bool fp8_moment_groups, cudaStream_t s) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);

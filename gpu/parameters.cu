@@ -140,16 +140,16 @@ void update_gradient_state(const double* sums, int64_t shard_units, int64_t rank
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
+    loss_or_nan_kernel(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan) {
     bool finite = true;
     for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
-    if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+    if (threadIdx.x == 0) *loss_or_nan = finite && !isnan(*loss_or_nan) ? *loss : NAN;
 }
 
-void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* checked,
+void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t s) {
-    launch("loss_or_nan", checked_loss_kernel, 1, THREADS, 0, s, scales, n, loss, checked);
+    launch("loss_or_nan", loss_or_nan_kernel, 1, THREADS, 0, s, scales, n, loss, loss_or_nan);
 }
 
 // ===========================================================================================================

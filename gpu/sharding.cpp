@@ -243,7 +243,7 @@ public:
         const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
-    View weight(size_t i) const override {
+    View gathered_weight(size_t i) const override {
         return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
     void combine_amaxes() override {

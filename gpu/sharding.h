@@ -3,9 +3,10 @@
 // also the implementation, in which nothing travels. sharding.cpp derives that of several GPUs from it:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
-//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
-//               sums are FP32 and a micro-batch adds to each once, they have the bits of one GPU that adds up
-//               as many micro-batches. (To a tied embedding, and to the head of many tokens, it adds more.)
+//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
+//               R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if sums
+//               are in FP32 and a micro-batch adds to each once. (To a tied embedding, and to the head of
+//               many tokens, it adds more often.)
 //   weights     while one stage computes, the matrices of the stage that comes next in this pass are
 //               gathered. Each of the two has a buffer.
 //
@@ -37,9 +38,9 @@ public:
     virtual void gather_weights(int64_t /*stage*/, Pass) {}
     // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
     // gathered.
-    virtual View weight(size_t i) const { return parameters_.whole_weight(i); }
-    // To be called after the weights have changed, or the scale of their codes is to: what was gathered
-    // before is gathered again when it is needed.
+    virtual View gathered_weight(size_t i) const { return parameters_.whole_weight(i); }
+    // To be called after the weights have changed, or before the scale of their codes changes: what was
+    // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() {}
     // To be called after the weights have changed. The amaxes of all ranks become one: of the weights, of
     // which each rank has updated a part, and with delayed scaling those of a step. The codes of weights get
@@ -79,7 +80,7 @@ protected:
 struct Transfer {
     int64_t with;         // the other rank
     const uint8_t* send;  // what the other rank gets
-    uint8_t* there;       // where it gets it, as the address that the place has at this rank
+    uint8_t* there;       // its destination there, named by the address that this place has at this rank
     int64_t send_bytes;
     uint8_t* receive;  // where this rank gets what the other one sends
     int64_t receive_bytes;

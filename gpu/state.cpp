@@ -70,11 +70,13 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
     m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
-// With one rank, gradients that are kept lie over saved activations. Gradients that are not kept
+// With one rank and one micro-batch a step, gradients that are kept lie over saved activations. With more
+// micro-batches they lie behind these, because their sums must outlive the next forward pass. Gradients that
+// are not kept
 // (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums of gradients
-// lie over saved activations, and the gradients of one micro-batch alternate by bucket between two places:
-// those of one bucket travel while the next are computed. Those of a tied embedding have a place of their own
-// in the last two cases, because the head writes them first, before all other buckets.
+// lie where those of one rank do, and the gradients of one micro-batch alternate by bucket between two
+// places: those of one bucket travel while the next are computed. Those of a tied embedding have a place of
+// their own in the last two cases, because the head writes them first, before all other buckets.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                            const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
@@ -100,10 +102,11 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 
 // The allocation, from its beginning. What lasts for the run, in the order of Memory:
 //
-//   results | cuBLASLt's scratch | [what other ranks write] | weights | remainders of masters |
+//   scalars | cuBLASLt's scratch | [what other ranks write] | weights | remainders of masters |
 //   AdamW's table | scales | histories | moments |
 //
-//   saved activations, and over them gradients of weights:
+//   saved activations, and over them gradients of weights (with more than one micro-batch a step: behind
+//   them):
 //     forward writes the layers from left to right, backward needs them from right to left
 //   +---------+---------+-- ... --+-----------+
 //   | layer 0 | layer 1 |         | layer L-1 |  activations
@@ -302,7 +305,7 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 }
 
 // The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
-// owns by shard unit, and these sums travel, behind the checked loss: `units` + 1 numbers from each rank.
+// owns by shard unit, and these sums travel, behind the loss: `units` + 1 numbers from each rank.
 void Parameters::update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);

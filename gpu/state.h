@@ -101,7 +101,7 @@ struct Memory {
     Weights weights;
     Shard* shards;                       // AdamW's table of parameters
     TensorScale* scales;                 // see Scales
-    float* histories;                    // of amaxes: (operands, linear layers, Recipe::history)
+    float* histories;                    // of amaxes: (operands, linear layers, Recipe::history_steps)
     std::vector<MomentView> moments[2];  // the first and the second, by parameter
     void* moments_begin;
     int64_t moments_bytes;  // of all moments and their scales
@@ -236,7 +236,7 @@ public:
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
-    // and Sharding::weight() the whole.
+    // and Sharding::gathered_weight() the whole.
     View whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
@@ -253,7 +253,7 @@ public:
     }
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
-    // of the new ones. Nothing is updated if something in the step was not finite.
+    // of the new ones. Nothing is updated if something in the step was not finite so far.
     void update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding);
 
     // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
