@@ -72,11 +72,10 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
 
 // With one rank and one micro-batch a step, gradients that are kept lie over saved activations. With more
 // micro-batches they lie behind these, because their sums must outlive the next forward pass. Gradients that
-// are not kept
-// (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums of gradients
-// lie where those of one rank do, and the gradients of one micro-batch alternate by bucket between two
-// places: those of one bucket travel while the next are computed. Those of a tied embedding have a place of
-// their own in the last two cases, because the head writes them first, before all other buckets.
+// are not kept (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums
+// of gradients lie where those of one rank do, and the gradients of one micro-batch alternate by bucket
+// between two places: those of one bucket travel while the next are computed. Those of a tied embedding have
+// a place of their own in the last two cases, because the head writes them first, before all other buckets.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                            const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
