@@ -70,7 +70,7 @@ OUTSIDE = {"model.embed_tokens.weight": "embedding", "transformer.wte.weight": "
 
 
 def random_model(name, seed):
-    """Also the biases and the weights of norms are random: new ones are 0 and 1."""
+    """A model whose biases and norms are random, too: transformers begins with 0 and 1."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def old_spelling(folder):
 
 
 def save_tokenizer(folder):
-    """One of bytes, whose token numbers mean nothing else."""
+    """A tokenizer with a token for each byte. Which number a byte has does not matter here."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
