@@ -315,7 +315,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the flat order of all
 // parameters, from the lowest bits on.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step: its number, with the steps that were skipped (AdamW::step + skipped, above).
+// The key of one update. step: its number, with the steps that were skipped (AdamWStep::step + skipped, above).
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }

@@ -79,7 +79,7 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* t
 }
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
-TokenStream::Facts TokenStream::add_quant_errors() {
+TokenStream::Facts TokenStream::scan() {
     constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
     uint64_t hash = size_;
@@ -249,8 +249,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
                     "the disk (python3 data/tokenize.py), or give a part of it.");
     }
     hold_out_end(corpus);
-    corpus.train_facts = corpus.train.add_quant_errors();
-    corpus.validation_facts = corpus.validation.add_quant_errors();
+    corpus.train_facts = corpus.train.scan();
+    corpus.validation_facts = corpus.validation.scan();
     if (corpus.validation.size()) return corpus;
     std::string why;
     for (const LeftOut& file : corpus.left_out) {
@@ -262,7 +262,7 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
 }
 
 // The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
-// result. (model.h has a cheaper one, mixed_bits(). Each stays: old runs have the bits of both.)
+// result. (coat.h has a cheaper one, mixed_bits(). Each stays: old runs have the bits of both.)
 static uint64_t splitmix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;

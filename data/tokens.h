@@ -49,7 +49,7 @@ public:
         uint64_t hash = 0;     // of every token and of whether it counts, in this order
     };
     // Reads all tokens, and remembers the largest: from then on read() takes a larger one for an Error.
-    Facts add_quant_errors();
+    Facts scan();
 
 private:
     struct Part {

@@ -327,11 +327,23 @@ Bytes ProcessGroup::receive(int from) {
     Peer& peer = peers_[from];
     pollfd socket{.fd = peer.socket, .events = POLLIN, .revents = 0};
     wait_until([&] { return has_sent(from) || (::poll(&socket, 1, 20) > 0 && has_sent(from)); });
+    const std::lock_guard reading(reading_);
     const Bytes value(peer.message.begin() + sizeof(Header), peer.message.end());
     peer.message.clear();
     peer.message.shrink_to_fit();  // it may have been a large tensor
     peer.got = 0;
     return value;
+}
+
+// Passes over the message that has come from a rank: the next one begins.
+void ProcessGroup::drop_message(int rank) {
+    const std::lock_guard reading(reading_);
+    peers_[rank].got = 0;
+}
+// When anything last came from a rank.
+double ProcessGroup::heard(int rank) {
+    const std::lock_guard reading(reading_);
+    return peers_[rank].heard;
 }
 
 // Reads what has come of a rank's message, without waiting. Returns whether a whole value has come. If the
@@ -363,9 +375,8 @@ bool ProcessGroup::has_sent(int rank) {
 // Ends this process if the rank has ended. A rank may end once it has sent the value that this one waits for:
 // then done() is true. Its last message may say why it ends, so values that come before that are passed over.
 void ProcessGroup::look_at(int rank, const std::function<bool()>& done) {
-    Peer& peer = peers_[rank];
-    pollfd closed{.fd = peer.socket, .events = POLLRDHUP, .revents = 0};
-    while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) peer.got = 0;
+    pollfd closed{.fd = peers_[rank].socket, .events = POLLRDHUP, .revents = 0};
+    while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) drop_message(rank);
 }
 
 void ProcessGroup::wait_until(const std::function<bool()>& done) {
@@ -385,7 +396,7 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
             if (peer.socket < 0) continue;
             look_at(rank, done);
             if (tells && rank != sending_to_) tell(peer.socket, WAITING);
-            if (time < std::max(peer.heard, began) + patience) continue;  // it has answered lately
+            if (time < std::max(heard(rank), began) + patience) continue;  // it has answered lately
             if (!named && rank_ <= 1)  // rank 0 names the others, and rank 1 names rank 0
                 std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", rank, patience);
             named = true;
@@ -414,7 +425,7 @@ void ProcessGroup::watch(const std::stop_token& stop) {
             pollfd closed{.fd = peers_[rank].socket, .events = POLLRDHUP, .revents = 0};
             if (::poll(&closed, 1, 0) <= 0) lived[rank] = now();
             if (now() < lived[rank] + grace) continue;
-            while (has_sent(rank)) peers_[rank].got = 0;  // after its last message this ends the process
+            while (has_sent(rank)) drop_message(rank);  // after its last message this ends the process
         }
     }
 }
@@ -443,7 +454,7 @@ void ProcessGroup::fail(const std::string& sentence) {
     ::shutdown(peers_[0].socket, SHUT_WR);
     const double deadline = now() + patience;
     wait_until([&] {
-        if (has_sent(0)) peers_[0].got = 0;  // its values are of no use any more
+        if (has_sent(0)) drop_message(0);  // its values are of no use any more
         ::usleep(20'000);
         return now() > deadline;
     });

@@ -13,7 +13,7 @@
 
 namespace coat {
 
-// The signal that asks this process to end after the current step; train.cpp's handler sets it.
+// The signal that asks this process to end after the current step; main.cpp's handler sets it.
 inline volatile std::sig_atomic_t interrupted = 0;
 
 // How this process was started. The ranks of a run are started by torchrun, on one machine or on several,
@@ -68,12 +68,14 @@ private:
     const int rank_, local_rank_;
     std::vector<Peer> peers_;  // by rank
     int sending_to_ = -1;      // the rank to which a message is being sent; -1 if there is none
-    std::mutex reading_;       // of has_sent(), which two threads call
+    std::mutex reading_;       // of the peers' messages, which two threads read
     std::jthread watch_;       // of ranks that start() has made
 
     void send(int to, const Bytes& message);
     Bytes receive(int from);
     bool has_sent(int rank);
+    void drop_message(int rank);
+    double heard(int rank);
     void look_at(int rank, const std::function<bool()>& done);
     void start_watch();
     void watch(const std::stop_token& stop);

@@ -235,7 +235,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 }
 
 // 128 tiles are 16384 rows: with more of them, some blocks add up two tiles.
-GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and column_sums") {
+GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
         for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {

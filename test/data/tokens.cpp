@@ -70,17 +70,17 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     Words tokens(N);
     for (uint32_t& t : tokens) t = uint32_t(rng.below(50'000));
     TokenStream whole = stream_of(tokens);
-    const uint64_t hash = whole.add_quant_errors().hash;
+    const uint64_t hash = whole.scan().hash;
     TokenStream begin = whole, joined;
     const TokenStream end = begin.take_end(rng.below(N));
     joined.append(begin);
     joined.append(end);
-    CHECK(joined.add_quant_errors().hash == hash);
+    CHECK(joined.scan().hash == hash);
     for (const int64_t at : {int64_t(0), int64_t(4096), rng.below(N), N / 2, N - 1})
         for (const uint32_t change : {1u, 1u << 31}) {
             Words other = tokens;
             other[at] ^= change;
-            CHECK(stream_of(other).add_quant_errors().hash != hash);
+            CHECK(stream_of(other).scan().hash != hash);
         }
     Words swapped = tokens, parts = tokens, shorter(tokens.begin(), tokens.end() - 1), longer = tokens;
     std::iter_swap(swapped.begin(),
@@ -88,13 +88,13 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     std::rotate(parts.begin(), parts.begin() + (1 << 18), parts.begin() + (2 << 18));  // two whole parts
     longer.push_back(0);
     for (const Words& other : {swapped, parts, shorter, longer})
-        CHECK(stream_of(other).add_quant_errors().hash != hash);
+        CHECK(stream_of(other).scan().hash != hash);
     for (const int64_t at : {int64_t(0), N - 1}) {
         Words other = tokens;
         other[at] = 50'001 | 1u << 31;
-        CHECK(stream_of(other).add_quant_errors().largest == 50'001);
+        CHECK(stream_of(other).scan().largest == 50'001);
     }
-    CHECK(TokenStream().add_quant_errors().largest == -1);
+    CHECK(TokenStream().scan().largest == -1);
     // A file that is changed meanwhile may have any token.
     Folder folder;
     const std::string path = folder.write("x.bin", token_file(Shorts(100, 7)));
