@@ -141,11 +141,13 @@ $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): privat
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
 $(call object,$(wildcard dev/exercises/[0-9]*)): private WERROR :=
 
+# The processor counts, because of -march=native.
+PROCESSOR = $(shell sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)
 # $(call renew,lines) writes the target if it does not consist of these lines already. So the target's time changes
 # only when its lines do.
 renew = @mkdir -p $(@D); printf '%s\n' $(1) | cmp -s - $@ || printf '%s\n' $(1) > $@
 $(O)/settings: FORCE | $(O)/found/json
-	$(call renew,'CXX=$(CXX)' 'OPT=$(OPT)' 'NVCC=$(NVCC)')
+	$(call renew,'CXX=$(CXX)' 'OPT=$(OPT)' 'NVCC=$(NVCC)' 'CPU=$(PROCESSOR)')
 
 # The GPU for which kernels are compiled: the one that nvidia-smi finds. BF16 arithmetic begins with compute
 # capability 8.0; where there is no such GPU, it is Hopper, 90a. From 9.0 on, the letter a adds instructions of that
