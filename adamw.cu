@@ -30,9 +30,9 @@
 // So half a warp keeps the fields of the spans that it updates itself, and finds them by a shuffle among its
 // 16 lanes.
 //
-// Which bytes move. An element takes 14.25 bytes. Read and written once, so counted twice, are its BF16
-// weight (2), the remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125).
-// The gradient (2) is only read. An H200 does that at 87% of its copy bandwidth. dev/ladders/adamw.cu is the
+// Which bytes move. An element takes 14.25 bytes. Read and written are its BF16 weight (2 bytes), the
+// remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. Only
+// read is the gradient: 2. An H200 does that at 87% of its copy bandwidth. dev/ladders/adamw.cu is the
 // way there, with what each idea wins. (Its best kernels reach 91%: they update one parameter, and none of
 // its moment groups needs care.)
 #include "gpu/adamw.cuh"
@@ -344,7 +344,7 @@ static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& 
     const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
     uint32_t top = 0;
     // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
-    // bundle is known by its first span.
+    // bundle is known by the number of its first span.
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
     for (int bundle = first_span; bundle < end_span; bundle += WARPS * BUNDLE) {
@@ -445,7 +445,7 @@ static unsigned blocks_of(int64_t spans) {
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
-static AdamWFactors factors(const AdamWStep& a) {
+static AdamWConstants factors(const AdamWStep& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
     return {.lr = a.lr,

@@ -62,7 +62,8 @@ struct ModelConfig {
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
-    // In tokens. A window limits it, because attention within a window is not implemented.
+    // In tokens. Sliding windows are not implemented: such a model works up to the length of its window,
+    // where the window makes no difference.
     int64_t longest_sequence() const { return sliding_window ? std::min(sliding_window, max_T) : max_T; }
 };
 

@@ -56,10 +56,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor ends here. Its values would be thrown away, but reading what another thread
-    // writes back would be a race. The two owners of
-    // a group end together. The shuffles and maxima below go on without the lanes that have ended: their mask
-    // names all 32, but CUDA lets a mask name lanes that have exited. Lane 0, which updates the amax for its
-    // warp, has the warp's lowest row and column: if any lane is inside the tensor, lane 0 is.
+    // writes back would be a race.
+    //   - The two owners of a group end together.
+    //   - The shuffles and maxima below go on without the lanes that have ended: their mask names all 32, but
+    //     CUDA lets a mask name lanes that have exited.
+    //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
+    //     tensor if any lane is.
     if (!at.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {

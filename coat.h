@@ -9,7 +9,7 @@
 //   amax            the largest |x| of some elements
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
 //   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and its
-//                   value is decode(code) s
+//                   value is decode(code) * s
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
 //   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k is the
@@ -154,10 +154,12 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // constant and can be taken out of the sum; then it multiplies this sum by them. Every further scale block
 // interrupts the tensor cores for such a multiplication. So scale blocks are long along the reduction: 128
 // elements, a row, or the whole tensor. (1x16 groups are no operands of GEMMs.)
-// In this table, Granularity is written for the matrix as the GEMM reads it: cols runs along the reduction.
-// x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block these are
-// different blocks, so x is quantized twice. With one per tensor or per 128x128 block they are the same:
-// once.
+// In recipes(), below, a Granularity is that of the matrix as the GEMM reads it: cols runs along the
+// reduction. x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block
+// these are different blocks, so fprop and wgrad have different codes of x. With one scale per tensor or per
+// 128x128 block the codes are the same, transposed. (This program makes them twice all the same, because it
+// does not keep the codes of x until backward. It makes those of g once, which dgrad and wgrad read one after
+// the other.)
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
@@ -315,7 +317,8 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the flat order of all
 // parameters, from the lowest bits on.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step: its number, with the steps that were skipped (AdamWStep::step + skipped, above).
+// The key of one update. step: its number, with the steps that were skipped (AdamWStep::step + skipped,
+// above).
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }

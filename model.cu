@@ -47,8 +47,8 @@
 //   each w            the weight                 the last update; with delayed scaling a pass
 //
 //   in backward
-//   down.g            dresidual() at the end     norm_backward() of the norm behind it, which backward has
-//                     of the layer               just passed: norm 1 of layer l + 1, or the final norm
+//   down.g            dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the final
+//                     of the layer               norm: backward comes from there
 //   gate_up.g         dgate_up                   a pass in write_g8()
 //   attention_out.g   dresidual() before norm 2  norm_backward() of norm 2
 //   qkv.g             dqkv                       attention_backward(); but in Qwen3, where

@@ -120,7 +120,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // 2. Quantizers (the paper's preliminaries; granularity and group scaling: section 5)
 //
 // The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
-// block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) s. The
+// block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) * s. The
 // granularity says which elements form a scale block. (CPU and GPU do not divide by s: they multiply by 1 /
 // s, rounded to FP32.)
 
@@ -243,7 +243,7 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
     return q;
 }
 
-// The values (rows, cols) of a quantized tensor: x = decode(code) s.
+// The values (rows, cols) of a quantized tensor: x = decode(code) * s.
 Floats dequantize(const StoredMatrix& q) {
     Floats x(q.rows * q.cols);
     if (!q.storage.fp8()) {
@@ -302,7 +302,7 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 // stretches it to the dynamic range of the format before quantization, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
-//   contract:  x = f^-1(decode(code) s)
+//   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
 // Equation 4: k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. It is rounded because
@@ -415,9 +415,9 @@ AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm) {
 }
 
 // One AdamW step in FP32, with the clipped gradient g:
-//   m = b1 m + (1 - b1) g          m^ = m / (1 - b1^t)
-//   v = b2 v + (1 - b2) g^2        v^ = v / (1 - b2^t)
-//   w = w - lr (m^ / (sqrt(v^) + eps) + decay w)
+//   m = b1 m + (1 - b1) g          m_hat = m / (1 - b1^t)
+//   v = b2 v + (1 - b2) g^2        v_hat = v / (1 - b2^t)
+//   w = w - lr (m_hat / (sqrt(v_hat) + eps) + decay w)
 // Weight decay is decoupled, and eps is outside the root, as in torch.optim.AdamW. The weight is updated with
 // the m and v that are not quantized yet.
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
@@ -450,7 +450,7 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
     return {.mean = mean, .rstd = 1 / std::sqrt(square / Real(C) + eps)};
 }
 
-// RMSNorm or LayerNorm of each row of x (N, C):  y = x^ weight + bias  with  x^ = (x - mean) rstd.
+// RMSNorm or LayerNorm of each row of x (N, C):  y = xhat * weight + bias  with  xhat = (x - mean) * rstd.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y) {
@@ -462,9 +462,9 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
     }
 }
 
-// The backward pass of norm_forward(). With d = dy weight:
-//   dx = (d - mean(d) - x^ mean(d x^)) rstd        means over a row; RMSNorm has no mean(d)
-//   dweight += sum(dy x^),  dbias += sum(dy)       sums over rows
+// The backward pass of norm_forward(). With d = dy * weight:
+//   dx = (d - mean(d) - xhat * mean(d * xhat)) * rstd    means over a row; RMSNorm has no mean(d)
+//   dweight += sum(dy * xhat),  dbias += sum(dy)       sums over rows
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
@@ -533,7 +533,7 @@ template <class Real> static Real tanh_of_gelu(Real x) {
     return std::tanh(Real(GELU_SCALE) * (x + Real(GELU_CUBE) * x * x * x));
 }
 
-// The activation function: act = silu(gate) up with silu(a) = a sigmoid(a), or act = gelu(gate_up).
+// The activation function: act = silu(gate) * up with silu(a) = a * sigmoid(a), or act = gelu(gate_up).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act) {
 #pragma omp parallel for

@@ -21,17 +21,16 @@ namespace coat::gpu {
 //   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps
 
 // The constants of a step. Bias corrections are computed in double on the host.
-struct AdamWFactors {
+struct AdamWConstants {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, weight_decay;
     float root_factor, scaled_eps;
 };
 
 // m comes in without its factor, which is a scale or the max of a moment group: the old first moment is m *
 // factor. The caller gives keep_m = b1 * factor, so that one multiplication does both. On return m is the new
-// moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that
-// does not decay.
-inline __device__ void adamw_element(const AdamWFactors& f, float keep_m, float keep_v, float decay, float g,
-                                     float& m, float& v, float& w) {
+// moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that does not decay.
+inline __device__ void adamw_element(const AdamWConstants& f, float keep_m, float keep_v, float decay,
+                                     float g, float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
     v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
@@ -144,7 +143,7 @@ inline __device__ bool has_scales(const MomentView& m) {
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamWArguments {
-    AdamWFactors f;
+    AdamWConstants f;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Shard* shards;

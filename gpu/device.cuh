@@ -173,8 +173,8 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // ===========================================================================================================
 // 3. Layouts
 //
-// How elements lie in memory is a Layout: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
-// scale for 16 elements). Each has two types and four functions:
+// How elements lie in memory is an ElementLayout: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one
+// BF16 scale for 16 elements). Each has two types and four functions:
 //   Compute                     the compute dtype that goes with it;
 //   Raw                         a chunk as it is stored;
 //   from()                      the same tensor, counted from element i on;
@@ -285,7 +285,7 @@ inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 
-// Calls f with the Layout of a tensor: BF16 or FP32.
+// Calls f with the ElementLayout of a tensor: BF16 or FP32.
 template <class F> void with_dense(const View& v, F f) {
     if (v.storage.format == Format::FP32) return f(dense<float>(v.data));
     f(dense<bf16>(v.data));
@@ -383,30 +383,30 @@ __device__ void activated_backward(float first, float second, float d, float& d_
     }
 }
 
-// The producer of each LazyTensor whose op is OP and whose input is stored in a Layout. GATED: the input has
-// two planes.
-template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
+// The producer of each LazyTensor whose op is OP and whose input is stored in an ElementLayout. GATED: the
+// input has two planes.
+template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // of the result
-    using Compute = typename Layout::Compute;
+    using Compute = typename ElementLayout::Compute;
     struct Cursor {
-        Layout in[INPUT_PLANES];
+        ElementLayout in[INPUT_PLANES];
         Dense<Compute> dact;
         const RowStatistics* statistics;
         Values weight, bias;
     };
     struct Raw {  // a producer uses some of these, of BYTES bytes
-        typename Layout::Raw in[INPUT_PLANES];
+        typename ElementLayout::Raw in[INPUT_PLANES];
         typename Dense<Compute>::Raw dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
         sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
-    Layout in;        // (N, INPUT_PLANES * width)
-    int64_t width;    // of a plane
-    LazyTensor lazy;  // what is computed
+    ElementLayout in;  // (N, INPUT_PLANES * width)
+    int64_t width;     // of a plane
+    LazyTensor lazy;   // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor at;
@@ -453,17 +453,17 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
 constexpr bool BF16_ONLY = true;
 template <bool ONLY_BF16 = false, class F> void with_producer(const LazyTensor& x, F f) {
     with_storage(x.input, [&](auto in) {
-        using Layout = decltype(in);
+        using ElementLayout = decltype(in);
         const int64_t cols = x.input.cols;
-        if constexpr (ONLY_BF16 && !std::is_same_v<typename Layout::Compute, bf16>)
+        if constexpr (ONLY_BF16 && !std::is_same_v<typename ElementLayout::Compute, bf16>)
             require(false, "FP8 goes with the compute dtype BF16, not with FP32");
-        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
-        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
+        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, ElementLayout>{in, cols, x});
+        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, ElementLayout>{in, cols, x});
         else if (x.op == LazyOp::Activation && x.gated)
-            f(LazyProducer<LazyOp::Activation, Layout, true>{in, cols / 2, x});
-        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Layout>{in, cols, x});
-        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Layout, true>{in, cols / 2, x});
-        else f(LazyProducer<LazyOp::ActivationBackward, Layout>{in, cols, x});
+            f(LazyProducer<LazyOp::Activation, ElementLayout, true>{in, cols / 2, x});
+        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, ElementLayout>{in, cols, x});
+        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, ElementLayout, true>{in, cols / 2, x});
+        else f(LazyProducer<LazyOp::ActivationBackward, ElementLayout>{in, cols, x});
     });
 }
 

@@ -50,7 +50,7 @@ struct BucketRange {
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
-// How many elements the gradients need that exist at one time.
+// How many elements of gradients exist at one time, at most.
 struct BucketElements {
     int64_t largest = 0;  // elements of the largest bucket, not counting that of a tied embedding
     // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their

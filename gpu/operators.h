@@ -10,7 +10,7 @@
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - Operators add to the gradients of parameters, in the format of these: BF16 or FP32 (model.h,
 //     gradient_format).
-//   - A parameter whose name ends with amax is an output: its field `amax` is raised to the new largest |x|.
+//   - An argument whose name ends with amax is an output: its field `amax` is raised to the new largest |x|.
 //     Null means that nobody needs it.
 //   - A `const View&` does not say that the tensor is only read. The comment of the operator says what is
 //     written.
@@ -42,13 +42,14 @@ namespace coat::gpu {
 // 1. Tensors
 
 // The scale of an FP8 tensor that has a single one, on the device. (It has 16 bytes, because a GEMM wants
-// scales aligned to that.) Who writes what, where scaling is just in time and where it is delayed (coat.h):
+// scales aligned to that.) Who writes what, where scaling is just in time, and where it is delayed (only in
+// the recipe te):
 //
 //                  just in time                              delayed
 //   amax           a kernel that has the values raises it,   quantize() raises it in passing; after the step
 //                  before quantize() (coat.cu, part 2)       it enters the history
 //   from_history                                             update_delayed_scales(), for the next step
-//   scale          quantize(): amax / FMAX                   quantize(): from_history
+//   scale          quantize(): amax / FMAX                   quantize() and end of step: from_history
 //
 // A GEMM reads `scale`. Delayed scaling goes on just in time while from_history is 0. With several ranks,
 // combine_amaxes() writes the amax and the scale of a weight on all of them.
