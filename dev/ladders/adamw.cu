@@ -377,7 +377,7 @@ template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constant
 //     root_factor = c1 / sqrt(c2) and scaled_eps = c1 eps;
 //   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0;
 //   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
-//   instructions.
+//     instructions.
 //
 // A group of zeros needs no branch either, but its numbers go a long way. Its smallest magnitude is that of
 // bits - 1 + 1, which wraps around to 0. So log_ratio is the difference of two -infinity, NaN, and fmaxf
