@@ -129,7 +129,7 @@ def swiglu_backward(gate_up, dact):
     return np.concatenate([dact * up * s * (1 + gate * (1 - s)), dact * gate * s], axis=1)
 
 def rope(qkv, T, HS, sign=1):
-    """RoPE: pair i of a query or key head is rotated at position t by the angle t theta^(-2 i / HS)."""
+    """RoPE: features i and i + HS / 2 of a query or key head, at position t, turn by t theta^(-2 i / HS)."""
     heads = qkv.reshape(-1, T, 3, qkv.shape[1] // (3 * HS), HS)     # (sequences, T, q k v, head, feature)
     angle = np.arange(T)[:, None, None, None] * 10000.0 ** (-2 * np.arange(HS // 2) / HS)
     cos, sin = np.cos(angle).astype(F32), (sign * np.sin(angle)).astype(F32)
@@ -144,15 +144,15 @@ def softmax(x):
 
 def attention(qkv, T, HS, out=None, dout=None):
     """Causal attention of qkv (tokens, 3 C); with its output and that one's gradient, the gradient of qkv."""
-    def heads(x, n): return x.reshape(-1, T, n, HS).swapaxes(1, 2)  # (tokens, n HS) -> (sequences, n, T, HS)
+    def by_head(x, n): return x.reshape(-1, T, n, HS).swapaxes(1, 2)  # to (sequences, n, T, HS)
     NH = qkv.shape[1] // (3 * HS)
-    q, k, v = np.split(heads(qkv, 3 * NH), 3, axis=1)               # each (sequences, NH, T, HS)
+    q, k, v = np.split(by_head(qkv, 3 * NH), 3, axis=1)             # each (sequences, NH, T, HS)
     scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))                # (sequences, NH, T, T)
     p = softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
     if dout is None: return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
     # dp = dout v^T. A score changes its own p and, through the sum of softmax, all others of its row, so
     # ds = p (dp - sum(p dp)). And sum(p dp) = sum over the keys of p (dout v) = dout out.
-    out, dout = heads(out, NH), heads(dout, NH)
+    out, dout = by_head(out, NH), by_head(dout, NH)
     ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
@@ -162,7 +162,8 @@ def attention(qkv, T, HS, out=None, dout=None):
 # (linear layers make codes of them), the residual stream, attention, gradients. Outputs of norms and of the
 # activation function are not saved: backward computes them again. It takes the derivative of rounding to be 1
 # (straight-through estimation), and all others at the values that forward used.
-Saved = namedtuple("Saved", "norm1_input qkv heads norm2_input gate_up")  # qkv and heads are BF16 values
+# qkv and attention_output are BF16 values, the others E4M3 codes in groups.
+Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
@@ -177,13 +178,13 @@ def layer_forward(w, x, T, HS):
     norm1_input = quantize_groups(x)                                # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                    # (tokens, 3 C)
-    heads = bf16(attention(qkv, T, HS))                             # (tokens, C)
-    residual2 = bf16(x) + linear(heads, w["attention_out"])
+    attention_output = bf16(attention(qkv, T, HS))                  # (tokens, C)
+    residual2 = bf16(x) + linear(attention_output, w["attention_out"])
     norm2_input = quantize_groups(residual2)                        # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
     gate_up = quantize_groups(gate_up)                              # (tokens, 2 F): gate, then up
     out = bf16(residual2) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
-    return out, Saved(norm1_input, qkv, heads, norm2_input, gate_up)
+    return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
 
 def layer_backward(w, saved, dx, T, HS):
     """The gradient dx of the stream after the layer -> before it, and the gradients of the weights."""
@@ -194,8 +195,8 @@ def layer_backward(w, saved, dx, T, HS):
     dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)                                                     # (tokens, C)
-    dheads, d["attention_out"] = linear_backward(saved.heads, w["attention_out"], dx)
-    dqkv = bf16(attention(saved.qkv, T, HS, saved.heads, dheads))               # (tokens, 3 C)
+    doutput, d["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
+    dqkv = bf16(attention(saved.qkv, T, HS, saved.attention_output, doutput))   # (tokens, 3 C)
     dqkv = bf16(rope(dqkv, T, HS, -1))                                          # rotated back
     dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
     dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)
@@ -259,10 +260,10 @@ if __name__ == "__main__":
         plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x, name == "v")
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
         print(f"  {name} {np.median(stored.k):6.2f} ", *(f"{error:6.2%}" for error in errors))
-    norm1_input, qkv, heads, norm2_input, gate_up = coat[0].saved
+    norm1_input, qkv, attention_output, norm2_input, gate_up = coat[0].saved
     in_fp8 = sum(x.codes.size + 2 * x.scales.size for x in (norm1_input, norm2_input, gate_up))
-    saved = in_fp8 + 2 * (qkv.size + heads.size)
-    print(f"A layer saves {saved / heads.size} C bytes a token; in BF16 16 C")
+    saved = in_fp8 + 2 * (qkv.size + attention_output.size)
+    print(f"A layer saves {saved / attention_output.size} C bytes a token; in BF16 16 C")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     for step in range(20, 201, 20):
         means = (np.mean([s.loss for s in run[step - 20:step]]) for run in runs)

@@ -258,8 +258,26 @@ def real(folder):
     of_moments(run.m, run.v)
 
 
+def reports():
+    """Three broken reports. How their tensors were made is the answer to lesson 13's question."""
+    random = np.random.default_rng(1)
+    x = random.standard_normal((64, 256)).astype(F32)
+    outlier = np.where(np.arange(256) == 39, x * F32(1e5), x)
+    spread = np.copysign(2 ** (-20 * random.random(x.shape)), x).astype(F32)
+    rows = []
+    for name, kind, f, values, amax in (("A", "norm inputs", E4M3, outlier, np.abs(outlier).max()),
+                                        ("B", "gradients", E5M2, x, np.abs(x).max() / 3),
+                                        ("C", "gradients", E4M3, spread, np.abs(spread).max())):
+        s = coat.scales_of(f, amax)
+        _, read = scaled(f, values, s)
+        above = {E4M3: 464, E5M2: 61440}[f]
+        rows.append((name, kind, f"{snr(values, read):.1f} dB", f"{np.mean(np.abs(values) > above * s):.1%}",
+                     f"{np.mean((values != 0) & (read == 0)):.1%}"))
+    table(("report", "of", "SNR", "saturated", "flushed to zero"), rows)
+
+
 LESSONS = {"1": formats, "2": one_scale, "3": granularity, "4": delayed, "5": gemms, "7": staircase, "noise": noise,
-           "9": expansion}
+           "9": expansion, "13": reports}
 
 if __name__ == "__main__":
     wanted, *folder = sys.argv[1:] or ["none"]

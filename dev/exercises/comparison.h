@@ -114,6 +114,8 @@ class Comparison {
 public:
     Format format = Format::E4M3;  // of codes, which are compared as uint8_t
     std::string special, of;       // about the input of what is compared; may be empty
+    // Says where value i of a result is, as in "dw(0, 1)" or "code 7"
+    Function<std::string(size_t)> place = [](size_t i) { return text(" ", i); };
 
     explicit Comparison(int number) : number_(number) {}
 
@@ -158,7 +160,7 @@ public:
                     text("Every wrong value is off by the factor ", std::setprecision(3), mine / y,
                          ": look at the scale, at a mean, or at the exponent's bias."),
                     false);
-            const std::string index = expected.size() > 1 ? text(" ", i) : "";
+            const std::string index = expected.size() > 1 ? place(i) : "";
             const std::string source = from.empty() ? "" : text(" from ", from[i]);
             show(name, index + source + of, shown(expected[i]), shown(got[i]));
         }
@@ -282,6 +284,11 @@ private:
     std::string first_, shown_;  // the result that has the first wrong value, and what is printed of this
     std::map<std::string, Result> results_;
 };
+
+// Of a matrix that is stored row by row
+inline Function<std::string(size_t)> row_and_column(size_t cols) {
+    return [cols](size_t i) { return text("(", i / cols, ", ", i % cols, ")"); };
+}
 
 inline Format format_of(const Fp8& f) { return f.mantissa == 3 ? Format::E4M3 : Format::E5M2; }
 

@@ -171,6 +171,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             for (size_t i = 0; i < amax.size(); i++)
                 by_columns.push_back(expected[i % rows * groups + i / rows]);
             c.of = text(" of ", rows, " x ", cols, " values");
+            c.place = [=](size_t i) { return text(" of row ", i / groups, ", group ", i % groups, ","); };
             c("scale", expected, got,
               {{"Scales are stored in BF16, not in FP32.", each(amax, unrounded)},
                {"BF16 is rounded to the nearest, not cut off: given::to_bf16.",
@@ -188,6 +189,10 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
                {"Scales are stored row by row, as codes are: scales[row * groups_in_a_row + group].",
                 by_columns}},
               0, amax);
+            c.place = [=](size_t i) {
+                const size_t row = i / cols, column = i % cols;
+                return text(" of row ", row, ", column ", column, " (group ", column / 16, "),");
+            };
             c("code", reference::quantize(x.data(), rows, cols, E4M3_GROUP).codes, codes,
               {{INVERSE, divided},
                {"Scales are right: use the scale after it is rounded to BF16; multiply by 1 / s.", inexact},
@@ -452,7 +457,9 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
         const Hint cut = about("matrices with cut tiles", rows % 32 || cols % 32);
         const Hint oblong = about("oblong matrices", rows != cols);
         c.of = text(" of ", rows, " x ", cols);
+        c.place = row_and_column(cols);
         c("code", codes_of(x), codes, {cut});
+        c.place = row_and_column(rows);
         c("transposed code", codes_of(given::transposed({rows, cols, x}).values), transposed,
           {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
     }

@@ -274,6 +274,7 @@ void compare_gemm(Comparison& c, const std::string& name, const Matrix& expected
     mine.values.resize(expected.values.size(), UNDEFINED);
     hints.push_back(
         {"This is the transpose: see the shapes above the function.", given::transposed(expected).values});
+    c.place = row_and_column(expected.cols);
     c(name, expected.values, mine.values, hints, 1e-4);
 }
 
@@ -474,7 +475,9 @@ int judge::norm_backward(const Function<Norm>& backward) {
     add("x is a code's value times its group's scale.", norm_with(None, N, C, no_scale, weight, dy));
     add("Each token has C / 16 scales of its own, behind those of the token before.",
         norm_with(None, N, C, wrong_row, weight, dy));
+    const auto place_in_vector = std::exchange(c.place, row_and_column(C));
     c("dx", expected, dx, of_dx, 1e-4);
+    c.place = place_in_vector;
     c("dweight", sum, dweight, of_dweight, 1e-4);
     return c.finish(
         "With d = dy weight, dx = r d - r^3 x mean(d x): the first part goes through the value's own y, "
@@ -565,6 +568,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     hints.push_back({"up has scales of its own, behind those of gate.", with(gate_scales)});
     hints.push_back({"A row of scales has 2 F / 16, not F / 16.", with(short_rows)});
     hints.push_back({"Each row has scales of its own, behind those of the row before.", with(first_row)});
+    c.place = row_and_column(row);
     c("dgate_up", expected, got, hints, 1e-4);
     return c.finish(
         "The derivative of silu is s (1 + a (1 - s)): it is 1/2 at 0, and slightly negative far below.");

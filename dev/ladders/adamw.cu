@@ -438,8 +438,8 @@ struct Reciprocals {
 // factors with their logarithms, 1 / max, 1 / k. A reduction has four shuffles in place of five.
 //
 // Counted: 78 instructions for an element, and 11.25 special functions. But a thread has 56 registers in
-// place of 40. A multiprocessor has 65,536: room for 4 blocks of 256 threads (57,344), not for 6 (of 40 each,
-// 61,440).
+// place of 40. A multiprocessor has 65,536 registers: with 56 a thread 4 blocks of 256 threads fit (57,344);
+// with rung 4's 40 it was 6 (61,440).
 //
 // Predict: how much faster than rung 4? How fast could it be at most?
 
@@ -500,6 +500,10 @@ struct Table : Reciprocals {
 // registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the compiler that it
 // may use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
 //
+// Counted: nothing new. The arithmetic is that of rung 6, and its clocks stay where they were. What changes
+// is how they overlap with memory, which no count tells. At best the time is that of the slowest clock alone,
+// memory's 900 us. Against it: 16 warps on a multiprocessor, of the 64 that it can hold.
+//
 // Predict: the time. What does this rung win, and what does it lose?
 constexpr int CHUNK = 8;         // elements of a lane
 constexpr unsigned ON_EACH = 2;  // blocks that a multiprocessor has at once
@@ -555,6 +559,9 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //   pair        0      0      0      0      1       2       3         0        1        2        3
 //
 // So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
+//
+// Counted: only these accesses, and four shuffles for a lane's eight elements: half an instruction for an
+// element. The arithmetic is that of rung 6 again.
 //
 // Predict: the time, and whether rung 6 is beaten.
 constexpr int PAIRS = 4;           // of a bundle
@@ -861,7 +868,8 @@ int main(int argc, char** argv) try {
 //    run at once, let each thread loop, and keep what the next turn needs in registers.
 // 6. Look at the instructions that load and store scales: how many bytes does each move?
 // 7. Beyond rung 8 there is something left: two values become two codes with one instruction
-//    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp (redux.sync).
+//    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp
+//    (__reduce_max_sync).
 
 // ===========================================================================================================
 // Measured on an H200, 2^28 parameters:
@@ -882,7 +890,8 @@ int main(int argc, char** argv) try {
 // that is called WRONG.
 //
 // What limits each rung, and what we predicted before it was measured. Instructions and special functions are
-// those counted above times 8.8 and 71 us.
+// those counted above times 8.8 and 71 us; they were not counted again in rungs 7 and 8, whose arithmetic is
+// that of rung 6.
 //
 //   rung   instructions   special functions   memory   predicted                    measured
 //    1     8,270                              900      8,300                        7,759
@@ -891,8 +900,8 @@ int main(int argc, char** argv) try {
 //    4       880            890               900      between 1,100 and 1,500      1,105
 //    5       690            800               900      15% faster than rung 4       1,025     8% faster
 //    6       720            660               900      as fast as rung 5              978     5% faster
-//    7                                        900      1,000 to 1,050               1,106     slower
-//    8                                        900      a tenth faster than rung 7     988
+//    7       as 6           as 6              900      1,000 to 1,050               1,106     slower
+//    8       as 6           as 6              900      a tenth faster than rung 7     988
 //
 // Rungs 1 to 3: one clock decides by far, and the prediction is its time. How wide a load is does not matter
 // yet. From rung 4 on the three clocks are alike, and how they overlap decides. To see it, copies of rungs 4

@@ -181,8 +181,12 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //
 // Inside the block codes still go to the tile and come back one byte at a time: 16 accesses for 8 elements,
 // each with two lanes in a bank. (A row of the tile has 68 bytes, 17 whole words, so byte c of row r is in
-// bank 17 r + c / 4 modulo 32. With 65 bytes, as in rung 4, reading would need no bank twice, but writing
-// still would.)
+// bank 17 r + c / 4 modulo 32. A warp reads four columns, the bytes of one word, each from eight rows:
+//
+//   row                        0    8   16   24   32   40   48   56     17 x 8 = 136 is 8 modulo 32
+//   bank of column 0 to 3      0    8   16   24    0    8   16   24     4 banks, two rows each
+//
+// With 65 bytes, as in rung 4, reading would need no bank twice, but writing still would.)
 //
 // Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
@@ -284,7 +288,7 @@ __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
 }
 
 // Where the words of the tile are. Word w of a column has its rows 4 w to 4 w + 3; piece p has words 4 p to
-// 4 p + 3, 16 rows.
+// 4 p + 3, 16 rows. Here both functions return what they are given; rung 7 replaces them.
 struct Unswizzled {
     // A thread has eight rows of a column, two words: the upper half, 0, and the lower, 1. It writes one of
     // them in turn 0 and the other in turn 1.
@@ -551,6 +555,8 @@ int main(int argc, char** argv) try {
 // thing. What counts is how many sectors multiprocessors send to the L2 cache, however little is in
 // them. The opposite order, where lanes read 32 sectors and write neighbours, takes 393 us: the other 31
 // bytes of a sector that was read wait in the multiprocessor's own cache.
+//
+// Rung 2: 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
 // Rung 2 was predicted from instructions, 250 us for both kernels. Measured alone, they take 177 and 153 us.
 // The first one needs 104 us for its 47 instructions, but each thread has one load of 2 bytes on its way:
