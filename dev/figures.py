@@ -172,7 +172,10 @@ def expansion(v):
                        label=f"{name}: {len(np.unique(code))} codes in use")
         axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5, label=f"{name}:\n{100 * coat.rms(error):.1f}% RMS")
     axes[1].axhline(0, color=theme["soft"], linewidth=0.8)
-    axes[1].set(title="their codes", xlabel="E4M3 code, 0 to 126", ylabel="values that have it:\nup plain, down expanded", xlim=(0, 127))
+    in_subnormal = np.count_nonzero(stored[0] < 8)  # of the expanded values; the smallest come first
+    axes[1].axvspan(0, 8, color=theme["gold"], alpha=0.25, linewidth=0)
+    axes[2].axvspan(-0.5, in_subnormal - 0.5, color=theme["gold"], alpha=0.25, linewidth=0)
+    axes[1].set(title="their codes (shaded: subnormal)", xlabel="E4M3 code, 0 to 126", ylabel="values that have it:\nup plain, down expanded", xlim=(0, 127))
     axes[1].set_yticks([-10, 0, 10], ["10", "0", "10"])
     axes[2].set(title="error of each value", xlabel="sorted by size", ylabel="relative error, %")
     axes[2].set_yticks([0, 2, 4, 6])
@@ -331,9 +334,9 @@ def groups(ax, x, y):
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(6.8, 10.6))
+    _, ax = plt.subplots(figsize=(6.8, 11.15))
     top = len(LAYER) - 1
-    ax.set(xlim=(-0.15, 14.1), ylim=(-3.2, top + 1.75))
+    ax.set(xlim=(-0.15, 14.1), ylim=(-3.95, top + 1.75))
     ax.axis("off")
     for x, words in ((FORWARD, "forward"), (SAVED, "waits for backward"), (BACKWARD, "backward")):
         ax.text(x, top + 1.5, words, ha="center", weight="bold", fontsize=11.5)
@@ -420,7 +423,9 @@ def flow_legend(ax, colors):
     note(ax, 1.1, -2.25, "a sum in FP32, rounded to BF16 for the stream, and to groups for a norm", color=theme["text"])
     groups(ax, 0.5, -2.62)
     note(ax, 1.1, -2.62, "here groups are made: 16 values with one scale. Red: the x of wgrad", color=theme["text"])
-    note(ax, 0.1, -3.0, "saved: 16.3 C bytes a token (BF16: 22.8 C)", color=theme["text"], weight="bold")
+    note(ax, 0.1, -3.0, "amax of an x: taken at the 1x16 in front of its norm or SiLU; in attention", color=theme["text"])
+    note(ax, 0.1, -3.36, "amax of a g: taken in the gradient of norm or attention; that of SiLU x up in a pass", color=theme["text"])
+    note(ax, 0.1, -3.72, "saved: 16.3 C bytes a token (BF16: 22.8 C)", color=theme["text"], weight="bold")
 
 
 # --- Where an amax comes from
