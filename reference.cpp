@@ -450,7 +450,8 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
     return {.mean = mean, .rstd = 1 / std::sqrt(square / Real(C) + eps)};
 }
 
-// RMSNorm or LayerNorm of each row of x (N, C):  y = xhat * weight + bias  with  xhat = (x - mean) * rstd.
+// RMSNorm or LayerNorm of each row of x (N, C):
+//     y = xhat * weight + bias,  xhat = (x - mean) * rstd
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y) {
