@@ -6,9 +6,10 @@
 // rows, by columns (transposed), or both, and only for as long as its GEMMs need it (part 3). The scale
 // follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
 //
-// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 rows of a chunk in
-// it, 8 neighbouring columns: it loads and computes them, and stores their codes by rows. (Transposed codes
-// pass through shared memory, so other threads store those.) Two neighbouring lanes own a 1x16 group.
+// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8
+// elements of it, 8 rows of a chunk of 8 columns: it loads and computes them, and stores their codes by rows.
+// (Transposed codes pass through shared memory, so other threads store those.) Two neighbouring lanes own a
+// 1x16 group.
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
@@ -69,7 +70,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
-            // This rounds v to what the group holds, scale * code.
+            // This rounds v to what the group holds, scale * decode(code).
             groups.from(first).round_in_place_and_store(offset, v[p], live);
             if (ALSO == Also::WriteBack) x.in.from(first).round_in_place_and_store(offset, v[p], live);
         }

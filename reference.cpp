@@ -451,7 +451,8 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
 }
 
 // RMSNorm or LayerNorm of each row of x (N, C):
-//     y = xhat * weight + bias,  xhat = (x - mean) * rstd
+//   xhat = (x - mean) * rstd
+//   y = xhat * weight + bias
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y) {
@@ -464,8 +465,9 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 }
 
 // The backward pass of norm_forward(). With d = dy * weight:
-//   dx = (d - mean(d) - xhat * mean(d * xhat)) * rstd    means over a row; RMSNorm has no mean(d)
-//   dweight += sum(dy * xhat),  dbias += sum(dy)       sums over rows
+//   dx = (d - mean(d) - xhat * mean(d * xhat)) * rstd
+//   dweight += sum(dy * xhat),  dbias += sum(dy)
+// The means are over a row, and RMSNorm has no mean(d). The sums are over the rows.
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {

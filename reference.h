@@ -50,9 +50,8 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
                       QuantStats* stats = nullptr, const float* scale = nullptr);
 std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
 
-// x (rows, cols) quantized and decoded again, for a GEMM that reduces over its columns or over its rows: the
-// sum of its products runs over the column's number, or over the row's. The
-// result is (rows, cols) in both cases.
+// x (rows, cols) quantized and decoded again: (rows, cols). Columns: for a GEMM that sums over the columns of
+// x, as fprop does. Rows: for one that sums over the rows of x, as wgrad does.
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols,
                                  const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
@@ -76,8 +75,7 @@ float expand(Format fp8, float x, float max, float k);    // with the sign of x;
 float contract(Format fp8, float y, float max, float k);  // its inverse, with the sign of y; at most max
 
 // One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
-// k). The last moment group may be short. A moment group of zeros has max = 0
-// and k = 1.
+// k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1.
 //   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:            code = encode(x / s),      x = decode(code) * s,       with s = scale_of(max), and no k
 struct Moment {

@@ -30,12 +30,21 @@ MappedFile::MappedFile(const std::string& path) : path_(path) {
     throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
 }
 
-void MappedFile::require_whole() const {
+void MappedFile::copy(const uint8_t* from, int64_t bytes, uint8_t* to) const {
+    const int file = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat status {};
-    if (::stat(path_.c_str(), &status) != 0) return;  // it was removed, and stays as long as it is mapped
-    const bool same = status.st_dev == device_ && status.st_ino == number_;
-    if (same && status.st_size < bytes_)
-        throw Error(path_, " became shorter while it was in use; restore the file.");
+    const bool found = file >= 0 && ::fstat(file, &status) == 0;
+    const bool same = found && status.st_dev == device_ && status.st_ino == number_;
+    int64_t got = 0;
+    while (same && got < bytes) {
+        const ssize_t n = ::pread(file, to + got, bytes - got, from - data() + got);
+        if (n <= 0) break;
+        got += n;
+    }
+    if (file >= 0) ::close(file);
+    // A file that was removed, or whose name another one has, stays as long as it is mapped.
+    if (!same) std::memcpy(to, from, bytes);
+    else if (got < bytes) throw Error(path_, " became shorter while it was in use; restore the file.");
 }
 
 MappedFile::~MappedFile() {

@@ -28,7 +28,9 @@ public:
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
     std::string_view text() const { return {static_cast<const char*>(memory_), size_t(bytes_)}; }
-    void require_whole() const;  // Error if the file has become shorter
+    // Copies bytes, from a place in data(). Error if the file has become shorter, where touching the memory
+    // would end the program.
+    void copy(const uint8_t* from, int64_t bytes, uint8_t* to) const;
 
 private:
     const std::string path_;

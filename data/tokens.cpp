@@ -2,6 +2,7 @@
 #include "tokens.h"
 
 #include <cstring>
+#include <exception>
 #include <map>
 #include <new>
 #include <set>
@@ -58,6 +59,12 @@ std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
         const Source& source = part->source;
         const int64_t part_end = std::min(end, part->first + source.count);
         const uint8_t* from = source.data + (token - part->first) * source.width;
+        std::vector<uint8_t> bytes;
+        if (source.file) {
+            bytes.resize((part_end - token) * source.width);
+            source.file->copy(from, std::ssize(bytes), bytes.data());
+            from = bytes.data();
+        }
         for (; token < part_end; token++) {
             std::memcpy(&all[token - first], from, source.width);  // both are little-endian
             from += source.width;
@@ -67,8 +74,6 @@ std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
-    for (auto part = part_of(first); part != parts_.end() && part->first < first + count; ++part)
-        if (part->source.file) part->source.file->require_whole();
     for (uint32_t word : words(first, count)) {
         const int32_t token = word & ~NOT_COUNTED;
         if (token > largest_)
@@ -83,12 +88,19 @@ TokenStream::Facts TokenStream::scan() {
     constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
     uint64_t hash = size_;
+    std::exception_ptr error;  // of one of the threads, which must not leave the loop by an exception
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += PART) {
-        const std::vector<uint32_t> part = words(first, std::min(PART, size_ - first));
-        hash ^= hash_bytes(part.data(), std::ssize(part) * 4, first);
-        for (const uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+        try {
+            const std::vector<uint32_t> part = words(first, std::min(PART, size_ - first));
+            hash ^= hash_bytes(part.data(), std::ssize(part) * 4, first);
+            for (const uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+        } catch (...) {
+#pragma omp critical
+            error = std::current_exception();
+        }
     }
+    if (error) std::rethrow_exception(error);
     largest_ = largest;
     return {.largest = largest, .hash = hash};
 }

@@ -26,9 +26,9 @@ struct AdamWConstants {
     float root_factor, scaled_eps;
 };
 
-// m comes in without its factor, which is a scale or the max of a moment group: the old first moment is m *
-// factor. The caller gives keep_m = b1 * factor, so that one multiplication does both. On return m is the new
-// moment itself. The same holds for v. decay: weight_decay, or 0 for a parameter that does not decay.
+// The old first moment is m * factor, where the factor is a scale or the max of a moment group. The caller
+// gives keep_m = b1 * factor, so that one multiplication does both. On return m is the new moment itself. The
+// same holds for v. decay: weight_decay, or 0 for a parameter that does not decay.
 inline __device__ void adamw_element(const AdamWConstants& f, float keep_m, float keep_v, float decay,
                                      float g, float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.

@@ -96,7 +96,8 @@ template <int THREADS> __device__ double block_sum(double x) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// FP8 codes and scales (the paper's preliminaries): s = amax / FMAX, code = encode(x / s), x' = s * code
+// FP8 codes and scales (the paper's preliminaries):
+//   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
 inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);

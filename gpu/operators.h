@@ -194,7 +194,7 @@ void convert(const View& x, const View& out, cudaStream_t s);
 // Computes x and writes it as a GEMM of the recipe reads it: quantize() if out is FP8, else store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
-// In how many parts sums over rows are first added up: the rows of a workspace.
+// A sum over rows is first taken in so many partial sums, one in each row of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as add_column_sums() adds
@@ -310,9 +310,10 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
 //                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
 //                         the compute dtype)
 //   next.in               the norm's input: the sum in groups, or rounded
-//   next.row_statistics   those of what the forward pass reads: of next.in if forward_reads_saved, else of
-//                         x_out. forward_reads_saved: the recipe's forward_reads_groups (coat.h) is true, or
-//                         next.in is not in groups
+//   next.row_statistics   of next.in if forward_reads_saved, else of x_out. forward_reads_saved: the norm
+//   reads
+//                         next.in in forward, too, because the recipe's forward_reads_groups (coat.h) is
+//                         true, or because next.in is not in groups
 //   y_amax                the amax of the norm's output, computed from the same values
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
                   bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s,

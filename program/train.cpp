@@ -110,9 +110,10 @@ static AdamWStep next_update(const Run& run) {
             .skipped = state.step - state.updates};
 }
 
-// Counts a step that was made. One that was skipped counts for the schedule and the data, or it would come
-// again. It does not count for the bias correction, nor, if its text has no targets, as a sign that the run
-// diverges.
+// Counts a step that was made. A skipped step
+//   - counts for the schedule and the data, or it would come again;
+//   - does not count for AdamW's bias correction;
+//   - is a sign that the run diverges, unless its text has no targets.
 static void count_step(Run& run, const StepResult& result, Progress& progress) {
     run.state.step++;
     if (!result.skipped) {
