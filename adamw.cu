@@ -445,7 +445,7 @@ static unsigned blocks_of(int64_t spans) {
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
-static AdamWConstants factors(const AdamWStep& a) {
+static AdamWConstants adamw_constants(const AdamWStep& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
     return {.lr = a.lr,
@@ -489,7 +489,7 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
-    const AdamWArguments arguments{.f = factors(a),
+    const AdamWArguments arguments{.f = adamw_constants(a),
                                    .fmax_m = info(optimizer.m).max,
                                    .fmax_v = info(optimizer.v).max,
                                    .per_tensor = optimizer.per_tensor,

@@ -53,8 +53,8 @@ struct ModelConfig {
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    int64_t sliding_window =
-        0;  // a token attends to the last `sliding_window` positions; 0: to all before it
+    // A token attends to the last `sliding_window` positions; 0: to all before it.
+    int64_t sliding_window = 0;
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
     int64_t q_cols() const { return NH * HS(); }
@@ -159,7 +159,8 @@ inline void require_supported(const ModelConfig& c) {
 // which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// It has N * cols elements, in the shape (N, cols). The log-sum-exp alone has the shape (B, NH, T).
+// A saved tensor has N * cols elements, in the shape (N, cols). The log-sum-exp alone has the shape (B, NH,
+// T).
 struct SavedTensor {
     Saved which;
     const char* name;
@@ -303,8 +304,8 @@ COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, fl
 
 // The first value of element i of parameter number `param`: 1 in norm weights, 0 in biases (init_std
 // is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
-COAT_HD inline float first_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
-                                 uint64_t param, int64_t i) {
+COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
+                                   uint64_t param, int64_t i) {
     if (starts_at_one) return 1.0f;
     if (init_std == 0 || i >= used) return 0.0f;
     return random_weight(seed, param, static_cast<uint64_t>(i), init_std);

@@ -157,7 +157,7 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // In recipes(), below, a Granularity is that of the matrix as the GEMM reads it: cols runs along the
 // reduction. x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block
 // these are different blocks, so fprop and wgrad have different codes of x. With one scale per tensor or per
-// 128x128 block the codes are the same, transposed. (This program makes them twice all the same, because it
+// 128x128 block the codes are the same, transposed. (This program makes them twice nevertheless, because it
 // does not keep the codes of x until backward. It makes those of g once, which dgrad and wgrad read one after
 // the other.)
 

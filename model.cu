@@ -4,7 +4,7 @@
 // A step, in the order of this file:
 //
 //   step()
-//     begin_pass()                   clears what the step will find out, and sends 1 / the number of targets
+//     begin_step_or_evaluation()     clears what the step will find out, and sends 1 / the number of targets
 //     micro_batch()                  for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
@@ -165,7 +165,7 @@ public:
                   .gemms = gemms_,
                   .caches_weights = cache_weights} {
         clear(memory_.scalars, sizeof(Scalars), stream_);
-        weights_changed();
+        after_weight_change();
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
@@ -180,7 +180,7 @@ public:
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = &adamw;
-        begin_pass(static_cast<double>(counted));
+        begin_step_or_evaluation(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // Now, because the next micro-batch clears the amaxes
@@ -189,7 +189,7 @@ public:
         sharding_->wait_for_transfers();
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
-        weights_changed();
+        after_weight_change();
         scales_.update_delayed_scales(outcome());  // for delayed scaling
 
         const StepOutcome found = fetch_outcome();  // waits until the step has run
@@ -205,7 +205,7 @@ public:
 private:
     // Begins a step, or what evaluate() and the like run in place of one. targets: how many targets count.
     // quant_stats: where what quantizing loses is added up, by ReportKind; null: it is not measured.
-    void begin_pass(double targets, QuantStats* quant_stats = nullptr) {
+    void begin_step_or_evaluation(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
         device_.copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
@@ -228,7 +228,7 @@ private:
                 linear->make_cached_weight();
         cached_weights_are_valid_ = true;
     }
-    void weights_changed() {
+    void after_weight_change() {
         cached_weights_are_valid_ = false;
         sharding_->forget_gathered_weights();
         sharding_->combine_amaxes();
@@ -705,7 +705,7 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        begin_pass(divisor_of_mean(targets, batch_tokens()));
+        begin_step_or_evaluation(divisor_of_mean(targets, batch_tokens()));
         load_batch(tokens, targets, setup_.B, setup_.T);
         forward();
         loss_without_gradients();
@@ -714,7 +714,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        begin_pass(1);
+        begin_step_or_evaluation(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
@@ -729,7 +729,7 @@ public:
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         report_ = {};
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
-        begin_pass(divisor_of_mean(targets, batch_tokens()), quant_stats);
+        begin_step_or_evaluation(divisor_of_mean(targets, batch_tokens()), quant_stats);
         micro_batch(0, tokens, targets);
         sharding_->wait_for_transfers();
         device_.copy_to_host(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
@@ -750,7 +750,7 @@ public:
         sharding_->wait_for_transfers();
         device_.wait();
         parameters_.write(name, in);
-        weights_changed();
+        after_weight_change();
     }
     const Setup& setup() const override { return setup_; }
 

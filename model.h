@@ -36,9 +36,8 @@ struct Setup {
     Communicator* communicator = nullptr;  // how they exchange values; null with one rank, and for a plan
 };
 
-inline int64_t micro_batches_of_step(const Setup& s) {
-    return s.micro_batches_per_rank * s.ranks;
-}  // of a step, on all ranks
+// On all ranks.
+inline int64_t micro_batches_of_step(const Setup& s) { return s.micro_batches_per_rank * s.ranks; }
 
 inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {

@@ -399,7 +399,7 @@ void Moment::store(const float* x, bool second, QuantStats* stats) {
 }
 
 // The constants of one AdamW step. Powers of beta are computed in double.
-AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm) {
+AdamWConstants adamw_constants(const AdamWStep& a, bool decays, double grad_norm) {
     const double step = double(a.step);
     const bool clips = a.clip > 0 && grad_norm > a.clip;
     return {.lr = a.lr,
@@ -420,7 +420,7 @@ AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm) {
 //   w = w - lr (m_hat / (sqrt(v_hat) + eps) + decay w)
 // Weight decay is decoupled, and eps is outside the root, as in torch.optim.AdamW. The weight is updated with
 // the m and v that are not quantized yet.
-void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
+void adamw(const AdamWConstants& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.clip_factor;

@@ -102,7 +102,7 @@ private:
     void store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second);
 };
 
-struct AdamWFactors {
+struct AdamWConstants {
     float lr, beta1, beta2;
     float one_minus_beta1, one_minus_beta2;
     float eps;
@@ -111,9 +111,9 @@ struct AdamWFactors {
     float clip_factor;                              // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
-AdamWFactors adamw_factors(const AdamWStep& a, bool decays, double grad_norm);
+AdamWConstants adamw_constants(const AdamWStep& a, bool decays, double grad_norm);
 // gradient, master, m, v: (n)
-void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
+void adamw(const AdamWConstants& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---
 // Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.

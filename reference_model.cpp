@@ -435,7 +435,7 @@ public:
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = first_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
+                const float first = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
                 if (!setup.has_master) s.remainder[e] = 0;
                 weights[i][e] = weight_of(s, e);
@@ -455,7 +455,8 @@ public:
         // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;
         // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
-        const double clipped_norm = grad_norm * adamw_factors(adamw, /*decays=*/false, grad_norm).clip_factor;
+        const double clipped_norm =
+            grad_norm * adamw_constants(adamw, /*decays=*/false, grad_norm).clip_factor;
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(adamw, grad_norm);
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = counted};
@@ -503,7 +504,7 @@ private:
     void update_all(const AdamWStep& adamw, double grad_norm) {
         const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
         for (size_t i = 0; i < params.size(); i++) {
-            update(states_[i], i, adamw_factors(adamw, params[i].role.decays, grad_norm), key);
+            update(states_[i], i, adamw_constants(adamw, params[i].role.decays, grad_norm), key);
             gather_weight(i);
         }
         update_delayed_scales();
@@ -511,7 +512,7 @@ private:
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
     // and quantizes the moments again. s is the state of the parameter, or a copy of it.
-    void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
+    void update(ParamState& s, size_t i, const AdamWConstants& f, uint64_t key) const {
         const auto [first, n] = owned(setup_, params[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
@@ -560,7 +561,7 @@ public:
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
             report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
             const AdamWStep nothing_moves{.step = 1, .lr = 0};
-            const auto factors = adamw_factors(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
+            const auto factors = adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update(s, i, factors, /*key=*/0);
         }
         stats = nullptr;

@@ -39,7 +39,7 @@ def encode(f, x):
     magnitude = np.minimum(np.abs(x), f.max)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1  # in [2^e, 2^(e+1)), or subnormal
     steps = np.rint(np.ldexp(magnitude, f.M - e))                   # codes there are 2^(e - M) apart
-    # The steps of a normal value begin with a binary 1, which adds one to the exponent, e + bias - 1.
+    # A normal value has 2^M steps or more. That leading 1 adds one to the exponent, so e + bias - 1 is put there.
     code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)
     return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
 
@@ -51,9 +51,9 @@ def bf16(x):
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
 # --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
-# operands the block is the whole tensor: a GPU multiplies codes, and the sum by both scales. (Here operands
-# are decoded first: the same but for rounding.) Norms and activation functions decode every value they read,
-# so their inputs can have a scale for each 1x16 group.
+# operands the block is the whole tensor: a GPU multiplies codes, adds the products up, and multiplies the sum
+# by both scales. (Here operands are decoded first: the same but for rounding.) Norms and activation functions
+# decode every value they read, so their inputs can have a scale for each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
@@ -256,7 +256,7 @@ if __name__ == "__main__":
         print(f"  {name:14} {rms(coat[0].gradients[name] - exact) / rms(exact):6.1%}")
     print("Moments of `down` after 200 steps in FP32: median k, and median error in FP8, plain and expanded")
     for name, moments in (("m", fp32[-1].m), ("v", fp32[-1].v)):
-        x = contract(*moments["down"])                              # without FP8 its codes are values
+        x = contract(*moments["down"])                              # stored without FP8: exact
         plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x, name == "v")
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
         print(f"  {name} {np.median(stored.k):6.2f} ", *(f"{error:6.2%}" for error in errors))

@@ -557,8 +557,8 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
 // PLANES * width). A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
 inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
-using ColumnSums =
-    float[SIDE_THREADS][TILE + 1];  // in shared memory; a column is padding, against bank conflicts
+// In shared memory; a column is padding, against bank conflicts.
+using ColumnSums = float[SIDE_THREADS][TILE + 1];
 template <class Producer>
 __device__ void store_column_sums(const Producer& x, const Values (&mine)[Producer::PLANES],
                                   ColumnSums& columns, float* partials) {

@@ -51,7 +51,7 @@ namespace coat::gpu {
 //   from_history                                             update_delayed_scales(), for the next step
 //   scale          quantize(): amax / FMAX                   quantize() and end of step: from_history
 //
-// A GEMM reads `scale`. Delayed scaling goes on just in time while from_history is 0. With several ranks,
+// A GEMM reads `scale`. While from_history is 0, delayed scaling is just in time. With several ranks,
 // combine_amaxes() writes the amax and the scale of a weight on all of them.
 struct alignas(16) TensorScale {
     float scale;         // codes are multiplied by it
@@ -246,7 +246,7 @@ struct Shard {
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
 
-// The first values of what this rank owns of a parameter (architecture.h, first_value()), which begin with
+// The first values of what this rank owns of a parameter (architecture.h, initial_value()), which begin with
 // element `at` of the rank's order. index: number of the parameter. used: used_elements() of architecture.h.
 void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);

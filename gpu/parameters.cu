@@ -16,7 +16,8 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
                                          bool ones, int64_t used, uint64_t seed, uint64_t param) {
     const int64_t i = thread_of_grid(), to = first + i;
     if (i >= padded) return;
-    const float value = i < own.count ? first_value(init_std, ones, used, seed, param, own.first + i) : 0.0f;
+    const float value =
+        i < own.count ? initial_value(init_std, ones, used, seed, param, own.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
     if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
     else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);

@@ -102,7 +102,7 @@ void add_moment_quant_errors(const OptimizerFormat& o, const MomentView& m, cons
     on_host(gradient, format, nullptr, nullptr).load(g.data());
     old_m.load(new_m.data());
     old_v.load(new_v.data());
-    reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
+    reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
                      new_v.data());
     old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(ReportKind::Moment1)]);
     old_v.store(new_v.data(), true, &report.kinds[static_cast<int>(ReportKind::Moment2)]);

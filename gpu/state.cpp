@@ -264,7 +264,7 @@ void Parameters::note_delayed_scales(size_t i) {
     }
 }
 
-// Weights as architecture.h's first_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
+// Weights as architecture.h's initial_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
 void Parameters::initialize() {
     clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);

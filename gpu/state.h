@@ -218,8 +218,8 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
-    const std::vector<ShardPlace>
-        places;  // by parameter: what this rank owns, and where; one more where the last ends
+    // By parameter: what this rank owns, and where; one more where the last ends.
+    const std::vector<ShardPlace> places;
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // of one element
 

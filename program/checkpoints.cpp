@@ -74,7 +74,7 @@ static void take_checkpoint(Run& run) {
 void resume(Run& run) {
     const std::string folder = folder_of_resumed(run.flags);
     if (!run.flags.given("out")) run.flags.out = folder;
-    lock_out_folder(run);
+    lock_output_folder(run);
     WholeCheckpoint found;
     if (run.is_rank_0()) found = find_whole_checkpoint(run.flags.resume);
     set_aside_skipped(run, found.skipped);
@@ -126,7 +126,7 @@ static void require_creatable(const std::string& out) {
 // This comes before data are read and a model is made, which can take minutes. A folder that exists is locked
 // until the program ends. One that does not exist is created when the first step begins: so a run that fails
 // at its start leaves none.
-void lock_out_folder(Run& run) {
+void lock_output_folder(Run& run) {
     const std::string& out = run.flags.out;
     if (!run.saves_checkpoints()) return;
     run.out_is_locked = fs::exists(out);
@@ -145,7 +145,7 @@ void require_own_folder(const Run& run) {
                 flags.out, ", or choose another folder with --out.");
 }
 
-void create_and_lock_out_folder(const Run& run) {
+void create_and_lock_output_folder(const Run& run) {
     if (!run.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
     create_folders(run.flags.out);
     lock_folder(run.flags.out);

@@ -44,7 +44,7 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
         return 0;
     }
 
-    // What the run is, and whether it is possible. This takes seconds; the model after it may take minutes.
+    // All that can be refused is refused before make_model(), which may take minutes.
     if (run.resumes()) {
         resume(run);
         if (is_complete(run)) {
@@ -54,7 +54,7 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     }
     make_setup(run);
     choose_model(run);
-    if (!run.resumes()) lock_out_folder(run);
+    if (!run.resumes()) lock_output_folder(run);
     require_own_folder(run);
     load_data(run);
     take_sizes_of_data(run);

@@ -73,9 +73,9 @@ bool is_complete(const Run& run);  // whether the run that --resume continues ha
 void print_complete(const Run& run);
 std::string model_in(const std::string& folder);
 
-void lock_out_folder(Run& run);           // if it exists; else Error if it could not be created
+void lock_output_folder(Run& run);        // if it exists; else Error if it could not be created
 void require_own_folder(const Run& run);  // Error if --out has another run's checkpoints
-void create_and_lock_out_folder(const Run& run);
+void create_and_lock_output_folder(const Run& run);
 
 bool save(Run& run);
 int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out

@@ -21,10 +21,9 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The cosine has n steps in nanoGPT and torchtitan, so that it would end one step after the last one. The
-    // last of a few steps is then far from a tenth: at 0.33 of the peak if there are three. Here the cosine
-    // is shorter if need be, so that the last step lies at 99% of it at least, where the rate is 0.1002 of
-    // the peak.
+    // The last step lies at 99% of the cosine at least, where the rate is 0.1002 of the peak. So the cosine
+    // is a little shorter here than in nanoGPT and torchtitan, where it has n steps and would end one step
+    // after the last one: with three steps the last would be at 0.33 of the peak.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
@@ -64,7 +63,7 @@ int train(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty()) run.processes->last_checkpoint = find_checkpoint(flags.out);  // errors name it
     if (run.state.step == 0) run.state.first_validation = report_validation(run);
-    create_and_lock_out_folder(run);
+    create_and_lock_output_folder(run);
     Progress progress{.first_step = run.state.step,
                       .started = now(),
                       .saved_at = now(),

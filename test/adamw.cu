@@ -68,7 +68,7 @@ GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the referenc
 
             Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
             Floats weights(n);
-            reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, run.gradient.data(),
+            reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, run.gradient.data(),
                              weights.data(), x[0].data(), x[1].data());
             const bool in_part = n > 1 << 18;
             CHECK(report.part_of_moments == in_part);

@@ -43,7 +43,7 @@ struct Update {
             x[v].resize(master.size());
             moments[v].load(x[v].data());
         }
-        reference::adamw(reference::adamw_factors(a, p.role.decays, grad_norm), p.size(),
+        reference::adamw(reference::adamw_constants(a, p.role.decays, grad_norm), p.size(),
                          gradient(model, p).data(), master.data(), x[0].data(), x[1].data());
     }
     void store(int v, QuantStats* stats = nullptr) { moments[v].store(x[v].data(), v, stats); }
@@ -63,7 +63,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 const int64_t used = used_elements(s.config, p);
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
-                    first.push_back(first_value(p.init_std, p.role.starts_at_one, used, s.seed, index, i));
+                    first.push_back(initial_value(p.init_std, p.role.starts_at_one, used, s.seed, index, i));
                     if (!s.has_master) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);

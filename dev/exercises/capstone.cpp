@@ -94,7 +94,7 @@ void reference_groups(int rows, int cols, const float* x, uint8_t* codes, float*
         for (int c = 0; c < cols; c += 16) *scales_of_groups++ = q.scale(r, c);
 }
 void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, Moment v) {
-    const reference::AdamWFactors factors{.lr = s.lr,
+    const reference::AdamWConstants factors{.lr = s.lr,
                                           .beta1 = s.beta1,
                                           .beta2 = s.beta2,
                                           .one_minus_beta1 = 1 - s.beta1,

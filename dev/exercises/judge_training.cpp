@@ -204,7 +204,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         const bool blank = std::equal(in.w.begin(), in.w.end(), my_w.begin()) &&
                            std::equal(before[0].codes.begin(), before[0].codes.end(), mine[0].codes.begin());
 
-        const reference::AdamWFactors factors{.lr = in.s.lr,
+        const reference::AdamWConstants factors{.lr = in.s.lr,
                                               .beta1 = in.s.beta1,
                                               .beta2 = in.s.beta2,
                                               .one_minus_beta1 = 1 - in.s.beta1,

@@ -68,7 +68,7 @@ struct State {
 };
 // The constants of a step: beta1, one_minus_beta1, beta2, one_minus_beta2, bias_correction1 (1 - beta1^t),
 // bias_correction2_sqrt (the root of 1 - beta2^t), lr, eps and decay. The two here are for rung 4.
-struct Constants : reference::AdamWFactors {
+struct Constants : reference::AdamWConstants {
     float root_factor, scaled_eps;
 };
 
@@ -665,7 +665,7 @@ unsigned blocks_with(int64_t n, int64_t elements_of_block) {
 }
 
 Constants constants() {
-    Constants c{reference::adamw_factors(SETTINGS, true, 0), 0, 0};
+    Constants c{reference::adamw_constants(SETTINGS, true, 0), 0, 0};
     c.root_factor = c.bias_correction1 / c.bias_correction2_sqrt;
     c.scaled_eps = c.bias_correction1 * c.eps;
     return c;

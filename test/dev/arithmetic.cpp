@@ -309,7 +309,7 @@ save("new_w", new_w)
         CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
     };
     Floats norm = w, norm_m = m, norm_v = v;  // the weights of norms have FP32 moments and do not decay
-    adamw(adamw_factors({5, 0.01f}, /*decays=*/false, 0), n, g.data(), norm.data(), norm_m.data(),
+    adamw(adamw_constants({5, 0.01f}, /*decays=*/false, 0), n, g.data(), norm.data(), norm_m.data(),
           norm_v.data());
     CHECK(relative_error(folder.get("new_norm"), norm) < 1e-6);
     reference::Moment stored_m, stored_v;
@@ -321,7 +321,7 @@ save("new_w", new_w)
     check("v", stored_v);
     stored_m.load(m.data());
     stored_v.load(v.data());
-    adamw(adamw_factors({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
+    adamw(adamw_constants({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
     stored_m.store(m.data(), false);
     stored_v.store(v.data(), true);
     check("new_m", stored_m);

@@ -19,7 +19,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
             const int64_t used = used_elements(c, p);
             gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.offset, i, used, 7, 0);
             for (int64_t e = 0; e < p.size(); e++)
-                expected[p.offset + e] = first_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
+                expected[p.offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
         }
         std::vector<uint16_t> upper(total);
         std::vector<int16_t> lower(total);

@@ -198,7 +198,7 @@ struct Exact {
 
     Exact(const AdamWRun& run, const HostParam& p, const AdamWStep& a)
         : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
-        reference::AdamWFactors f = reference::adamw_factors(a, p.decays, 0);
+        reference::AdamWConstants f = reference::adamw_constants(a, p.decays, 0);
         f.clip_factor = run.clip;
         const float* g = &run.gradient[p.offset];
         w_float.assign(run.master.begin() + p.offset, run.master.begin() + p.offset + p.size);

@@ -141,7 +141,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
         a.weight_decay = round % 5 ? 0.1f : 0;
         const bool decays = round % 4;
         const double gradient_norm = std::exp(rng.normal());
-        const AdamWFactors f = adamw_factors(a, decays, gradient_norm);
+        const AdamWConstants f = adamw_constants(a, decays, gradient_norm);
         const double clip = a.clip > 0 && gradient_norm > double(a.clip) ? double(a.clip) / gradient_norm : 1,
                      b1 = a.beta1, b2 = a.beta2, bias1 = 1 - std::pow(b1, double(a.step)),
                      bias2 = 1 - std::pow(b2, double(a.step));
