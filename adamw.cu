@@ -241,7 +241,7 @@ struct FieldOfLane {
         which = lane % FIELDS;
         pair = lane % SPAN_LANES / FIELDS;
         span = pair * PAIR + lane / SPAN_LANES;
-        const MomentView moment = is_of_v() ? s.v : s.m;
+        const MomentRef moment = is_of_v() ? s.v : s.m;
         in_memory = is_k() ? moment.k : moment.max;
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
@@ -428,7 +428,7 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
         const uint32_t top = update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle) * BUNDLE,
                                                      static_cast<int>(stop), table_m, table_v);
-        if (shard.amax) update_amax_by_warp(&shard.amax->amax, top);
+        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top);
     }
 }
 
@@ -478,7 +478,7 @@ template <class F> static void with_moment_traits(const OptimizerFormat& o, F f)
 static __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
-    TensorScale* const scale = a.shards[i].amax;
+    TensorScale* const scale = a.shards[i].amax_out;
     if (scale) scale->amax = 0;
 }
 

@@ -47,13 +47,13 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 enum class Also : uint8_t {
     Nothing,
     WriteBack,               // x becomes what the groups hold
-    ActivationAmaxOfX,       // activation_amax gets the amax of the activation's output, computed from x
+    ActivationAmaxOfX,       // activation_amax_out gets the amax of the activation's output, computed from x
     ActivationAmaxOfGroups,  // likewise, but computed from what the groups hold
 };
 
 template <class Producer, Also ALSO>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax) {
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor ends here. Its values would be thrown away, but reading what another thread
@@ -77,34 +77,36 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         if (ALSO == Also::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
     });
     const bool finds_amax = ALSO == Also::ActivationAmaxOfX || ALSO == Also::ActivationAmaxOfGroups;
-    if (finds_amax) update_amax_by_warp(&activation_amax->amax, magnitude_bits(top));
+    if (finds_amax) update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(top));
 }
 
 // x is in one plane, or (GATED) in the two planes of [gate | up].
 template <Also ALSO, bool GATED = false>
-static void launch_quantize_groups(const View& x, const View& groups, TensorScale* activation_amax,
-                                   QuantStats* quant_stats, cudaStream_t s) {
+static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
+                                   TensorScale* activation_amax_out, QuantStats* quant_stats,
+                                   cudaStream_t s) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     add_quant_errors(stored(x), {groups}, quant_stats, s);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, ALSO>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), activation_amax);
+           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), activation_amax_out);
 }
 
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
+void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s) {
     if (write_back) launch_quantize_groups<Also::WriteBack>(x, groups, nullptr, quant_stats, s);
     else launch_quantize_groups<Also::Nothing>(x, groups, nullptr, quant_stats, s);
 }
 
-void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               TensorScale* amax, QuantStats* quant_stats, cudaStream_t s) {
-    if (!amax) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, s);
+void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
+                               bool forward_reads_groups, TensorScale* amax_out, QuantStats* quant_stats,
+                               cudaStream_t s) {
+    if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, s);
     auto run = [&]<Also ALSO>() {
-        if (gated) launch_quantize_groups<ALSO, /*GATED=*/true>(x, groups, amax, quant_stats, s);
-        else launch_quantize_groups<ALSO, /*GATED=*/false>(x, groups, amax, quant_stats, s);
+        if (gated) launch_quantize_groups<ALSO, /*GATED=*/true>(x, groups, amax_out, quant_stats, s);
+        else launch_quantize_groups<ALSO, /*GATED=*/false>(x, groups, amax_out, quant_stats, s);
     };
     if (forward_reads_groups) run.template operator()<Also::ActivationAmaxOfGroups>();
     else run.template operator()<Also::ActivationAmaxOfX>();
@@ -123,21 +125,21 @@ void quantize_activation_input(bool gated, const View& x, const View& groups, bo
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer x, int64_t rows, TensorScale* x_amax) {
+    compute_amax_kernel(Producer x, int64_t rows, TensorScale* x_amax_out) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
         for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
-    update_amax_by_warp(&x_amax->amax, magnitude_bits(top));
+    update_amax_by_warp(&x_amax_out->amax, magnitude_bits(top));
 }
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
 // finds the producer that computes it.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax, cudaStream_t s) {
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s) {
     with_producer<BF16_ONLY>(x, [&](auto producer) {
         launch("amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, x_amax);
+               TILE_THREADS, 0, s, producer, x.rows, x_amax_out);
     });
 }
 
@@ -166,7 +168,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t s) {
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_kernel<P, FP8, TRANSPOSED>; };
-    launch_quantizer("quantize", kernel, x, out, s, tensor_scale(out.view), info(FP8).max);
+    launch_quantizer("quantize", kernel, x, out, s, tensor_scale(out.tensor), info(FP8).max);
 }
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
@@ -210,7 +212,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     });
 }
 
-void store_values(const LazyTensor& x, const View& out, cudaStream_t s) {
+void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t s) {
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
@@ -219,11 +221,11 @@ void store_values(const LazyTensor& x, const View& out, cudaStream_t s) {
 }
 
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    const Storage& q = out.view.storage;
+    const Storage& q = out.tensor.storage;
     require(q.fp8(), "quantize() makes FP8 codes");
     if (q == E4M3_GROUP) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.view, /*write_back=*/false, quant_stats, s);
+        return quantize_groups(x.input, out.tensor, /*write_back=*/false, quant_stats, s);
     }
     // Both of these are in gpu/other_scaling.cu.
     if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, s);
@@ -234,19 +236,19 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    if (out.view.storage.fp8()) quantize(x, out, quant_stats, s);
-    else store_values(x, out.view, s);
+    if (out.tensor.storage.fp8()) quantize(x, out, quant_stats, s);
+    else store_values(x, out.tensor, s);
 }
 
-void convert(const View& x, const View& out, cudaStream_t s) { store_values(stored(x), out, s); }
+void convert(const TensorRef& x, const TensorRef& out, cudaStream_t s) { store_values(stored(x), out, s); }
 
 // One pass, if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's residual
 // stream do; else two.
-void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
+void quantize_and_sum(const LazyTensor& x, const Operand& out, const TensorRef& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s) {
-    const Storage& q = out.view.storage;
+    const Storage& q = out.tensor.storage;
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
-    const bool both_forms = out.view.data && out.transposed;
+    const bool both_forms = out.tensor.data && out.transposed;
     if (x.op != LazyOp::Stored || x.input.storage != BF16 || !per_tensor || !both_forms) {
         add_column_sums(x, gradient, workspace, nullptr, s);
         return write_operand(x, out, quant_stats, s);
@@ -256,8 +258,8 @@ void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradi
     auto kernel = quantize_and_sum_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = quantize_and_sum_kernel<P, Format::E5M2>;
     launch("quantize_and_sum", kernel, column_grid(x.cols), TILE_THREADS, 0, s,
-           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, tensor_scale(out.view), info(q.format).max,
-           static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed), workspace);
+           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, tensor_scale(out.tensor), info(q.format).max,
+           static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
 

@@ -74,7 +74,7 @@ struct Layer {
     size_t norm1_weight, norm2_weight;       // numbers of parameters (gpu/state.h, Parameters)
     std::optional<size_t> head_norm_weight;  // Qwen3: of the norms of the heads of q and k
     LinearLayer qkv, attention_out, gate_up, down;
-    std::vector<View> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
+    std::vector<TensorRef> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
 };
 
 // A norm of the residual stream, and the linear layer that reads its output.
@@ -141,7 +141,7 @@ class GpuModel final : public Model {
     int64_t B_ = 0, T_ = 0, N_ = 0;
     // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
-    View residual_buffer_{};
+    TensorRef residual_buffer_{};
 
     // copy_to_gpu() copies from these, so they must stay until the host waits for the GPU again.
     double loss_weight_ = 0;
@@ -279,20 +279,20 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Where tensors are: views, what layers save, the residual stream, and q, k, v
+    // Where tensors are: what layers save, the residual stream, and q, k, v
 
     // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
-    View take_view(int64_t n, int64_t cols) {
+    TensorRef take_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return view_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
+        return tensor_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
     }
-    View view_at(void* data, int64_t n, int64_t cols) const {
+    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
         return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .storage = {recipe_.compute}};
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
-    View saved(const Layer& layer, Saved which) const {
-        View v = layer.saved[static_cast<size_t>(which)];
+    TensorRef saved(const Layer& layer, Saved which) const {
+        TensorRef v = layer.saved[static_cast<size_t>(which)];
         v.rows = N_;
         return v;
     }
@@ -302,7 +302,7 @@ private:
 
     // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
     // that is in groups, in the buffer.
-    View residual_at(const ResidualNorm& n) const {
+    TensorRef residual_at(const ResidualNorm& n) const {
         return n.norm.in.storage.fp8() ? residual_buffer_ : n.norm.in;
     }
     // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
@@ -317,24 +317,24 @@ private:
     }
     // The gradient of the residual stream (N, C) in the compute dtype, in backward. Same memory as
     // final_norm_input(): norm_backward() of the final norm overwrites its input with this.
-    View dresidual() const { return view_at(memory_.dresidual, N_, config_.C); }
+    TensorRef dresidual() const { return tensor_at(memory_.dresidual, N_, config_.C); }
     // The saved input of the final norm (N, C): the residual stream behind the last layer.
-    View final_norm_input() const { return view_at(memory_.dresidual, N_, config_.C); }
+    TensorRef final_norm_input() const { return tensor_at(memory_.dresidual, N_, config_.C); }
 
     // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
     // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
     // belongs to what backward reads.
-    View attention_buffer(const View& saved) {
-        return saved.storage.fp8() ? take_view(N_, saved.cols) : saved;
+    TensorRef attention_buffer(const TensorRef& saved) {
+        return saved.storage.fp8() ? take_tensor(N_, saved.cols) : saved;
     }
     // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
-    void save_and_reload(const View& x, const View& saved) {
+    void save_and_reload(const TensorRef& x, const TensorRef& saved) {
         if (!saved.storage.fp8()) return;
         quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
-    View load_saved(const View& saved) {
-        const View x = attention_buffer(saved);
+    TensorRef load_saved(const TensorRef& saved) {
+        const TensorRef x = attention_buffer(saved);
         if (saved.storage.fp8()) convert(saved, x, stream_);
         return x;
     }
@@ -343,9 +343,9 @@ private:
     // projection writes them, and attention_input() does norms and RoPE, in backward again.
     bool rope_at_projection() const { return rotary_ && !head_norms_; }
     // q, k, v as attention reads them, where qkv is what is saved.
-    View attention_input(const Layer& layer, const View& qkv) {
+    TensorRef attention_input(const Layer& layer, const TensorRef& qkv) {
         if (!head_norms_) return qkv;
-        const View x = take_view(N_, qkv.cols);
+        const TensorRef x = take_tensor(N_, qkv.cols);
         head_norm_and_rope(head_norm(layer), rope_args(), qkv, x, stream_);
         return x;
     }
@@ -356,12 +356,13 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
         const Arena::Scope scope(arena_);
-        if (recipe_.nonlinear.fp8()) residual_buffer_ = take_view(N_, config_.C);
+        if (recipe_.nonlinear.fp8()) residual_buffer_ = take_tensor(N_, config_.C);
         // Scaling just in time: the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
-        const View positions = rotary_ ? View{} : sharding_->gathered_weight(parameters_.index("positions"));
+        const TensorRef positions =
+            rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
         add_to_residual(sharding_->gathered_weight(embedding_), positions, norm1_of(layers_[0]),
                         memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
@@ -375,13 +376,14 @@ private:
     void attention_block_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);
-        const View saved_qkv = saved(layer, Saved::Qkv), saved_out = saved(layer, Saved::AttentionOutput);
-        const View qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
+        const TensorRef saved_qkv = saved(layer, Saved::Qkv),
+                        saved_out = saved(layer, Saved::AttentionOutput);
+        const TensorRef qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed while its codes
         // are made
         layer.qkv.fprop(norm_output_in_forward(norm1), qkv);
         // rotary positions. (In Qwen3 they come behind norms of the heads: attention_input())
-        if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax=*/nullptr, stream_);
+        if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.storage.fp8();
@@ -391,7 +393,7 @@ private:
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
         if (out_in_groups) layer.attention_out.compute_x_amax(stored(saved_out));
-        const View branch = take_view(N_, config_.C);
+        const TensorRef branch = take_tensor(N_, config_.C);
         layer.attention_out.fprop(stored(saved_out), branch);
         // residual sum; it saves the input of norm 2
         add_to_residual(residual_at(norm1), branch, norm2_of(layer));
@@ -402,9 +404,9 @@ private:
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2
-        const View gate_up = gate_up_forward(layer, norm_output_in_forward(norm2));
+        const TensorRef gate_up = gate_up_forward(layer, norm_output_in_forward(norm2));
         // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
-        const View branch = take_view(N_, config_.C);
+        const TensorRef branch = take_tensor(N_, config_.C);
         layer.down.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum; it saves the input of the next norm
         add_to_residual(residual_at(norm2), branch, next);
@@ -412,8 +414,8 @@ private:
 
     // The gate and up projection, saved as the recipe says, and the amax of the activation's output. Returns
     // gate and up as the activation is to read them.
-    View gate_up_forward(Layer& layer, const LazyTensor& x) {
-        const View saved_gate_up = saved(layer, Saved::GateUp);
+    TensorRef gate_up_forward(Layer& layer, const LazyTensor& x) {
+        const TensorRef saved_gate_up = saved(layer, Saved::GateUp);
         if (!saved_gate_up.storage.fp8()) {  // the GEMM writes what is saved
             layer.gate_up.fprop(x, saved_gate_up);
             layer.down.compute_x_amax(lazy_activation(gated_, saved_gate_up));
@@ -423,7 +425,7 @@ private:
         // the groups, the values are given back when the groups are there; else the caller gives them back.
         std::optional<Arena::Scope> until_groups;
         if (recipe_.forward_reads_groups) until_groups.emplace(arena_);
-        const View values = take_view(N_, saved_gate_up.cols);
+        const TensorRef values = take_tensor(N_, saved_gate_up.cols);
         layer.gate_up.fprop(x, values);
         quantize_activation_input(gated_, values, saved_gate_up, recipe_.forward_reads_groups,
                                   layer.down.x_amax_out(),
@@ -433,10 +435,10 @@ private:
 
     // The new residual stream, x + branch: saves it as the input of the next norm, and leaves the amax of
     // that norm's output. With tokens (of the embedding) it is x[token] + branch[position].
-    void add_to_residual(const View& x, const View& branch, const ResidualNorm& next,
+    void add_to_residual(const TensorRef& x, const TensorRef& branch, const ResidualNorm& next,
                          const int32_t* tokens = nullptr) {
-        const View& saved_in = next.norm.in;
-        const View x_out = saved_in.storage.fp8() ? residual_buffer_ : View{};
+        const TensorRef& saved_in = next.norm.in;
+        const TensorRef x_out = saved_in.storage.fp8() ? residual_buffer_ : TensorRef{};
         residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
                      tokens, T_);
         // The groups are made of the sum in FP32; the error is measured against the sum in BF16, which is
@@ -455,8 +457,8 @@ private:
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice(arena_);
-            const View y = take_view(slice_tokens(first), config_.C);
-            const View logits = compute_logits(first, /*out*/ y);
+            const TensorRef y = take_tensor(slice_tokens(first), config_.C);
+            const TensorRef logits = compute_logits(first, /*out*/ y);
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
@@ -466,11 +468,11 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
-        const View dweight = sharding_->gradient_to_write(head_weight_);
-        const View dy = take_view(N_, config_.C);  // y: the final norm's output
+        const TensorRef dweight = sharding_->gradient_to_write(head_weight_);
+        const TensorRef dy = take_tensor(N_, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
-        View sum = dweight;
+        TensorRef sum = dweight;
         if (in_fp32) {
             sum.data = arena_.take<float>(sum.rows * sum.cols);
             sum.storage = FP32;
@@ -487,18 +489,18 @@ private:
         // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_weight_].bucket;
         begin_bucket(bucket);
-        norm_backward(final_norm(), dy, /*g_in=*/View{}, layers_.back().down.g_amax_out());
+        norm_backward(final_norm(), dy, /*g_in=*/TensorRef{}, layers_.back().down.g_amax_out());
         finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight.
-    void head_slice_backward(int64_t first, const View& dy, const View& dweight) {
+    void head_slice_backward(int64_t first, const TensorRef& dy, const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const View y = take_view(slice_tokens(first), config_.C);
-        const View logits = compute_logits(first, /*out*/ y);
+        const TensorRef y = take_tensor(slice_tokens(first), config_.C);
+        const TensorRef logits = compute_logits(first, /*out*/ y);
         cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
                       memory_.losses + first, stream_);
-        const View& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
+        const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_weight_)},
@@ -507,8 +509,8 @@ private:
 
     // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
     // final norm's output.
-    View compute_logits(int64_t first, const View& y) {
-        const View logits = take_view(y.rows, config_.padded_V());
+    TensorRef compute_logits(int64_t first, const TensorRef& y) {
+        const TensorRef logits = take_tensor(y.rows, config_.padded_V());
         Norm slice = final_norm().norm;
         slice.in = row_slice(slice.in, first, y.rows);
         slice.row_statistics += first;
@@ -534,7 +536,7 @@ private:
     //
     // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
     // part. Where backward is between two norms, it is the g of the linear layer that backward comes to next.
-    // The argument dresidual_amax is where the norm leaves its amax for that linear layer.
+    // The argument dresidual_amax_out is where the norm leaves its amax for that linear layer.
     //
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket(), which are
     // at the end of this section. Memory is given back as early as possible, which can be in the middle of a
@@ -544,14 +546,14 @@ private:
     // From the gradient of the residual stream behind a layer to that before norm 2.
     void mlp_block_backward(Layer& layer) {
         const Arena::Scope scope(arena_);
-        const View gate_up = saved(layer, Saved::GateUp);
+        const TensorRef gate_up = saved(layer, Saved::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives it, so its memory is taken first
         const Operand dgate_up = layer.gate_up.take_g8(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         begin_bucket(layer.down.bucket());
-        const View dact = down_backward(layer, gate_up);
+        const TensorRef dact = down_backward(layer, gate_up);
         finish_bucket(layer.down.bucket());
 
         begin_bucket(layer.gate_up.bucket());
@@ -564,25 +566,25 @@ private:
         finish_bucket(layer.gate_up.bucket());
     }
     // Returns dact, in memory that it takes in the caller's scope.
-    View down_backward(Layer& layer, const View& gate_up) {
+    TensorRef down_backward(Layer& layer, const TensorRef& gate_up) {
         const Operand g8 = layer.down.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
         layer.down.wgrad(g8, lazy_activation(gated_, gate_up));
-        const View dact = take_view(N_, config_.F);
+        const TensorRef dact = take_tensor(N_, config_.F);
         layer.down.dgrad(g8, dact);
         return dact;
     }
 
-    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax: where the
-    // amax of the latter goes: g_amax_out() of the down projection of the layer before; null at the first
+    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: where
+    // the amax of the latter goes: g_amax_out() of the down projection of the layer before; null at the first
     // layer.
-    void attention_block_backward(Layer& layer, TensorScale* dresidual_amax) {
+    void attention_block_backward(Layer& layer, TensorScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved(layer, Saved::GateUp).data;
-        const View dqkv =
-            dqkv_in_place_ ? view_at(gate_up, N_, config_.qkv_cols()) : take_view(N_, config_.qkv_cols());
+        const TensorRef dqkv =
+            dqkv_in_place_ ? tensor_at(gate_up, N_, config_.qkv_cols()) : take_tensor(N_, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
-        const View dout = take_view(N_, config_.q_cols());
+        const TensorRef dout = take_tensor(N_, config_.q_cols());
         begin_bucket(layer.attention_out.bucket());
         attention_out_backward(layer, dout);
         finish_bucket(layer.attention_out.bucket());
@@ -594,10 +596,10 @@ private:
         // q, k, v projection, norm 1
         const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
         const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
-        linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax);
+        linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax_out);
         finish_bucket(layer.qkv.bucket());
     }
-    void attention_out_backward(Layer& layer, const View& dout) {
+    void attention_out_backward(Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
         const Operand g8 = layer.attention_out.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
         layer.attention_out.wgrad(g8, stored(saved(layer, Saved::AttentionOutput)));
@@ -605,9 +607,9 @@ private:
     }
     // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
     // heads follow, which change it.
-    void core_attention_backward(Layer& layer, const View& dout, const View& dqkv) {
-        const View qkv = load_saved(saved(layer, Saved::Qkv));
-        const View out = load_saved(saved(layer, Saved::AttentionOutput));
+    void core_attention_backward(Layer& layer, const TensorRef& dout, const TensorRef& dqkv) {
+        const TensorRef qkv = load_saved(saved(layer, Saved::Qkv));
+        const TensorRef out = load_saved(saved(layer, Saved::AttentionOutput));
         void* const workspace =
             arena_.take(static_cast<int64_t>(attention_workspace(attention_shape_of_pass())));
         attention_backward(attention_shape_of_pass(),
@@ -618,7 +620,7 @@ private:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax = head_norms_ ? nullptr : layer.qkv.g_amax_out()},
+                            .dqkv_amax_out = head_norms_ ? nullptr : layer.qkv.g_amax_out()},
                            stream_);
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
@@ -631,21 +633,22 @@ private:
     // output, from g8. norm_backward() adds the gradient of the norm's input to dresidual(). wgrad computes
     // the norm's output again, from row statistics that norm_backward() has written. All norms write theirs
     // to the same place: so wgrad is here, before another norm.
-    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, TensorScale* dresidual_amax) {
+    void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, TensorScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dx
-        const View dx = take_view(N_, config_.C);
+        const TensorRef dx = take_tensor(N_, config_.C);
         n.reader->dgrad(g8, dx);
-        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax);
+        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax_out);
         until_dresidual.end();
         n.reader->wgrad(g8, lazy_norm(n.norm));
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
-    void norm_backward(const ResidualNorm& n, const View& dy, const View& g_in, TensorScale* dresidual_amax) {
+    void norm_backward(const ResidualNorm& n, const TensorRef& dy, const TensorRef& g_in,
+                       TensorScale* dresidual_amax_out) {
         const std::optional<size_t> bias = parameters_.bias_of(n.weight_index);
-        gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax,
+        gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax_out,
                            sharding_->gradient_to_write(n.weight_index),
-                           bias ? sharding_->gradient_to_write(*bias) : View{}, memory_.norm_partials,
+                           bias ? sharding_->gradient_to_write(*bias) : TensorRef{}, memory_.norm_partials,
                            stream_);
     }
 
@@ -719,7 +722,7 @@ public:
         forward();
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
         const Arena::Scope scope(arena_);
-        const View last = compute_logits(n - 1, take_view(1, config_.C));
+        const TensorRef last = compute_logits(n - 1, take_tensor(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
         convert(last, {in_fp32, nullptr, 1, last.cols, FP32}, stream_);
         device_.copy_to_host(logits, in_fp32, config_.V * info(Format::FP32).bytes);
@@ -806,7 +809,7 @@ private:
                 .weight_index = final_norm_weight_,
                 .reader = nullptr};
     }
-    Norm norm_of(size_t weight, const View& in) const {
+    Norm norm_of(size_t weight, const TensorRef& in) const {
         const std::optional<size_t> bias = parameters_.bias_of(weight);
         return {.in = in,
                 .weight = sharding_->gathered_weight(weight).data,

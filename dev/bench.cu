@@ -12,9 +12,10 @@
 // values.
 //
 // Times are medians between CUDA events, on random values, after the L2 cache was filled with other data. The
-// operators are those that model.cu launches, with the same shapes and views, and as often. The step differs
-// from their sum by small launches (clearing and adding sums, checks), by gaps between launches, by data that
-// one operator leaves in the cache for the next, and by the clock, which is lower when the GPU is hot.
+// operators are those that model.cu launches, with the same shapes and formats, and as often. The step
+// differs from their sum by small launches (clearing and adding sums, checks), by gaps between launches, by
+// data that one operator leaves in the cache for the next, and by the clock, which is lower when the GPU is
+// hot.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -77,8 +78,8 @@ public:
         taken_.push_back(p);
         return static_cast<T*>(p);
     }
-    View random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
-        const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Storage{stream}};
+    TensorRef random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
+        const TensorRef v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Storage{stream}};
         if (stream == Format::FP32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
         else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
@@ -142,7 +143,7 @@ public:
 
 private:
     Memory memory_;
-    View other_{};
+    TensorRef other_{};
     TensorScale* slot_;
     cudaEvent_t events_[2 * REPEATS] = {};
 
@@ -160,10 +161,10 @@ constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
                      *EXACT = "fp8 GEMM, exact accumulation";
 
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format stream) {
-    const View x = memory.random(rows, cols, stream);
+    const TensorRef x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
     const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_GROUP);
-    if (q.granularity == PER_TENSOR) compute_amax(stored(x), tensor_scale(out.view), nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(stored(x), tensor_scale(out.tensor), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -171,7 +172,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage
 double copy_rate(Clock& clock) {
     constexpr int64_t BYTES = 1 << 30;
     Memory memory;
-    const View from = memory.random(1, BYTES / 2, Format::BF16);
+    const TensorRef from = memory.random(1, BYTES / 2, Format::BF16);
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
@@ -187,7 +188,7 @@ double gemm_rate(Clock& clock, const std::string& name) {
     const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{stream};
     const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
-    const View out = memory.random(SIDE, SIDE, stream);
+    const TensorRef out = memory.random(SIDE, SIDE, stream);
     const Gemm kind = name == EXACT ? Gemm::Dgrad : Gemm::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
 }
@@ -208,12 +209,13 @@ Json measure_sizes(Clock& clock) {
     for (const int64_t side : {1024, 2048, 3072, 4096, 8192, 12288}) {
         Memory memory;
         Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
-        const View x = memory.random(side, side, Format::BF16), w = memory.random(side, side, Format::BF16),
-                   out = memory.random(side, side, Format::BF16);
+        const TensorRef x = memory.random(side, side, Format::BF16),
+                        w = memory.random(side, side, Format::BF16),
+                        out = memory.random(side, side, Format::BF16);
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
-        auto quantized = [&](const View& from, const Operand& to) {
-            compute_amax(stored(from), tensor_scale(to.view), nullptr);
+        auto quantized = [&](const TensorRef& from, const Operand& to) {
+            compute_amax(stored(from), tensor_scale(to.tensor), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
@@ -290,13 +292,13 @@ private:
         add(group, name, count, bytes, 0, COPY, run);
     }
 
-    static double size(const View& v) { return v.data ? double(v.storage.bytes(v.rows, v.cols)) : 0; }
+    static double size(const TensorRef& v) { return v.data ? double(v.storage.bytes(v.rows, v.cols)) : 0; }
     static double reads(const LazyTensor& x) {
         return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
     }
-    View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
-    View random(int64_t rows, int64_t cols, const Storage& q) {
-        return random_operand(memory_, rows, cols, q, stream_).view;
+    TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
+    TensorRef random(int64_t rows, int64_t cols, const Storage& q) {
+        return random_operand(memory_, rows, cols, q, stream_).tensor;
     }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
@@ -307,7 +309,7 @@ private:
     // amax: no earlier kernel has computed the amax of x
     void bias_pass(const std::string& name, double count, const LazyTensor& x, bool bias, bool amax) {
         if (!bias) return amax ? amax_pass(name, count, x) : void();
-        const View gradient = random(1, x.cols);
+        const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         TensorScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
@@ -315,8 +317,8 @@ private:
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
-        if (!out.view.storage.fp8() || out.view.storage.granularity != PER_TENSOR) return;
-        TensorScale* slot = tensor_scale(out.view);
+        if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
+        TensorScale* slot = tensor_scale(out.tensor);
         compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
@@ -340,7 +342,7 @@ private:
     // Both in one pass: a gradient whose amax is known.
     void quantize_and_sum_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q) {
         const Operand out = memory_.place(x.rows, x.cols, q, true, true);
-        const View gradient = random(1, x.cols);
+        const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         find_scale(x, out);
         pass(BETWEEN, name + ": bias gradient, to " + q.text() + ", and transposed", count,
@@ -350,11 +352,11 @@ private:
 
     // --- GEMMs ---------------------------------------------------------------------------------------------
     void gemm(const char* group, const std::string& name, double count, Gemm kind, const Operand& a,
-              const Operand& b, const View& out, double flops, const void* bias, bool accumulate) {
+              const Operand& b, const TensorRef& out, double flops, const void* bias, bool accumulate) {
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
-        const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
-        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.storage, r_),
+        const double bytes = size(a.tensor) + size(b.tensor) + (accumulate ? 2 : 1) * size(out);
+        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.tensor.storage, r_),
             [&] { gemms_.run(kind, a, b, out, nullptr, {.accumulate = accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
@@ -387,17 +389,18 @@ private:
     }
     void attention() {
         const AttentionShape shape = attention_shape(c_, setup_.B, setup_.T, stream_);
-        const View qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
-        const View out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
+        const TensorRef qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
+        const TensorRef out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
         void* workspace = memory_.take(std::max<int64_t>(16, int64_t(attention_workspace(shape))));
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
         const char* ceiling = gemm_ceiling(Gemm::Fprop, Storage{stream_}, r_);
-        auto both_passes = [&](const char* group, double count, const float2* rope_table, TensorScale* amax) {
+        auto both_passes = [&](const char* group, double count, const float2* rope_table,
+                               TensorScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
-                [&] { attention_forward(shape, qkv.data, out.data, lse, amax, nullptr); });
+                [&] { attention_forward(shape, qkv.data, out.data, lse, amax_out, nullptr); });
             const AttentionBackward tensors{.qkv = qkv.data,
                                             .out = out.data,
                                             .lse = lse,
@@ -405,7 +408,7 @@ private:
                                             .dqkv = dqkv.data,
                                             .workspace = workspace,
                                             .rope_table = rope_table,
-                                            .dqkv_amax = amax};
+                                            .dqkv_amax_out = amax_out};
             add(group, "attention backward", count, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
                 ceiling, [&] { attention_backward(shape, tensors, nullptr); });
         };
@@ -420,17 +423,17 @@ private:
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q), weight,     bias, memory_.take<RowStatistics>(N_ * 8),
                      c_.arch.rms,         c_.norm_eps};
-        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, true,
+        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : TensorRef{}, n, true,
                      nullptr, nullptr);  // leaves stats
         return n;
     }
     void norms() {
         const Norm n = random_norm(r_.nonlinear);
-        const View x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
-        const View dweight = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
+        const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
+        const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
         float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
-             [&] { residual_add(x, a, groups_ ? out : View{}, n, true, slot_, nullptr); });
+             [&] { residual_add(x, a, groups_ ? out : TensorRef{}, n, true, slot_, nullptr); });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
@@ -441,7 +444,7 @@ private:
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
     void attention_operands() {
-        const View qkv = random(N_, c_.qkv_cols());
+        const TensorRef qkv = random(N_, c_.qkv_cols());
         if (c_.arch.qk_norm) {
             head_norms(qkv);
         } else if (c_.arch.rope) {
@@ -456,10 +459,10 @@ private:
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     // Of Qwen3. Backward computes the norms' results again.
-    void head_norms(const View& qkv) {
+    void head_norms(const TensorRef& qkv) {
         const Rope angles = rope_of_model();
-        const View weight = random(2, c_.HS()), dweight = random(2, c_.HS());
-        const View out = random(N_, qkv.cols), dqkv = random(N_, qkv.cols);
+        const TensorRef weight = random(2, c_.HS()), dweight = random(2, c_.HS());
+        const TensorRef out = random(N_, qkv.cols), dqkv = random(N_, qkv.cols);
         const HeadNorm norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
         float* partials = floats(COLUMN_PARTIALS * angles.rotated_cols);
         const double normed = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
@@ -470,12 +473,12 @@ private:
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
-        const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
+        const TensorRef up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
         const LazyTensor h = lazy_activation(c_.arch.gated, up),
                          du = lazy_activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
-            const View u = random(N_, c_.gate_up_cols()),
-                       saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).view;
+            const TensorRef u = random(N_, c_.gate_up_cols()),
+                            saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).tensor;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_,
                  size(u) + size(saved),
                  [&] { quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
@@ -493,7 +496,7 @@ private:
     void weights() {
         if (!fp8_) return;
         const bool keep = setup_.micro_batches_per_rank > 1;
-        std::vector<View> w;
+        std::vector<TensorRef> w;
         for (auto [out, in] :
              {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.gate_up_cols(), c_.C}, {c_.C, c_.F}})
             w.push_back(random(out, in));
@@ -501,7 +504,7 @@ private:
             const bool plain = use != Use::Wgrad, transposed = use != Use::Fprop;
             std::vector<Operand> to;
             double bytes = 0;
-            for (const View& v : w) {
+            for (const TensorRef& v : w) {
                 to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 to.back().delayed = r_.scaling == Scaling::Delayed;
                 find_scale(stored(v), to.back());
@@ -525,15 +528,15 @@ private:
     // --- Embedding, head and optimizer ---------------------------------------------------------------------
     void embedding() {
         const Norm first = random_norm(r_.nonlinear);
-        const View table = random(c_.padded_V(), c_.C),
-                   positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
+        const TensorRef table = random(c_.padded_V(), c_.C),
+                        positions = c_.arch.rope ? TensorRef{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
         const EmbeddingOrder order = embedding_order(tokens.data(), N_);
         const int64_t distinct = int64_t(order.tokens.size());
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRows* pieces = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            residual_add(table, positions, groups_ ? x : View{}, first, true, slot_, nullptr, on_device,
+            residual_add(table, positions, groups_ ? x : TensorRef{}, first, true, slot_, nullptr, on_device,
                          setup_.T);
         });
         pass(HEAD, "embedding backward", batches_,
@@ -550,10 +553,10 @@ private:
         const double* loss_weight = upload(std::vector<double>{1e-4});
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
-        const View dw = random(V, c_.C), dy = random(n, c_.C);
-        gemm(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.view, flops, nullptr, false);
-        pass(HEAD, "cross-entropy", count, 2 * size(logits.view),
-             [&] { cross_entropy(logits.view, c_.V, targets, loss_weight, losses, nullptr); });
+        const TensorRef dw = random(V, c_.C), dy = random(n, c_.C);
+        gemm(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.tensor, flops, nullptr, false);
+        pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor),
+             [&] { cross_entropy(logits.tensor, c_.V, targets, loss_weight, losses, nullptr); });
         gemm(HEAD, "head wgrad", count, Gemm::Wgrad, logits, y, dw, flops, nullptr, true);
         gemm(HEAD, "head dgrad", count, Gemm::Dgrad, logits, w, dy, flops, nullptr, false);
     }
@@ -569,7 +572,7 @@ private:
         const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP,
                       n = groups * MOMENT_GROUP;
         const std::vector<float> ones(size_t(groups), 1.0f);
-        auto moment = [&](Format f) -> MomentView {
+        auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * info(f).bytes);
             return {
                 codes,
@@ -578,7 +581,7 @@ private:
         };
         const bool remainder = stream_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
-        const View gradient = random(1, n);
+        const TensorRef gradient = random(1, n);
         const Shard* shard =
             upload(std::vector<Shard>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));

@@ -134,7 +134,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 // Whether a moment has moment scalings: moments_need_scaling() of coat.h, for kernels. The FP32 moments of
 // norm weights and biases have none, in every optimizer.
-inline __device__ bool has_scales(const MomentView& m) {
+inline __device__ bool has_scales(const MomentRef& m) {
     return m.format != Format::FP32 && m.format != Format::BF16;
 }
 

@@ -330,12 +330,12 @@ __global__ void __launch_bounds__(T::THREADS)
 }
 
 template <class T>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
     launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
-    const View result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
-    if (out_amax) compute_amax(stored(result), out_amax, stream);
+    const TensorRef result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
+    if (amax_out) compute_amax(stored(result), amax_out, stream);
 }
 
 template <class T>
@@ -351,10 +351,10 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     pass(backward_kernel<T, true>, s.NKV);
     pass(backward_kernel<T, false>, s.NH);
     // On Hopper the kernel does the rest; here it is a pass over dqkv.
-    const View dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
+    const TensorRef dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
-    if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax, stream);
-    else if (tensors.dqkv_amax) compute_amax(stored(dqkv), tensors.dqkv_amax, stream);
+    if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_out, stream);
+    else if (tensors.dqkv_amax_out) compute_amax(stored(dqkv), tensors.dqkv_amax_out, stream);
 }
 
 template <class T> size_t workspace(const AttentionShape& s) {
@@ -386,9 +386,9 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
                        cudaStream_t stream) {
-    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, out_amax, stream); });
+    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {

@@ -7,8 +7,8 @@
 // on CUDA cores), and one with Hopper's instructions (wgmma and TMA, attention_sm90.cu; BF16, head sizes 64,
 // 128). Both accumulate in FP32 and sum in a fixed order, so the same input always gives the same bits.
 //
-// Tensors are pointers with an AttentionShape: a View (gpu/operators.h) would say how many rows there are,
-// but not which of them belong to a sequence, nor which columns to a head.
+// Tensors are pointers with an AttentionShape: a TensorRef (gpu/operators.h) would say how many rows there
+// are, but not which of them belong to a sequence, nor which columns to a head.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -30,10 +30,10 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
 
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
 // FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.
-// out_amax: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
+// amax_out: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
 // shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       TensorScale* out_amax, cudaStream_t stream);
+                       TensorScale* amax_out, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
@@ -45,9 +45,9 @@ struct AttentionBackward {
     // before RoPE: dq and dk are rounded to `format`, rotated by the inverse of RoPE, and rounded again, so
     // that the bits are those of rope() as a pass of its own.
     void* dqkv;
-    void* workspace;           // attention_workspace(shape) bytes of temporary memory
-    const float2* rope_table;  // see Rope (gpu/operators.h); null: q and k were not rotated
-    TensorScale* dqkv_amax;    // where the amax of dqkv goes; null: nobody needs it, as in FP32
+    void* workspace;             // attention_workspace(shape) bytes of temporary memory
+    const float2* rope_table;    // see Rope (gpu/operators.h); null: q and k were not rotated
+    TensorScale* dqkv_amax_out;  // where the amax of dqkv goes; null: nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
@@ -55,7 +55,7 @@ size_t attention_workspace(const AttentionShape& shape);
 // An implementation, for one format and range of head sizes: the functions above call one. Tests and the
 // ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, TensorScale* out_amax,
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, TensorScale* amax_out,
                     cudaStream_t);
     void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
     size_t (*workspace)(const AttentionShape&);

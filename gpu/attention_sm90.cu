@@ -326,10 +326,10 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
-// *amax = max(*amax, top of all lanes of the warp, in BF16). Rounding is monotone, so a thread needs to round
-// only the largest magnitude of its values, `top`, and not each of them.
-__device__ void update_bf16_amax(TensorScale* amax, float top) {
-    update_amax_by_warp(&amax->amax, magnitude_bits(round_to_bf16(top)));
+// amax_out->amax = max(amax_out->amax, top of all lanes of the warp, in BF16). Rounding is monotone, so a
+// thread needs to round only the largest magnitude of its values, `top`, and not each of them.
+__device__ void update_bf16_amax(TensorScale* amax_out, float top) {
+    update_amax_by_warp(&amax_out->amax, magnitude_bits(round_to_bf16(top)));
 }
 
 // To be called by all lanes of a warp: the warp no longer needs the buffer that the barrier guards.
@@ -433,7 +433,7 @@ template <class F> struct ForwardConsumer {
     const F& smem;
     const Dims& d;
     float* const lse;
-    TensorScale* const out_amax;
+    TensorScale* const amax_out;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
@@ -502,7 +502,7 @@ template <class F> struct ForwardConsumer {
     }
     __device__ void write_output() {
         const int first_row = old.first + warpgroup * 64, row = first_row + fragment_row();
-        if (out_amax)
+        if (amax_out)
             for (int i = 0; i < HS / 2; i++)
                 if (row + i / 2 % 2 * 8 < old.end) top = larger_magnitude(top, o[i]);
         uint32_t result[HS / 16][4];
@@ -554,7 +554,7 @@ template <class F> struct ForwardConsumer {
         finish_output();
         scale_output();
         write_output();
-        if (out_amax) update_bf16_amax(out_amax, top);
+        if (amax_out) update_bf16_amax(amax_out, top);
         if (leader) bulk_wait_read();
     }
 };
@@ -563,7 +563,7 @@ template <class F> struct ForwardConsumer {
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d,
-                   Work work, int counter, float* lse, TensorScale* out_amax) {
+                   Work work, int counter, float* lse, TensorScale* amax_out) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -574,12 +574,12 @@ __global__ void __launch_bounds__(F::THREADS, 1)
             forward_producer<F>(qkv, smem, d, work, &counters[counter]);
     } else {
         increase_registers<F::REGISTERS>();
-        ForwardConsumer<F>{out, smem, d, lse, out_amax}.run();
+        ForwardConsumer<F>{out, smem, d, lse, amax_out}.run();
     }
 }
 
 template <class F>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* out_amax,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
              cudaStream_t stream) {
     constexpr int64_t CACHED = 16 << 20;  // bytes of keys and values that stay in the L2 cache
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
@@ -587,7 +587,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
     launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
            stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), s, work,
-           int(launches++ % COUNTERS), lse, out_amax);
+           int(launches++ % COUNTERS), lse, amax_out);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -628,7 +628,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
 // What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
 struct Epilogue {
     const float2* rope_table;  // (T, HS / 2) {cos, sin}, or null
-    TensorScale* amax;         // or null
+    TensorScale* amax_out;     // or null
 
     // {cos, sin} of neighbouring columns of the first half of a head, from an even one on. Rows beyond T,
     // which are not written, read the last one.
@@ -1065,7 +1065,7 @@ template <class F> struct BackwardConsumer {
             store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv) * HS, first_key, start.b);
             bulk_commit();
         }
-        if (epilogue.amax) update_bf16_amax(epilogue.amax, largest_magnitude());
+        if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest_magnitude());
         if (stores) bulk_wait_read();
     }
 };
@@ -1113,13 +1113,13 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
                 y[j] *= d.scale;
                 if (epilogue.rope_table) rotate_back(x[j], y[j], angles[i][j]);
             }
-            if (epilogue.amax) top = larger_magnitude(larger_magnitude(top, x), y);
+            if (epilogue.amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
             bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
             put(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
             put(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
-    if (epilogue.amax) update_bf16_amax(epilogue.amax, top);
+    if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, top);
 }
 
 // grid: one block for each tile of keys of every (query or key/value) head, `owners` of them, then the blocks
@@ -1156,7 +1156,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
 template <class F>
 void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
     const Scratch scratch(s, tensors.workspace, F{});
-    const Epilogue epilogue{tensors.rope_table, tensors.dqkv_amax};
+    const Epilogue epilogue{tensors.rope_table, tensors.dqkv_amax_out};
     const QueryStatistics& statistics = scratch.statistics;
     launch("attention", prepare_kernel<bf16, F::HS, F::QUERIES>, statistics.grid(s), PREPARE_THREADS, 0,
            stream, s, statistics, tensors.out, tensors.dout, tensors.lse, scratch.dq_parts, scratch.counters);

@@ -282,17 +282,17 @@ struct Groups {
 template <class Element> __host__ __device__ Dense<Element> dense(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
-inline Groups groups_of(const View& v) {
+inline Groups groups_of(const TensorRef& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 
 // Calls f with the ElementLayout of a tensor: BF16 or FP32.
-template <class F> void with_dense(const View& v, F f) {
+template <class F> void with_dense(const TensorRef& v, F f) {
     if (v.storage.format == Format::FP32) return f(dense<float>(v.data));
     f(dense<bf16>(v.data));
 }
 // The same, or groups.
-template <class F> void with_storage(const View& v, F f) {
+template <class F> void with_storage(const TensorRef& v, F f) {
     if (v.storage != E4M3_GROUP) return with_dense(v, f);
     f(groups_of(v));
 }
@@ -325,7 +325,7 @@ struct EitherDense {
 inline EitherDense either_dense(const void* data, Format f) {
     return {const_cast<void*>(data), f == Format::FP32};
 }
-inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.storage.format); }
+inline EitherDense either_dense(const TensorRef& v) { return either_dense(v.data, v.storage.format); }
 
 // ===========================================================================================================
 // 4. Producers
@@ -686,8 +686,8 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
 
 // Launches a quantizer, a kernel that calls store_codes() for one tile a block. kernel<P, TRANSPOSED>()
 // returns the one for a producer P of x, with or without transposed codes. It takes the producer, the rows of
-// x, then `arguments`, and at last where the codes go: out.view.data and out.transposed, of which each may be
-// null.
+// x, then `arguments`, and at last where the codes go: out.tensor.data and out.transposed, of which each may
+// be null.
 template <class Kernel, class... Arguments>
 void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
                       cudaStream_t s, Arguments... arguments) {
@@ -696,7 +696,7 @@ void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, cons
         auto chosen = kernel.template operator()<P, false>();
         if (out.transposed) chosen = kernel.template operator()<P, true>();
         launch(what, chosen, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               arguments..., static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+               arguments..., static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
 

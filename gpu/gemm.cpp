@@ -56,7 +56,7 @@ struct Matrix {
 // contiguous: the value of `transpose` with which cuBLAS reduces over the contiguous dimension, as FP8 needs:
 // true for its A, false for its B.
 static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
-    const View& v = operand.view;
+    const TensorRef& v = operand.tensor;
     if (!v.storage.fp8())
         return {.data = v.data,
                 .scales = nullptr,
@@ -110,7 +110,7 @@ struct Problem {
     cublasLtMatmulDescOpaque_t operation;
 
     // Scales and bias are given as addresses: they are read when the GEMM runs.
-    Problem(const Matrix& a_matrix, const Matrix& b_matrix, const View& to, const void* bias, bool fast)
+    Problem(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias, bool fast)
         : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
           b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
           out(layout(to.storage.format, to.cols, to.rows)) {
@@ -168,8 +168,8 @@ Gemms::~Gemms() {
     if (handle_) cublasLtDestroy(handle_);
 }
 
-void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const View& out, cudaStream_t stream,
-                const GemmOptions& options) {
+void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const TensorRef& out,
+                cudaStream_t stream, const GemmOptions& options) {
     const Matrix a = matrix(right, kind != Gemm::Fprop, true), b = matrix(left, kind == Gemm::Wgrad, false);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,

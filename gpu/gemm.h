@@ -37,7 +37,7 @@ public:
 
     // Launches a GEMM. left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: FP32 or
     // BF16. A combination that cuBLASLt has no GEMM for is an Error.
-    void run(Gemm kind, const Operand& left, const Operand& right, const View& out, cudaStream_t stream,
+    void run(Gemm kind, const Operand& left, const Operand& right, const TensorRef& out, cudaStream_t stream,
              const GemmOptions& options = {});
 
 private:

@@ -45,7 +45,7 @@ constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(Dense<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                TensorScale* amax) {
+                TensorScale* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
@@ -78,20 +78,20 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                 at.round_in_place_and_store(h * rope.HS, x, true);
                 at.round_in_place_and_store(h * rope.HS + half, y, true);
             }
-            if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
+            if (amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
         }
     }
-    if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
 }
 
-void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s) {
-    const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t s) {
+    const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, s, Dense<Element, 4>{x.data}, r,
                static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
-               amax);
+               amax_out);
     });
 }
 
@@ -244,7 +244,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
 }
 
-void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
+void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
                         cudaStream_t s) {
     const int64_t heads = qkv.cols / n.HS;
     with_dense(qkv, [&](auto x) {
@@ -255,8 +255,8 @@ void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, co
                static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
-void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
-                        float* workspace, cudaStream_t s) {
+void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
+                        const TensorRef& dweight, float* workspace, cudaStream_t s) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
@@ -264,7 +264,7 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
                0, s, n, Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)},
                qkv.rows, qkv.cols, workspace);
     });
-    const View each{dweight.data, nullptr, 2, n.HS, dweight.storage};
+    const TensorRef each{dweight.data, nullptr, 2, n.HS, dweight.storage};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), s);
     reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
                     row_slice(each, 1, 1), s);
@@ -401,7 +401,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     if (threadIdx.x == 0) *total += *loss_weight * sum;
 }
 
-static void launch_cross_entropy(const View& logits, int64_t V, const int32_t* targets, bool gradients,
+static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, bool gradients,
                                  const double* loss_weight, float* losses, cudaStream_t s) {
     with_dense(logits, [&](auto x) {
         using Element = typename decltype(x)::Compute;
@@ -419,11 +419,11 @@ static void launch_cross_entropy(const View& logits, int64_t V, const int32_t* t
                static_cast<int>(V), targets, gradients, loss_weight, losses);
     });
 }
-void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
+void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
                            cudaStream_t s) {
     launch_cross_entropy(logits, V, targets, /*gradients=*/false, /*loss_weight=*/nullptr, losses, s);
 }
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
+void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
                    float* losses, cudaStream_t s) {
     launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, s);
 }
@@ -438,7 +438,7 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // Stage one (store_column_sums() of gpu/device.cuh), which takes the amax in passing.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax) {
+    column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
@@ -451,7 +451,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                     top = larger_magnitude(top, v[p][j]);
                 }
         });
-    if (amax) update_amax_by_warp(&amax->amax, magnitude_bits(top));
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
     store_column_sums(x, sum, columns, partials);
 }
 
@@ -479,18 +479,18 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     });
 }
 
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
-                     const View& second) {
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t s,
+                     const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
            dim3(32, REDUCE_ROWS), 0, s, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
-void add_column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
                      cudaStream_t s) {
     with_producer(x, [&](auto producer) {
         launch("column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, workspace, amax);
+               TILE_THREADS, 0, s, producer, x.rows, workspace, amax_out);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
@@ -601,8 +601,8 @@ static unsigned threads_of_row(int64_t cols) {
     return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK, 32)));
 }
 
-void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        int64_t frequent, const View& gradient, cudaStream_t s) {
+void embedding_backward(const TensorRef& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        int64_t frequent, const TensorRef& gradient, cudaStream_t s) {
     const dim3 frequent_grid(static_cast<unsigned>(frequent), blocks(g.cols, 32 * CHUNK));
     launch("frequent_tokens", frequent_tokens_kernel, frequent_grid, 32 * RUNS, 0, s, either_dense(g), g.cols,
            order, tokens, either_dense(gradient));
@@ -612,7 +612,7 @@ void embedding_backward(const View& g, const int32_t* order, const TokenRows* to
            tokens + frequent, either_dense(gradient));
 }
 
-void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
+void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t s) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
     launch("positions_backward", positions_kernel, grid, threads, 0, s, either_dense(g), g.rows, g.cols, T,

@@ -22,17 +22,17 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 // -----------------------------------------------------------------------------------------------------------
 // The three GEMMs
 
-void LinearLayer::fprop(const LazyTensor& x, const View& y) {
+void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
     const void* const bias = bias_ ? context_.sharding.gathered_weight(*bias_).data : nullptr;
-    View whole_y = y;
+    TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
     context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
 }
 
-void LinearLayer::dgrad(const Operand& g8, const View& dx) {
+void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
     const Arena::Scope scope(arena());
     const Operand w8 = weight_operand(Gemm::Dgrad);
     context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
@@ -41,7 +41,7 @@ void LinearLayer::dgrad(const Operand& g8, const View& dx) {
 void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
-    const View dw = context_.sharding.gradient_to_write(weight_);
+    const TensorRef dw = context_.sharding.gradient_to_write(weight_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
 }
 
@@ -66,16 +66,16 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
     TensorScale* const scales[] = {x_scale_, w_scale_, g_scale_};
     TensorScale* const scale = scales[int(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
-        return {.view = {codes, scale, rows, cols, q},
+        return {.tensor = {codes, scale, rows, cols, q},
                 .transposed = transposed,
                 .delayed = context_.scales.delayed()};
     // The scales of rows and blocks lie right behind the codes to which they belong.
     const int64_t code_bytes = q.code_bytes(rows, cols);
     auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
-    return {.view = {codes, behind(codes), rows, cols, q},
+    return {.tensor = {codes, behind(codes), rows, cols, q},
             .transposed = transposed,
             .transposed_scales = behind(transposed),
-            .amax = scale};
+            .amax_out = scale};
 }
 
 void LinearLayer::write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
@@ -99,7 +99,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(index_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
-    const View w = context_.sharding.gathered_weight(weight_);
+    const TensorRef w = context_.sharding.gathered_weight(weight_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
@@ -122,7 +122,7 @@ Operand LinearLayer::take_g8(int64_t N, void* codes) const {
 
 Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
-        if (bias_) add_bias_gradient(g, /*amax=*/nullptr);
+        if (bias_) add_bias_gradient(g, /*amax_out=*/nullptr);
         return {g.input};
     }
     const Operand g8 = take_g8(g.rows);
@@ -134,7 +134,7 @@ void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) 
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
         write_operand(LinearOperand::G, g, g8);
-        if (bias_) add_bias_gradient(stored(g8.view), /*amax=*/nullptr);
+        if (bias_) add_bias_gradient(stored(g8.tensor), /*amax_out=*/nullptr);
         return;
     }
     // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
@@ -154,17 +154,17 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
 }
 
 // Adds the column sums of g to the gradient of the bias. amax: where that of g goes, or null.
-void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax) const {
+void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, context_.sharding.gradient_to_write(*bias_), workspace, amax, stream());
+    add_column_sums(g, context_.sharding.gradient_to_write(*bias_), workspace, amax_out, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Amaxes
 
-void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax) const {
-    if (amax) gpu::compute_amax(x, amax, stream());
+void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const {
+    if (amax_out) gpu::compute_amax(x, amax_out, stream());
 }
 
 // The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which

@@ -53,8 +53,8 @@ public:
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y has memory for so many.
-    void fprop(const LazyTensor& x, const View& y);
-    void dgrad(const Operand& g8, const View& dx);       // dx = g w
+    void fprop(const LazyTensor& x, const TensorRef& y);
+    void dgrad(const Operand& g8, const TensorRef& dx);  // dx = g w
     void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
 
     // --- g8
@@ -104,9 +104,9 @@ private:
     void write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
     Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
     Operand weight_operand(Gemm reader) const;
-    void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax) const;
+    void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const;
     void compute_weight_amax() const;
-    void add_bias_gradient(const LazyTensor& g, TensorScale* amax) const;
+    void add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const;
     void quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const;
 };
 

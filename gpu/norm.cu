@@ -114,12 +114,12 @@ static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t
 
 // residual_add() of operators.h: sum = x + branch, (N, C). branch may be no tensor. tokens (N), or null: see
 // rows_to_add(). The sum is written to x_out, if that is a tensor, and to norm_input, the memory of next.in.
-// For the norm `next`, the kernel computes the row statistics and, if y_amax is not null, the amax of the
+// For the norm `next`, the kernel computes the row statistics and, if y_amax_out is not null, the amax of the
 // norm's output.
 template <class Layout, bool FORWARD_READS_SAVED, class Element = typename Layout::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
-                    Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax) {
+                    Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax_out) {
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
@@ -148,11 +148,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
     const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps);
     if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
-    if (y_amax) update_amax_by_warp(&y_amax->amax, amax_of_norm<Element>(next, v, statistics, live));
+    if (y_amax_out) update_amax_by_warp(&y_amax_out->amax, amax_of_norm<Element>(next, v, statistics, live));
 }
 
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
-                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s, const int32_t* tokens,
+void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
+                  bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s, const int32_t* tokens,
                   int64_t T) {
     const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
@@ -160,7 +160,7 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
         const auto kernel =
             forward_reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
         launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
-               dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax);
+               dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax_out);
     });
 }
 
@@ -235,7 +235,7 @@ static __device__ void add_dx(const Values& xhat, const Values& dy, const Values
 template <class Layout, bool RMS, int CHUNKS, class Element = typename Layout::Compute>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const Norm n, Layout input, Dense<Element> dy_in, Dense<Element> g_in,
-                         Dense<Element> g_out, TensorScale* g_amax, float* partials) {
+                         Dense<Element> g_out, TensorScale* g_amax_out, float* partials) {
     const int64_t rows = n.in.rows;
     const uint32_t C = static_cast<uint32_t>(n.in.cols);
     const Dense<Element> weights = dense<Element>(n.weight);
@@ -308,7 +308,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
             top = larger_magnitude(top, g);
         }
     }
-    if (g_amax) update_amax_by_warp(&g_amax->amax, magnitude_bits(top));
+    if (g_amax_out) update_amax_by_warp(&g_amax_out->amax, magnitude_bits(top));
     __syncthreads();
     write_partials(sums_of_rows, C, partials);
     if (!RMS) write_partials(sums_of_rows + blockDim.y * float4s, C, partials + gridDim.x * C);
@@ -321,8 +321,9 @@ size_t norm_backward_workspace(int64_t C) {
     return sizeof(float) * 2 * multiprocessors() * NORM_BLOCKS_PER_SM * C;
 }
 
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
-                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
+void norm_backward(const Norm& n, const TensorRef& dy, const TensorRef& g_in, const TensorRef& g_out,
+                   TensorScale* g_amax_out, const TensorRef& dweight, const TensorRef& dbias,
+                   float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     const dim3 block = row_block(C);
     const unsigned most_blocks = static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM);
@@ -335,14 +336,14 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
             const auto kernel = n.rms ? norm_backward_kernel<Layout, true, CHUNKS>
                                       : norm_backward_kernel<Layout, false, CHUNKS>;
             launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
-                   dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax, workspace);
+                   dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax_out, workspace);
         };
         // The usual widths: 768 has 3 chunks, and powers of two from 1024 on have 4
         if (C == 3 * block.x * CHUNK) run.template operator()<3>();
         else if (C == 4 * block.x * CHUNK) run.template operator()<4>();
         else run.template operator()<0>();
     });
-    reduce_partials(workspace, grid, dweight, s, n.rms ? View{} : dbias);  // gpu/layers.cu
+    reduce_partials(workspace, grid, dweight, s, n.rms ? TensorRef{} : dbias);  // gpu/layers.cu
 }
 
 }  // namespace coat::gpu

@@ -10,10 +10,10 @@
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - Operators add to the gradients of parameters, in the format of these: BF16 or FP32 (model.h,
 //     gradient_format).
-//   - An argument whose name ends with amax is an output: its field `amax` is raised to the new largest |x|.
-//     Null means that nobody needs it.
-//   - A `const View&` does not say that the tensor is only read. The comment of the operator says what is
-//     written.
+//   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
+//     `amax` of this TensorScale to the largest |x| that it has seen. Null means that nobody needs it.
+//   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
+//     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
 //     quantization report. Atomics are maxima and integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
@@ -61,22 +61,22 @@ struct alignas(16) TensorScale {
     float unused;
 };
 
-// A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. What `scales` points to depends on
-// storage:
+// Refers to a tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. What `scales` points to
+// depends on storage:
 //   FP8, one scale per tensor   a TensorScale
 //   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
 //   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
 //   BF16, FP32                  nothing
 // Null data means "no tensor" (but see Operand).
-struct View {
+struct TensorRef {
     void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
     void* scales;
     int64_t rows, cols;
     Storage storage;
 };
 
-// The rows [first, first + n) of a view without scales.
-inline View row_slice(const View& v, int64_t first, int64_t n) {
+// The rows [first, first + n) of a tensor without scales.
+inline TensorRef row_slice(const TensorRef& v, int64_t first, int64_t n) {
     return {.data = static_cast<uint8_t*>(v.data) + v.storage.code_bytes(first, v.cols),
             .scales = nullptr,
             .rows = n,
@@ -84,22 +84,22 @@ inline View row_slice(const View& v, int64_t first, int64_t n) {
             .storage = v.storage};
 }
 
-inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
+inline TensorScale* tensor_scale(const TensorRef& v) { return static_cast<TensorScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
-// (view.data) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
+// (tensor.data) or transposed, may be null. With per-tensor scaling both have the same scale, tensor.scales.
 // Other granularities have scales for each, in the layout that cuBLASLt reads:
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
 struct Operand {
-    View view;
+    TensorRef tensor;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
     // Updated by quantize() where the granularity is not per tensor; may be null. (Per tensor the amax is in
-    // tensor_scale(view) instead.)
-    TensorScale* amax = nullptr;
+    // tensor_scale(tensor) instead.)
+    TensorScale* amax_out = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
@@ -112,7 +112,7 @@ struct alignas(8) RowStatistics {
 // These are not saved either. All norms of a model may have the same place for them, because norm_backward()
 // computes them anew before backward needs the norm's output.
 struct Norm {
-    View in;                        // (N, C) in the compute dtype, or in groups
+    TensorRef in;                   // (N, C) in the compute dtype, or in groups
     const void* weight;             // (C) compute dtype
     const void* bias;               // (C) compute dtype; null for RMSNorm
     RowStatistics* row_statistics;  // (N)
@@ -128,14 +128,14 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // of the result
-    View input{};        // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
-    View dact{};         // ActivationBackward: the gradient of the activation's output
+    TensorRef input{};   // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
+    TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
     Norm norm{};         // LazyOp::Norm
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
-inline LazyTensor stored(const View& x) {
+inline LazyTensor stored(const TensorRef& x) {
     return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
 }
 // The output (N, C) of a norm, whose row statistics are known.
@@ -144,7 +144,7 @@ inline LazyTensor lazy_norm(const Norm& n) {
 }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute dtype or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.
-inline LazyTensor lazy_activation(bool gated, const View& gate_up) {
+inline LazyTensor lazy_activation(bool gated, const TensorRef& gate_up) {
     return {.op = LazyOp::Activation,
             .rows = gate_up.rows,
             .cols = gate_up.cols / (gated ? 2 : 1),
@@ -153,7 +153,7 @@ inline LazyTensor lazy_activation(bool gated, const View& gate_up) {
 }
 // dact (N, F), in the compute dtype, is the gradient of the activation's output. The result is the gradient
 // of gate_up, in the same shape.
-inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, const View& dact) {
+inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up, const TensorRef& dact) {
     return {.op = LazyOp::ActivationBackward,
             .rows = gate_up.rows,
             .cols = gate_up.cols,
@@ -168,13 +168,14 @@ inline LazyTensor lazy_activation_backward(bool gated, const View& gate_up, cons
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
 // anyway updates the amax itself, which saves the first pass.
 
-// x_amax->amax = max(x_amax->amax, |x|). The caller clears the amaxes of activations and gradients before
-// every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x must not
-// be in FP32.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax, cudaStream_t s);
+// x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
+// before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
+// must not be in FP32.
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s);
 
 // Computes x and writes its FP8 codes, as out says.
-//   per tensor              The scale is computed from the amax in tensor_scale(out.view); if out.delayed, it
+//   per tensor              The scale is computed from the amax in tensor_scale(out.tensor); if out.delayed,
+//   it
 //                           is that of the history.
 //   per row, 1x128, 128x128 The scales are computed first, from x, and stored with the codes.
 //   1x16 groups             x must be a tensor that is stored in BF16.
@@ -187,9 +188,9 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 
 // Computes x and stores its values in out, in FP32, or in BF16, to which they are rounded. (The last two
 // rules of quantize() hold here, too.)
-void store_values(const LazyTensor& x, const View& out, cudaStream_t s);
+void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t s);
 // The same of a stored tensor: groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
-void convert(const View& x, const View& out, cudaStream_t s);
+void convert(const TensorRef& x, const TensorRef& out, cudaStream_t s);
 
 // Computes x and writes it as a GEMM of the recipe reads it: quantize() if out is FP8, else store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
@@ -199,18 +200,19 @@ inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as add_column_sums() adds
 // them (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
-void quantize_and_sum(const LazyTensor& x, const Operand& out, const View& gradient, float* workspace,
+void quantize_and_sum(const LazyTensor& x, const Operand& out, const TensorRef& gradient, float* workspace,
                       QuantStats* quant_stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
 // very values that backward will read.
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* quant_stats,
+void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
 // next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
 // groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
-void quantize_activation_input(bool gated, const View& x, const View& groups, bool forward_reads_groups,
-                               TensorScale* amax, QuantStats* quant_stats, cudaStream_t s);
+void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
+                               bool forward_reads_groups, TensorScale* amax_out, QuantStats* quant_stats,
+                               cudaStream_t s);
 
 // ===========================================================================================================
 // 3. Parameters, and what precedes an update (gpu/parameters.cu)
@@ -229,7 +231,7 @@ struct Weights {
 // One moment of one parameter. In groups: codes, and the moment scaling of each moment group (coat.h). With
 // one scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32
 // and BF16: no scale.
-struct MomentView {
+struct MomentRef {
     void* data;  // (padded_size) of format; padding stays zero
     float* max;
     float* k;  // null without expansion
@@ -239,9 +241,9 @@ struct MomentView {
 // What this rank updates of one parameter: a row of a table on the device.
 struct Shard {
     int64_t offset, size;  // elements; offset: in the rank's order
-    MomentView m, v;
+    MomentRef m, v;
     bool decays;
-    TensorScale* amax;          // of the new weights; may be null
+    TensorScale* amax_out;      // of the new weights; may be null
     int64_t to_flat_order = 0;  // an element's number in the flat order, minus that in the rank's order
     int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
 };
@@ -314,9 +316,9 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
 //   reads
 //                         next.in in forward, too, because the recipe's forward_reads_groups (coat.h) is
 //                         true, or because next.in is not in groups
-//   y_amax                the amax of the norm's output, computed from the same values
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next,
-                  bool forward_reads_saved, TensorScale* y_amax, cudaStream_t s,
+//   y_amax_out                the amax of the norm's output, computed from the same values
+void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
+                  bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);
 
 // The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
@@ -325,13 +327,14 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
 //   g_in   (N, C) the gradient of the residual stream, or no tensor
 // Written are
 //   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
-//   g_amax             the amax of g_out
+//   g_amax_out             the amax of g_out
 //   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
 //   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
 //   workspace          of norm_backward_workspace(C) bytes
 size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
-                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
+void norm_backward(const Norm& n, const TensorRef& dy, const TensorRef& g_in, const TensorRef& g_out,
+                   TensorScale* g_amax_out, const TensorRef& dweight, const TensorRef& dbias,
+                   float* workspace, cudaStream_t s);
 
 // ===========================================================================================================
 // 6. RoPE, and norms of heads (gpu/layers.cu)
@@ -344,7 +347,7 @@ struct Rope {
 void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
 // Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
 // amax is not null.
-void rope(const Rope& r, const View& qkv, bool inverse, TensorScale* amax, cudaStream_t s);
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t s);
 
 // Qwen3 has an RMSNorm of each head of q and of k.
 struct HeadNorm {
@@ -354,12 +357,12 @@ struct HeadNorm {
 };
 // qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
 // q and k normed and then rotated.
-void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const View& qkv, const View& out,
+void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
                         cudaStream_t s);
 // The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
 // in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
-void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, const View& dweight,
-                        float* workspace, cudaStream_t s);
+void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
+                        const TensorRef& dweight, float* workspace, cudaStream_t s);
 
 // ===========================================================================================================
 // 7. Loss (gpu/layers.cu)
@@ -367,12 +370,12 @@ void head_norm_backward(const HeadNorm& n, const View& qkv, const View& dqkv, co
 // losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
 // (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
 // for evaluation.
-void cross_entropy_forward(const View& logits, int64_t V, const int32_t* targets, float* losses,
+void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
                            cudaStream_t s);
 // The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
 // where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
 // CUDA graph replays the launch.
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* loss_weight,
+void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
                    float* losses, cudaStream_t s);
 // *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
 void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
@@ -383,11 +386,11 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // gradient (n) += the sums over the rows of partials (rows, n): the second stage of add_column_sums(),
 // norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
 // of the first, or no tensor.
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s,
-                     const View& second = {});
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t s,
+                     const TensorRef& second = {});
 // gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const View& gradient, float* workspace, TensorScale* amax,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
                      cudaStream_t s);
 
 // Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
@@ -402,10 +405,10 @@ struct EmbeddingOrder {
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
 // gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the
 // first `frequent` are frequent. order and tokens are those of an EmbeddingOrder, on the device.
-void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        int64_t frequent, const View& gradient, cudaStream_t s);
+void embedding_backward(const TensorRef& g, const int32_t* order, const TokenRows* tokens, int64_t count,
+                        int64_t frequent, const TensorRef& gradient, cudaStream_t s);
 // gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
-void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
+void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t s);
 
 // ===========================================================================================================
 // 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu; what several GPUs
@@ -424,7 +427,7 @@ void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int
                            const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
+void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / FMAX, or the delayed scale.
 void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s);
@@ -441,7 +444,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a
 // large parameter only a part is measured; the report then says so. Waits for the stream.
-void add_moment_quant_errors(const OptimizerFormat& o, const MomentView& m, const MomentView& v,
+void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t s);
 

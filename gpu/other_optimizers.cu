@@ -10,7 +10,7 @@ namespace coat::gpu {
 
 // Decodes eight values of a moment in two parts: x, and the factor that it returns. Value j is factor * x[j],
 // as adamw_element() wants it.
-static __device__ float load_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
+static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m)) {
         EitherDense{m.data, m.format == Format::FP32}.load_values(i, x);
         return 1.0f;
@@ -26,7 +26,7 @@ static __device__ float load_moment(const MomentView& m, float fmax, int64_t i, 
 }
 
 // Rounds and stores eight new values; max[1] is the largest of the tensor.
-static __device__ void store_moment(const MomentView& m, float fmax, int64_t i, Values& x) {
+static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m))
         return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
@@ -65,7 +65,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         store_moment(shard.m, a.fmax_m, i, m);
         store_moment(shard.v, a.fmax_v, i, v);
     }
-    if (shard.amax) update_amax_by_warp(&shard.amax->amax, top_w);
+    if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_w);
     if (find_maxima && has_scales(shard.m)) update_amax_by_warp(shard.m.max + 1, top_m);
     if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_v);
 }

@@ -15,7 +15,7 @@ namespace coat::gpu {
 constexpr int LOG_128 = 7, ALL = 62;
 static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
-    const View& v = out.view;
+    const TensorRef& v = out.tensor;
     const Granularity& g = v.storage.granularity;
     const void* const codes = transposed ? out.transposed : v.data;
     void* const scales = transposed ? out.transposed_scales : v.scales;
@@ -92,7 +92,7 @@ static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s
     for (const ScaleGrid& g : grids)
         if (g.scales)
             launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales, g.count,
-                   info(out.view.storage.format).max, out.amax);
+                   info(out.tensor.storage.format).max, out.amax_out);
 }
 
 // The second pass: codes with a scale for each row or block. Either of codes and transposed may be null.
@@ -132,7 +132,7 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
     add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_in_blocks_kernel<P, TRANSPOSED>; };
     launch_quantizer("quantize_in_blocks", kernel, x, out, s, scale_grid(out, /*transposed=*/false),
-                     scale_grid(out, /*transposed=*/true), out.view.storage.format == Format::E5M2);
+                     scale_grid(out, /*transposed=*/true), out.tensor.storage.format == Format::E5M2);
 }
 
 // ===========================================================================================================
@@ -160,10 +160,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    const Format fp8 = out.view.storage.format;
+    const Format fp8 = out.tensor.storage.format;
     add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_delayed_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_delayed", kernel, x, out, s, tensor_scale(out.view), info(fp8).max,
+    launch_quantizer("quantize_delayed", kernel, x, out, s, tensor_scale(out.tensor), info(fp8).max,
                      fp8 == Format::E5M2);
 }
 

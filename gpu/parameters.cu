@@ -210,7 +210,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t s) {
     launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
            static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
            static_cast<uint8_t*>(transposed));

@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 
 void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     if (!quant_stats) return;
-    const Storage& q = out.view.storage;
+    const Storage& q = out.tensor.storage;
     auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
         with_producer<BF16_ONLY>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
@@ -60,10 +60,11 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
         });
     };
     if (q == E4M3_GROUP) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.view), {});
+    if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
-        const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones
+        const bool same =
+            transposed && out.tensor.data && q.granularity.symmetric();  // as the row-major ones
         if (grid.scales && !same) with_scales(nullptr, grid);
     }
 }
@@ -71,7 +72,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, evenly spread. If there is one scale per tensor, it is that of the
 // pieces.
-void add_moment_quant_errors(const OptimizerFormat& o, const MomentView& m, const MomentView& v,
+void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t s) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;

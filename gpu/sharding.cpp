@@ -243,7 +243,7 @@ public:
         const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
-    View gathered_weight(size_t i) const override {
+    TensorRef gathered_weight(size_t i) const override {
         return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
     void combine_amaxes() override {
@@ -265,7 +265,7 @@ public:
     }
 
     // --- Gradients
-    View gradient_to_write(size_t i) const override {
+    TensorRef gradient_to_write(size_t i) const override {
         const Param& p = parameters_.params[i];
         return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_storage};
     }
@@ -322,7 +322,7 @@ private:
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
     std::vector<std::vector<size_t>> matrices_;   // by stage: the parameters that it gathers
-    std::vector<View> gathered_;                  // by parameter: a matrix, as it was gathered last
+    std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
     // Every rank knows a per-tensor scale before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
@@ -390,10 +390,10 @@ private:
         }
         if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
     }
-    void quantize_slices(const View& from, const View& to) const {
-        const std::vector<View> values = slices_for_grids(from), codes = slices_for_grids(to);
+    void quantize_slices(const TensorRef& from, const TensorRef& to) const {
+        const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize(stored(values[i]), {.view = codes[i], .delayed = scales_.delayed()},
+            quantize(stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
                      device_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers a stage, unless it is there. FP8 codes travel, which each rank makes of its part with the scale
@@ -414,8 +414,8 @@ private:
                 return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};
             };
             const Range mine = part(setup_.rank);
-            const View kept = parameters_.owned_weight(i);
-            const View sent{to + mine.first, scale, kept.rows, kept.cols, storage};
+            const TensorRef kept = parameters_.owned_weight(i);
+            const TensorRef sent{to + mine.first, scale, kept.rows, kept.cols, storage};
             if (codes) quantize_slices(kept, sent);
             else copy(sent.data, kept.data, mine.count, comm_stream_);
             add_gather(to, part, transfers);

@@ -38,7 +38,7 @@ public:
     virtual void gather_weights(int64_t /*stage*/, Pass) {}
     // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
     // gathered.
-    virtual View gathered_weight(size_t i) const { return parameters_.whole_weight(i); }
+    virtual TensorRef gathered_weight(size_t i) const { return parameters_.whole_weight(i); }
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() {}
@@ -49,7 +49,7 @@ public:
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual View gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
+    virtual TensorRef gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
     // Makes the computation's stream wait until the gradients of a bucket may be written there.
     virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.

@@ -59,10 +59,10 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
             const int64_t groups = o.moment_group_count(f, places[i].own.count);
-            MomentView moment{.data = arena.take(padded(places[i].own) * info(f).bytes),
-                              .max = nullptr,
-                              .k = nullptr,
-                              .format = f};
+            MomentRef moment{.data = arena.take(padded(places[i].own) * info(f).bytes),
+                             .max = nullptr,
+                             .k = nullptr,
+                             .format = f};
             if (moments_need_scaling(f)) moment.max = arena.take<float>(groups * maxima);
             if (o.uses_expansion(f)) moment.k = arena.take<float>(groups);
             m.moments[second].push_back(moment);
@@ -177,9 +177,9 @@ Memory take_memory(Device& device) {
     return m;
 }
 
-std::vector<View> slices_for_grids(const View& v) {
+std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
     constexpr int64_t MOST_ROWS = 65535 * 128;
-    std::vector<View> slices;
+    std::vector<TensorRef> slices;
     for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
         slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
         slices.back().scales = v.scales;
@@ -245,7 +245,7 @@ void Parameters::note_state() {
         entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.has_master) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
-            const MomentView& m = memory_.moments[second][i];
+            const MomentRef& m = memory_.moments[second][i];
             const int64_t groups = setup.optimizer.moment_group_count(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
@@ -281,7 +281,7 @@ void Parameters::initialize() {
         const auto& [own, at, first_unit] = places[i];
         gpu::initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
         recompute_weight_amax(i);
-        const MomentView &m = memory_.moments[0][i], &v = memory_.moments[1][i];
+        const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
             if (k) copy(k, ones.data(), groups(i) * 4, stream_);
         table.push_back({.offset = at,
@@ -289,7 +289,7 @@ void Parameters::initialize() {
                          .m = m,
                          .v = v,
                          .decays = p.role.decays,
-                         .amax = p.role.linear ? scales_.of_parameter(i) : nullptr,
+                         .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
                          .to_flat_order = p.offset + own.first - at,
                          .shard_unit = first_unit + own.first / SHARD_UNIT});
     }
@@ -357,7 +357,8 @@ void Parameters::recompute_weight_amax(size_t i) {
     TensorScale* const scale = scales_.of_parameter(i);
     clear(scale, sizeof(TensorScale), stream_);
     if (weight_storage.format == Format::FP32) return;
-    for (const View& slice : slices_for_grids(owned_weight(i))) compute_amax(stored(slice), scale, stream_);
+    for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
+        compute_amax(stored(slice), scale, stream_);
 }
 
 const Parameters::StateEntry& Parameters::find(const std::string& name) const {

@@ -59,7 +59,7 @@ public:
 private:
     UniqueHandle<void*, cudaFree> allocated_;
     // Where the allocation begins. In a dry run it is a made-up address, aligned as a real one is; not null,
-    // because a null View is no tensor.
+    // because a null TensorRef is no tensor.
     uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
     const int64_t limit_;
     int64_t used_ = 0, peak_ = 0;
@@ -99,10 +99,10 @@ struct Memory {
 
     // What this rank owns, in the rank's order
     Weights weights;
-    Shard* shards;                       // AdamW's table of parameters
-    TensorScale* scales;                 // see Scales
-    float* histories;                    // of amaxes: (operands, linear layers, Recipe::history_steps)
-    std::vector<MomentView> moments[2];  // the first and the second, by parameter
+    Shard* shards;                      // AdamW's table of parameters
+    TensorScale* scales;                // see Scales
+    float* histories;                   // of amaxes: (operands, linear layers, Recipe::history_steps)
+    std::vector<MomentRef> moments[2];  // the first and the second, by parameter
     void* moments_begin;
     int64_t moments_bytes;  // of all moments and their scales
 
@@ -150,8 +150,8 @@ struct Device {
 // Takes what lasts for the run.
 Memory take_memory(Device& device);
 
-// A view in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
-std::vector<View> slices_for_grids(const View& v);
+// A tensor in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
+std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 // -----------------------------------------------------------------------------------------------------------
 // The scales of FP8 operands, and the amaxes from which they follow. They are one array:
@@ -237,18 +237,18 @@ public:
     }
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
     // and Sharding::gathered_weight() the whole.
-    View whole_weight(size_t i) const {
+    TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
-    // The part that this rank owns. It need not be whole rows, so this view has MOMENT_GROUP columns.
-    View owned_weight(size_t i) const {
+    // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP columns.
+    TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
     // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
-    View whole_gradient(size_t i) const {
+    TensorRef whole_gradient(size_t i) const {
         return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_storage};
     }
 

@@ -64,7 +64,7 @@ GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the referenc
             const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
             const Tensor g(run.gradient, Format::BF16);
             QuantReport report;
-            gpu::add_moment_quant_errors(o, m.view(), v.view(), g.codes.get(), Format::BF16, n, report, 0);
+            gpu::add_moment_quant_errors(o, m.ref(), v.ref(), g.codes.get(), Format::BF16, n, report, 0);
 
             Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
             Floats weights(n);

@@ -27,7 +27,7 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
 }
 
 // Quantizes a stored tensor. With one scale per tensor its amax is taken first.
-static void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
+static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = nullptr) {
     if (out.per_tensor()) gpu::compute_amax(gpu::stored(x), out.slot.get(), 0);
     gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
 }
@@ -38,18 +38,18 @@ static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
     const Tensor fp32(s, FP32), bf16(s, BF16);
-    gpu::convert(groups.view(), fp32.view(), 0);
-    gpu::convert(groups.view(), bf16.view(), 0);
+    gpu::convert(groups.ref(), fp32.ref(), 0);
+    gpu::convert(groups.ref(), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, BF16), again(s, E4M3_GROUP);
     const bool write_back = true;
-    gpu::quantize_groups(in.view(), again.view(), write_back, nullptr, 0);
+    gpu::quantize_groups(in.ref(), again.ref(), write_back, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
     const Tensor operand(s, E4M3_TENSOR);
-    quantize(groups.view(), operand);
+    quantize(groups.ref(), operand);
     check_quantized(operand, values);
 }
 
@@ -61,7 +61,7 @@ static void check_all_formats(const Floats& x, Shape s) {
     for (Storage q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
-        quantize(in.view(), out, stats.get());
+        quantize(in.ref(), out, stats.get());
         check_quantized(out, x);
         QuantStats wanted;
         reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
@@ -71,7 +71,7 @@ static void check_all_formats(const Floats& x, Shape s) {
         if (q == E4M3_GROUP) check_groups(x, out);
         if (q != E4M3_TENSOR || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
-        gpu::transpose_codes(out.view(), column_major.get(), 0);
+        gpu::transpose_codes(out.ref(), column_major.get(), 0);
         CHECK(same_bytes(column_major.read(), out.transposed.read()));
     }
 }
@@ -94,8 +94,8 @@ static void check_activation(RecipeFormats formats, bool gated, Shape s, const F
         reference::activation_backward(gated, s.rows, s.cols, in.data(), gradient.data(), dx.data());
         return dx;
     };
-    check_lazy(gpu::lazy_activation(gated, gate_up.view()), formats.compute, forward(doubles(x)), forward(x));
-    check_lazy(gpu::lazy_activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
+    check_lazy(gpu::lazy_activation(gated, gate_up.ref()), formats.compute, forward(doubles(x)), forward(x));
+    check_lazy(gpu::lazy_activation_backward(gated, gate_up.ref(), dact.ref()), formats.compute,
                backward(doubles(x), doubles(d)), backward(x, d));
 }
 
@@ -127,12 +127,12 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
         const Tensor in(x, s, FP32);
         for (Storage q : {FP32, BF16}) {
             const Tensor out(s, q);
-            gpu::store_values(gpu::stored(in.view()), out.view(), 0);
+            gpu::store_values(gpu::stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
         for (Storage q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
             const Tensor out(s, q);
-            CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
+            CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.ref()), out.operand(), nullptr, 0), Error);
         }
     }
 }
@@ -152,7 +152,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         const Tensor in(x, {rows, cols}, BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
-        gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
+        gpu::quantize(gpu::stored(in.ref()), out.operand(), stats.get(), 0);
         check_quantized(out, x, &scale);
         QuantStats wanted;
         reference::quantize(x.data(), rows, cols, q, &wanted, &scale);
@@ -171,8 +171,8 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = operand.transposed_scales = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.view()), out.slot.get(), 0);
-        gpu::quantize(gpu::stored(in.view()), operand, nullptr, 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.ref()), out.slot.get(), 0);
+        gpu::quantize(gpu::stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
         CHECK(out.codes.read() == wanted.codes);
@@ -221,13 +221,13 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 }
                 const Tensor gate_up(x, s, BF16), groups(s, E4M3_GROUP);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
-                gpu::quantize_activation_input(gated, gate_up.view(), groups.view(), forward_reads_groups,
+                gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), forward_reads_groups,
                                                fused.slot.get(), nullptr, 0);
                 check_quantized(groups, x);
                 const bool write_back = false;
-                gpu::quantize_groups(gate_up.view(), groups.view(), write_back, nullptr, 0);
+                gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
-                const View read = forward_reads_groups ? groups.view() : gate_up.view();
+                const TensorRef read = forward_reads_groups ? groups.ref() : gate_up.ref();
                 gpu::compute_amax(gpu::lazy_activation(gated, read), separate.slot.get(), 0);
                 CHECK(fused.amax() == separate.amax());
                 CHECK(fused.amax() > 0);
@@ -245,10 +245,10 @@ GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and ad
             const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::FP32),
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
-            gpu::add_column_sums(gpu::stored(in.view()), wanted_sums.view(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.view()), out.slot.get(), 0);
+            gpu::add_column_sums(gpu::stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.ref()), out.slot.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
-            gpu::quantize_and_sum(gpu::stored(in.view()), out.operand(), sums.view(), workspace.get(),
+            gpu::quantize_and_sum(gpu::stored(in.ref()), out.operand(), sums.ref(), workspace.get(),
                                   stats.get(), 0);
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
@@ -272,15 +272,15 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             dact[i] = 0x1p-14f;
         }
         const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
-        const LazyTensor x = gpu::lazy_activation_backward(true, in.view(), gradient.view());
+        const LazyTensor x = gpu::lazy_activation_backward(true, in.ref(), gradient.ref());
         const Tensor exact({rows, 2 * F}, FP32);
-        gpu::store_values(x, exact.view(), 0);
+        gpu::store_values(x, exact.ref(), 0);
         const Floats values = exact.values();
         const float amax = reference::compute_amax(values.data(), rows * 2 * F);
         const float scale = reference::scale_of(E5M2_TENSOR, amax);
         const Tensor out({rows, 2 * F}, E5M2_TENSOR, scale);
         Operand operand = out.operand();
-        operand.view.data = in.codes.get();
+        operand.tensor.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
@@ -333,13 +333,13 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
-    const View x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
+    const TensorRef x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
     CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
-    const View values{nullptr, nullptr, 16, 32, BF16}, codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
+    const TensorRef values{nullptr, nullptr, 16, 32, BF16}, codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
     const LazyTensor x = gpu::stored(values);
     CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);

@@ -9,8 +9,8 @@
 
 using namespace coat;
 using namespace coat::test;
+using gpu::TensorRef;
 using gpu::TensorScale;
-using gpu::View;
 
 namespace coat::test {
 int number_of_gpus() {  // for help/ranks.h
@@ -69,9 +69,10 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
     TensorScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
-        const View v{.data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = BF16};
+        const TensorRef v{
+            .data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = BF16};
         int64_t next = 0;
-        for (const View& slice : gpu::slices_for_grids(v)) {
+        for (const TensorRef& slice : gpu::slices_for_grids(v)) {
             CHECK(slice.data == begin.data() + next * COLS * 2);
             CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
             CHECK((slice.scales == &scale && slice.storage == BF16));

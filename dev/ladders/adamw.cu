@@ -701,8 +701,8 @@ public:
     explicit Optimizer(int64_t n)
         : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / GROUP), shard_(1),
           gradient_state_(1) {
-        const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3};
-        const gpu::MomentView v{v_.get(), scales(2), scales(3), Format::E4M3};
+        const gpu::MomentRef m{m_.get(), scales(0), scales(1), Format::E4M3};
+        const gpu::MomentRef v{v_.get(), scales(2), scales(3), Format::E4M3};
         shard_.write({{0, n, m, v, true, nullptr}});
         gradient_state_.write({{0, 0, 1.0f, 0}});
     }

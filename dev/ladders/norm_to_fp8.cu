@@ -387,7 +387,7 @@ private:
     const gpu::Norm norm_;
     const Tensors t_;
 
-    gpu::View view_of(const Buffer<uint16_t>& x) const {
+    gpu::TensorRef view_of(const Buffer<uint16_t>& x) const {
         return {x.get(), nullptr, static_cast<int64_t>(x_.size() / weight_.size()),
                 static_cast<int64_t>(weight_.size()), BF16};
     }

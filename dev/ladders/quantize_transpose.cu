@@ -418,7 +418,7 @@ void run(int rung, const Matrix& m) {
         return dim3(static_cast<unsigned>(ceil_div(m.cols, each)),
                     static_cast<unsigned>(ceil_div(m.rows, each)));
     };
-    const gpu::View x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, BF16};
+    const gpu::TensorRef x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, BF16};
     switch (rung) {
         case 0:
             quantize_rung1<<<elements, THREADS>>>(m);

@@ -170,7 +170,7 @@ struct Run {
                               .dqkv = result->codes.get(),
                               .workspace = workspace.get(),
                               .rope_table = result == &rotated_dqkv ? table.get() : nullptr,
-                              .dqkv_amax = amax_of(*result)},
+                              .dqkv_amax_out = amax_of(*result)},
                              nullptr);
     }
     static float* floats(const Tensor& x) { return reinterpret_cast<float*>(x.codes.get()); }
@@ -186,7 +186,7 @@ void check_epilogues(const AttentionShape& s, const Run& run) {
     const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.storage);
     const RopeTable table(s);
     gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
-              wanted.view(), /*inverse=*/true, /*amax=*/nullptr, nullptr);
+              wanted.ref(), /*inverse=*/true, /*amax_out=*/nullptr, nullptr);
     CHECK(run.rotated_dqkv.codes.read() == wanted.codes.read());
     for (const Tensor* x : {&run.out, &run.dqkv, &run.rotated_dqkv}) {
         const Floats values = x->values();
@@ -289,7 +289,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
         const Buffer<float> lse(s.NH * s.T);
         const AttentionKernels kernels = hopper_attention(s);
         const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
-        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*out_amax=*/nullptr, nullptr);
+        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*amax_out=*/nullptr, nullptr);
         const RopeTable table(s);
         Bytes first;
         for (int turn = 0; turn < 20; turn++) {
@@ -302,7 +302,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
                               .dqkv = dqkv.get(),
                               .workspace = workspace.get(),
                               .rope_table = table.get(),
-                              .dqkv_amax = nullptr},
+                              .dqkv_amax_out = nullptr},
                              nullptr);
             if (turn == 0) first = dqkv.read();
             else REQUIRE(dqkv.read() == first);

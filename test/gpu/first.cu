@@ -15,9 +15,10 @@ GPU_TEST_CASE("a first test: sixteen values become one group of E4M3 codes with 
     const Buffer<uint16_t> input(bf16);  // on the device, with a copy of the values
     const Buffer<uint8_t> codes(16);
     const Buffer<uint16_t> scales(1);
-    const View from{.data = input.get(), .scales = nullptr, .rows = 1, .cols = 16, .storage = BF16};
-    const View to{.data = codes.get(), .scales = scales.get(), .rows = 1, .cols = 16, .storage = E4M3_GROUP};
-    gpu::quantize(gpu::stored(from), {.view = to}, nullptr, 0);
+    const TensorRef from{.data = input.get(), .scales = nullptr, .rows = 1, .cols = 16, .storage = BF16};
+    const TensorRef to{
+        .data = codes.get(), .scales = scales.get(), .rows = 1, .cols = 16, .storage = E4M3_GROUP};
+    gpu::quantize(gpu::stored(from), {.tensor = to}, nullptr, 0);
 
     const std::vector<uint8_t> got = codes.read();  // waits for the kernel
     CHECK(scales.read()[0] == reference::to_bf16(2.0f));

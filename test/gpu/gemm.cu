@@ -61,7 +61,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, S
     const Tensor device_bias(bias, out_format);
     Tensor out({p.M(), p.N()}, Storage{out_format});
     if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).codes);
-    gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), nullptr,
+    gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr,
               {.accumulate = accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 
     Doubles exact = operands.product();
@@ -146,7 +146,7 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
         REQUIRE(p.K() == K);
         const Operands operands(p, random_values(p.a.n()), E5M2_TENSOR, random_values(p.b.n()), E4M3_TENSOR);
         const Tensor out({p.M(), p.N()}, FP32);
-        gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.view(), nullptr);
+        gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr);
         const Doubles exact = operands.product();
         Doubles bounds = exact;  // which are positive
         for (double& bound : bounds) bound *= (K / 128 + 2) * 0x1p-24;
@@ -172,9 +172,9 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
     const Floats ones(s.n(), 1.0f);
     const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, BF16), e4m3(ones, s, E4M3_TENSOR),
         blocks(ones, s, E4M3_128x128), out(s, BF16), narrow({64, 32}, BF16);
-    const gpu::Operand row_major{e4m3.view()};
+    const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();
-    groups.view.storage = E4M3_GROUP;
+    groups.tensor.storage = E4M3_GROUP;
     const struct {
         const char* why;
         Gemm kind;
@@ -188,7 +188,7 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
                 {"groups", Gemm::Fprop, groups, groups, out}};
     for (const auto& row : rows) {
         CAPTURE(std::string(row.why));
-        auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.view(), nullptr); };
+        auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.ref(), nullptr); };
         const std::string first = error_of(run);
         CHECK(first != "");
         CHECK(error_of(run) == first);  // the failed GEMM has not been cached

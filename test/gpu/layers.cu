@@ -20,7 +20,7 @@ struct NormCase {
     NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
         : N(s.rows), C(s.cols), rms(rms), in(s, f.nonlinear), weight(normals(rng, f.compute, C), f.compute),
           bias(normals(rng, f.compute, C), f.compute), stats(N) {}
-    gpu::Norm norm(const View& x) const {
+    gpu::Norm norm(const TensorRef& x) const {
         return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
     }
     template <class Real> std::vector<Real> forward(const Tensor& x) const {
@@ -42,7 +42,7 @@ struct NormCase {
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
         const Tensor y({N, C}, FP32);
-        gpu::store_values(gpu::lazy_norm(norm(read.view())), y.view(), 0);
+        gpu::store_values(gpu::lazy_norm(norm(read.ref())), y.ref(), 0);
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
 };
@@ -81,7 +81,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                         branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
                     const NormCase c(rng, f, rms, s);
-                    gpu::residual_add(x.view(), branch.view(), x_out.view(), c.norm(c.in.view()),
+                    gpu::residual_add(x.ref(), branch.ref(), x_out.ref(), c.norm(c.in.ref()),
                                       forward_reads_saved, y.slot.get(), 0);
                     Floats sum = x.values();
                     const Floats added = branch.values();
@@ -89,9 +89,9 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
                     const Tensor& read = forward_reads_saved ? c.in : x_out;
-                    const LazyTensor norm = gpu::lazy_norm(c.norm(read.view()));
+                    const LazyTensor norm = gpu::lazy_norm(c.norm(read.ref()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
-                    gpu::store_values(norm, values.view(), 0);
+                    gpu::store_values(norm, values.ref(), 0);
                     CHECK(y.amax() == reference::compute_amax(values.values().data(), s.n()));
                 }
 }
@@ -114,8 +114,8 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                 Bytes first;
                 for (bool add : {true, false, true}) {
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
-                    gpu::norm_backward(c.norm(in.view()), dy.view(), add ? g.view() : View{}, out.view(),
-                                       out.slot.get(), dweight.view(), rms ? View{} : dbias.view(),
+                    gpu::norm_backward(c.norm(in.ref()), dy.ref(), add ? g.ref() : TensorRef{}, out.ref(),
+                                       out.slot.get(), dweight.ref(), rms ? TensorRef{} : dbias.ref(),
                                        workspace.get(), 0);
                     c.check_statistics(in);
                     const Floats got = out.values(), around = add ? g.values() : Floats(n);
@@ -145,8 +145,8 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
             const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
-            gpu::residual_add(device_e.view(), positions ? device_p.view() : View{}, x.view(),
-                              c.norm(c.in.view()), true, nullptr, 0, device_tokens.get(), T);
+            gpu::residual_add(device_e.ref(), positions ? device_p.ref() : TensorRef{}, x.ref(),
+                              c.norm(c.in.ref()), true, nullptr, 0, device_tokens.get(), T);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
                 sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
@@ -164,9 +164,9 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::FP32}) {  // of the gradients
                 const Tensor de(e, {V, C}, Storage{format}), dp(p, {T, C}, Storage{format});
-                gpu::embedding_backward(device_g.view(), device_order.get(), token_rows.get(), distinct,
-                                        order.frequent, de.view(), 0);
-                gpu::positions_backward(device_g.view(), T, dp.view(), 0);
+                gpu::embedding_backward(device_g.ref(), device_order.get(), token_rows.get(), distinct,
+                                        order.frequent, de.ref(), 0);
+                gpu::positions_backward(device_g.ref(), T, dp.ref(), 0);
                 check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });
                 check_row_sums(dp, p, g, [&](int64_t n) { return n % T; });
             }
@@ -200,11 +200,11 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, Storage{compute});
-                TensorScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
-                gpu::rope(rope, got.view(), direction != FORWARD, amax, 0);
+                TensorScale* const amax_out = direction == BACKWARD ? got.slot.get() : nullptr;
+                gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
-                CHECK(got.amax() == (amax ? reference::compute_amax(values.data(), N * cols) : 0));
+                CHECK(got.amax() == (amax_out ? reference::compute_amax(values.data(), N * cols) : 0));
             }
         }
 }
@@ -232,10 +232,10 @@ GPU_TEST_CASE(
             const Buffer<float2> no_angles(std::vector<float2>(T * HS / 2, float2{1, 0})), angles(T * HS / 2);
             gpu::fill_rope_table(c, T, angles.get(), 0);
             const gpu::Rope rope{angles.get(), T, HS, normed}, no_rope{no_angles.get(), T, HS, normed};
-            gpu::head_norm_and_rope(n, no_rope, in.view(), out.view(), 0);
+            gpu::head_norm_and_rope(n, no_rope, in.ref(), out.ref(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
-            gpu::head_norm_and_rope(n, rope, in.view(), rotated.view(), 0);
-            gpu::rope(rope, out.view(), /*inverse=*/false, /*amax=*/nullptr, 0);
+            gpu::head_norm_and_rope(n, rope, in.ref(), rotated.ref(), 0);
+            gpu::rope(rope, out.ref(), /*inverse=*/false, /*amax_out=*/nullptr, 0);
             CHECK(same_bytes(rotated.codes.read(), out.codes.read()));
             auto backward = [&](const auto& xs, const auto& weights, auto dx, auto dw) {
                 reference::head_norm_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
@@ -246,7 +246,7 @@ GPU_TEST_CASE(
             Bytes first;
             for (int again : {0, 1}) {
                 const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::FP32);
-                gpu::head_norm_backward(n, in.view(), dx.view(), dweight.view(), workspace.get(), 0);
+                gpu::head_norm_backward(n, in.ref(), dx.ref(), dweight.ref(), workspace.get(), 0);
                 check_as_float(dx.values(), exact.first, in_float.first, HS, compute);
                 check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::FP32);
                 if (again) CHECK(same_bytes(first, dweight.codes.read()));
@@ -276,9 +276,9 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
                 Buffer<double> loss_weight(Doubles{0.125});
-                gpu::cross_entropy_forward(x.view(), V, device_targets.get(), losses_only.get(), 0);
+                gpu::cross_entropy_forward(x.ref(), V, device_targets.get(), losses_only.get(), 0);
                 CHECK(same_bytes(x.codes.read(), unchanged));
-                gpu::cross_entropy(x.view(), V, device_targets.get(), loss_weight.get(), losses.get(), 0);
+                gpu::cross_entropy(x.ref(), V, device_targets.get(), loss_weight.get(), losses.get(), 0);
                 const Floats got = losses.read();
                 CHECK(same_bytes(losses_only.read(), got));
                 CHECK(got[1] == 0);

@@ -69,7 +69,7 @@ struct DeviceMoment {
         max.write(m.max);
         k.write(m.k);
     }
-    gpu::MomentView view() const {
+    gpu::MomentRef ref() const {
         return {codes.get(), max.get(), of.expanded ? k.get() : nullptr, of.format};
     }
     Moment read() const {
@@ -150,8 +150,8 @@ struct AdamWRun {
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
-            TensorScale* const amax = amaxes.get() + table.size();
-            table.push_back({p.offset, p.size, m.back().view(), v.back().view(), p.decays, amax});
+            TensorScale* const amax_out = amaxes.get() + table.size();
+            table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_out});
         }
         const Buffer<gpu::Shard> shards(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});

@@ -23,8 +23,8 @@ namespace coat::test {
 
 using gpu::LazyTensor;
 using gpu::Operand;
+using gpu::TensorRef;
 using gpu::TensorScale;
-using gpu::View;
 using Bytes = std::vector<uint8_t>;
 
 inline bool gpu_available() {
@@ -163,12 +163,12 @@ public:
     bool per_tensor() const { return storage.fp8() && storage.granularity == PER_TENSOR; }
     bool for_gemm() const { return storage.fp8() && storage.granularity != PER_GROUP; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
-    View view() const {
+    TensorRef ref() const {
         return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols,
                 storage};
     }
     Operand operand() const {
-        Operand out{.view = view(), .amax = slot.get(), .delayed = delayed_scaling};
+        Operand out{.tensor = ref(), .amax_out = slot.get(), .delayed = delayed_scaling};
         if (transposes()) out.transposed = transposed.get();
         if (transposes() && !per_tensor()) out.transposed_scales = transposed_scales.get();
         return out;
@@ -301,7 +301,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::add_column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
+        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
         CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
@@ -312,7 +312,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
 inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
     const Tensor fp32(s, FP32), bf16(s, BF16);
-    gpu::store_values(x, fp32.view(), 0);
+    gpu::store_values(x, fp32.ref(), 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
@@ -320,7 +320,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         CHECK_THROWS_AS(gpu::compute_amax(x, bf16.slot.get(), 0), Error);
         return;
     }
-    gpu::store_values(x, bf16.view(), 0);
+    gpu::store_values(x, bf16.ref(), 0);
     check_quantized(bf16, values);
     for (Storage q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
@@ -328,8 +328,8 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         for (const Tensor* t : {&both, &row_major, &column_major}) {
             Operand out = t->operand();
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
-            if (t == &column_major) out.view.data = nullptr;
-            if (t == &column_major && !per_tensor) out.view.scales = nullptr;
+            if (t == &column_major) out.tensor.data = nullptr;
+            if (t == &column_major && !per_tensor) out.tensor.scales = nullptr;
             if (per_tensor) gpu::compute_amax(x, t->slot.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }
