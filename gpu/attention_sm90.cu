@@ -719,7 +719,9 @@ template <int HS_> struct Backward {  // sizes, and where things are in shared m
 //     The longest blocks then come first, and all multiprocessors end at about the same time: 1% to 6% faster
 //     at 8,192 tokens and more.
 struct Order {
-    static constexpr int64_t LAST_BLOCKS = 256;  // about two for each multiprocessor
+    // About one for each multiprocessor. With 256 of them, 16 x 2048 tokens (32 heads of 64, 4 of keys) take
+    // 4% longer, and other shapes the same.
+    static constexpr int64_t LAST_BLOCKS = 128;
     int units, key_tiles, spread;
     // summed: whether dk and dv are summed over units. Side by side, these wait for each other at the same
     // keys: where walks are short, that takes longer than it saves (1% at 4 x 2048).
@@ -748,7 +750,7 @@ struct Scratch {
         // So many slots that a block hardly ever waits for one, and at least as many as there are blocks in a
         // unit or in the last units: blocks that use a slot before another one then have lower numbers.
         const bool sums = F::ONE_HEAD && s.NH > s.NKV;
-        slots = sums ? int(std::min(s.B * s.NKV * key_tiles, Order::LAST_BLOCKS + key_tiles)) : 0;
+        slots = sums ? int(std::min(s.B * s.NKV * key_tiles, 2 * Order::LAST_BLOCKS + key_tiles)) : 0;
         dq = statistics.data + tiles * 2 * F::QUERIES;
         head_sum = dq + tiles * F::QUERIES * F::HS;
         dq_parts = reinterpret_cast<int*>(head_sum + int64_t(slots) * 2 * F::KEYS * F::HS);
