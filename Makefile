@@ -111,7 +111,7 @@ figures: $(PROGRAM)
 	@python3 -c 'import matplotlib' 2>/dev/null || { \
 	  echo "The figures need Python's matplotlib: apt-get install python3-matplotlib, or pip install matplotlib." >&2; \
 	  exit 1; }
-	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
+	python3 dev/figures.py $(abspath $(PROGRAM))
 clean:
 	rm -rf $(O) $(PROGRAM)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Draws the figures of the course, each for a light and for a dark page, with matplotlib: `make figures`.
 
-    python3 dev/figures.py TRAIN RUN [FOLDER]
+    python3 dev/figures.py TRAIN [FOLDER]
 
-RUN is the folder of a small trained model (small_run.py trains it if it is empty). The figures go to FOLDER, which
-is build/figures/drawn unless it is given: another machine trains to other values, so the figures in dev/figures
-change only when somebody asks for that with dev/figures as FOLDER.
+Some show a small trained model, which small_run.py trains first. The figures go to FOLDER, which is
+build/figures/drawn unless it is given: another machine trains to other values, so the figures in dev/figures change
+only when somebody asks for that with dev/figures as FOLDER.
 """
 import pathlib
 import re
@@ -708,9 +708,9 @@ def draw(folder, name, function, *values):
     print(f"{name}: {len(svg) / 1000:.0f} kB")
 
 
-def main(train, run, folder):
+def main(train, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    values = small_run.Run(train, run)
+    values = small_run.Run(train)
     m, v = (x.reshape(-1, 128) for x in (values.m, values.v))
     draw(folder, "formats", formats)
     draw(folder, "scale", scale)
@@ -734,4 +734,4 @@ def main(train, run, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3] if len(sys.argv) > 3 else "build/figures/drawn"))
+    main(sys.argv[1], pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else "build/figures/drawn"))

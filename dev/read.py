@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes build/read.html, one page that shows the course beside the code: `make read`. Standard library only.
 
-The text is that of dev/WALK.md. A lesson names its functions, types and tests in a comment below its title, one
+The text is that of dev/WALK.md and dev/WALK2.md. A lesson names its functions, types and tests in a comment below its title, one
 file a line:
 
     cpu: reference.cpp: encode, decode
@@ -19,6 +19,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+COURSE = {"WALK.md": "top", "WALK2.md": "lesson-10"}  # its two files, and where each begins on the page
 KINDS = {"cpu": "CPU reference", "gpu": "GPU", "test": "Test"}
 Definition = collections.namedtuple("Definition", "name first last test is_type")  # lines from 0
 SEPARATOR = re.compile(r"\s*// *[-=]{9}")
@@ -118,7 +119,7 @@ class Cut:
         fits = fits[int(number) - 1:int(number)] if number else fits
         if len(fits) != 1:
             where = ", ".join(str(d.first + 1) for d in fits) or "none"
-            sys.exit(f"WALK.md, {station}: {path} must have one definition of {wanted}; in lines: {where}")
+            sys.exit(f"{station}: {path} must have one definition of {wanted}; in lines: {where}")
         d = fits[0]
         self.kind, self.path, self.test, self.first, self.last = kind, path, test, d.first + 1, d.last + 1
         self.name, self.is_type = d.name if test else name, d.is_type
@@ -262,7 +263,7 @@ class Page:
         return (f'<article id="{cut.id}" data-say="{html.escape(cut.says())}"><h4><span>{title}</span> '
                 f"<small>{cut.path}:{cut.first}–{cut.last}</small></h4>{''.join(rows)}</article>")
 
-# --- The text of a lesson: the part of Markdown that WALK.md uses
+# --- The text of a lesson: the part of Markdown that the course uses
 
 FIELD = re.compile(r"^(cpu|gpu|test|paper): (.*)$", re.M)
 def inline(text, places):
@@ -284,11 +285,11 @@ def link(match):
     if to.startswith("http"):
         return f'<a href="{to}">{words}</a>'
     path, _, place = to.partition("#")
-    if not path:
-        return f'<a href="#{place}">{words}</a>'
+    if not path or path in COURSE:
+        return f'<a href="#{place or COURSE[path]}">{words}</a>'
     target = (ROOT / "dev" / path).resolve()
     if not target.exists():
-        sys.exit(f"WALK.md links to {path}, which does not exist")
+        sys.exit(f"The course links to {path}, which does not exist")
     return f'<a href="{target.as_uri()}{"#" + place if place else ""}">{words}</a>'
 
 def picture(path):
@@ -324,7 +325,7 @@ def block(lines, places):
         items = re.split(r"^(?:- |\d+\. )", text, flags=re.M)[1:]
         kind = "ul" if lines[0][0] == "-" else "ol"
         return f"<{kind}>" + "".join(f"<li>{inline(' '.join(item.split()), places)}" for item in items) + f"</{kind}>"
-    css = " class=try" if lines[0].startswith(("**Predict.**", "**Try.**", "**Now put")) else ""
+    css = " class=try" if lines[0].startswith(("**Predict.**", "**Try.**", "**Remember.**")) else ""
     return f"<p{css}>{inline(' '.join(lines), places)}</p>"
 
 def prose(text, places):
@@ -363,7 +364,8 @@ def columns(page, mine):
     return f'<div class=cols>{"".join(out)}{whole}</div>' if out else ""
 
 def main(out):
-    text = (ROOT / "dev/WALK.md").read_text()
+    part_one, part_two = ((ROOT / "dev" / name).read_text() for name in COURSE)
+    text = part_one + "\n" + part_two[part_two.index("## "):]
     all_lessons, cuts = [], []
     for title, fields, words in lessons(text):
         mine = [Cut(kind, path, name, title) for kind, value in fields if kind in KINDS
@@ -377,7 +379,7 @@ def main(out):
     nav, body = [], []
     for title, paper, words, mine in all_lessons:
         number, name = re.match(r"(?:(\d+)\. )?(.*)", title).groups()
-        place = "lesson-" + (number or re.sub(r"\W+", "-", name.lower()))
+        place = f"lesson-{number}" if number else re.sub(r"\W+", "-", name.lower())  # as on GitHub
         places = {c.short: c.id for c in mine[::-1] if not c.test}
         names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{html.escape(c.short or c.name)}</a></li>' for c in mine)
         nav.append(f'<li><a href="#{place}"><b>{number or ""}</b>{name}</a><ul>{names}</ul></li>')

@@ -1,6 +1,6 @@
-"""A small model after 120 steps of training, for figures.py and lessons.py: its moments in FP32, the activations
-that its layers save, and the gradients g of all its linear layers, computed with coat.py from a checkpoint of
-./train.
+"""A small model after 120 steps of training on text.txt, for figures.py and lessons.py: its moments in FP32, the
+activations that its layers save, and the gradients g of all its linear layers, computed with coat.py from a checkpoint
+of ./train.
 """
 import pathlib
 import subprocess
@@ -11,7 +11,8 @@ import coat
 import moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "build" / "figures"
+FOLDER = ROOT / "build" / "small_run"
+TEXT = ROOT / "dev" / "text.txt"
 
 def layer_of(weights, l, heads):
     """A layer's weights as coat.py names them; key and value heads that are shared are repeated."""
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, train=ROOT / "train", folder=FOLDER, T=256, tokens=1024):
         if folder == FOLDER and not (folder / "step-000120").exists():  # a run that was interrupted goes on
             begin = ["--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
-                     "--eval-every", "0", "--sample-every", "0", "--out", folder]
+                     "--data", TEXT, "--eval-every", "0", "--sample-every", "0", "--out", folder]
             subprocess.run([train, *(["--resume", folder] if any(folder.glob("step-*")) else begin)], check=True)
         checkpoint = sorted(folder.glob("step-*"))[-1]
         state = moments.tensors(checkpoint / "optimizer.state")
@@ -42,7 +43,7 @@ class Run:
             self.layers.append(layer)
         self.weights |= {"embedding": self.weights["model.embed_tokens.weight"],
                          "final_norm": self.weights["model.norm.weight"]}
-        text = np.frombuffer((ROOT / "coat.h").read_bytes(), np.uint8)
+        text = np.fromfile(TEXT, np.uint8)
         coat.FP8 = False
         self.norm_inputs, self.gate_up, _ = self.batch(text[:tokens + 1], T, size)
         _, _, self.gradients = self.batch(text[3000:3001 + tokens], T, size)  # begins in the midst of a line

@@ -1,5 +1,5 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
-// small values (step by step: dev/WALK.md). Sharding is the interface that a step calls, and with one GPU
+// small values (step by step: dev/WALK2.md). Sharding is the interface that a step calls, and with one GPU
 // also the implementation, in which nothing travels. sharding.cpp derives that of several GPUs from it:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the

@@ -109,8 +109,9 @@ static const Skipped* skipped(const std::string& command) {
 
 namespace {
 
-// How this program was built: then `make` in a command builds nothing else. The Makefile writes it down beside
-// the program: in settings, lines such as CXX=g++, and in gpu_arch the GPU, where it was built with nvcc.
+// How this program was built: then `make` in a command builds nothing else. The Makefile writes it down
+// beside the program: in settings, lines such as CXX=g++, and in gpu_arch the GPU, where it was built with
+// nvcc.
 struct Build {
     std::string folder = fs::relative(fs::read_symlink("/proc/self/exe").parent_path()).string();
     std::vector<std::string> settings = lines_of(read_file(folder + "/settings"));
@@ -207,9 +208,31 @@ static std::string form_of(const std::string& line) {
     return form;
 }
 
-static bool has_line(const std::string& text, const std::string& line, bool form) {
+// The numbers in a line.
+static std::vector<double> numbers_of(const std::string& line) {
+    const std::regex number(R"([-+]?[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?)");
+    std::vector<double> found;
+    const std::string plain = std::regex_replace(line, std::regex("([0-9]),([0-9])"), "$1$2");
+    for (std::sregex_iterator at(plain.begin(), plain.end(), number), end; at != end; ++at)
+        found.push_back(std::stod(at->str()));
+    return found;
+}
+
+enum class Match { Exact, Near, Form };
+
+// Near: numbers may be those of another machine, whose sums are rounded otherwise.
+static bool matches(const std::string& line, const std::string& other, Match match) {
+    if (match == Match::Exact) return line == other;
+    if (form_of(line) != form_of(other)) return false;
+    if (match == Match::Form) return true;
+    const std::vector<double> a = numbers_of(line), b = numbers_of(other);
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                      [](double x, double y) { return std::abs(x - y) <= 0.15 * std::abs(y) + 0.02; });
+}
+
+static bool has_line(const std::string& text, const std::string& line, Match match) {
     for (const std::string& other : lines_of(text))
-        if (form ? form_of(other) == form_of(line) : other == line) return true;
+        if (matches(line, other, match)) return true;
     return false;
 }
 
@@ -224,7 +247,8 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
           doctest::skip(NO_NUMPY || quick())) {
     std::vector<std::string> commands;
     std::set<const Skipped*> used;
-    const std::vector<std::string> pages = {"dev/WALK.md", "dev/README.md", "dev/exercises/README.md"};
+    const std::vector<std::string> pages = {"dev/WALK.md", "dev/WALK2.md", "dev/README.md",
+                                            "dev/exercises/README.md"};
     for (const std::string& page : pages)
         for (const Passage& p : passages(read_file(page))) {
             if (p.kind != Passage::Command) continue;
@@ -245,8 +269,13 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
         if (number && !exercises_are_solved())
             CHECK(contains(result.printed, concat("exercise ", *number, ": nothing is computed yet")));
     }
-    // Where numbers differ from machine to machine the page says so, and their form is compared.
-    const std::string walk = read_file("dev/WALK.md");
+    // Where numbers differ from machine to machine the page says so. Of the model that is trained for 10
+    // steps in place of 120 only the form of lines is compared.
+    const auto match_of = [](const std::string& said, const std::string& command) {
+        if (!contains(said, "differ")) return Match::Exact;
+        return command == "python3 dev/lessons.py real" ? Match::Form : Match::Near;
+    };
+    const std::string walk = read_file("dev/WALK.md") + read_file("dev/WALK2.md");
     for (const std::string& page : pages) {
         std::string printed, said;  // in this section; since the last command
         int section = -1;
@@ -262,14 +291,14 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
             if (p.kind == Passage::Output) {
                 quoted++;
                 INFO(said << "\n" << printed);
-                CHECK_MESSAGE(has_line(printed, p.words, contains(said, "differ")), page << ": " << p.words);
+                CHECK_MESSAGE(has_line(printed, p.words, match_of(said, "")), page << ": " << p.words);
             }
             // Every table of lessons.py is in the course.
             if (p.kind != Passage::Command || p.words.rfind("python3 dev/lessons.py", 0) != 0) continue;
-            const bool form = contains(said, "differ");
+            const Match match = match_of(said, p.words);
             if (result == results.end()) continue;
             for (const std::string& line : lines_of(result->second.printed))
-                if (!line.empty()) CHECK_MESSAGE(has_line(walk, line, form), p.words << ": " << line);
+                if (!line.empty()) CHECK_MESSAGE(has_line(walk, line, match), p.words << ": " << line);
         }
         if (page == "dev/WALK.md") CHECK(quoted >= 8);
     }
@@ -280,7 +309,7 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
     std::string head;
     for (const std::string& line : lines_of(walk)) {
         if (line[0] != '|') head.clear();
-        else if (head.empty()) head = has_line(all, line, false) ? line : "of the page alone";
-        else if (head != "of the page alone") CHECK_MESSAGE(has_line(all, line, true), line);
+        else if (head.empty()) head = has_line(all, line, Match::Exact) ? line : "of the page alone";
+        else if (head != "of the page alone") CHECK_MESSAGE(has_line(all, line, Match::Form), line);
     }
 }

@@ -1,4 +1,5 @@
-// pages.cpp - what dev/*.md says is so: quotations and names of tests in WALK.md, tables in dev/README.md.
+// pages.cpp - what dev/*.md says is so: quotations and names of tests in the course (WALK.md and WALK2.md),
+// tables in dev/README.md.
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
@@ -14,10 +15,12 @@ static std::string flat(const std::string& text) {
     return std::regex_replace("\n" + text + "\n", std::regex("\n\\s*"), "\n");
 }
 
+static std::string course() { return read_file("dev/WALK.md") + read_file("dev/WALK2.md"); }
+
 TEST_CASE("WALK.md: every quoted line is in its file in the same order") {
     std::string source, quoted;  // the file; lines of it that follow each other
     size_t at = 0, quotations = 0;
-    for (const std::string& line : lines_of(read_file("dev/WALK.md"))) {
+    for (const std::string& line : lines_of(course())) {
         const bool fence = line.rfind("```", 0) == 0;
         if (!fence && flat(line) != "\n// ...\n") {
             if (!source.empty()) quoted += line + "\n";
@@ -55,7 +58,7 @@ static std::set<std::string> anchors(const std::string& page) {
 
 TEST_CASE("pages: every link to a file and to a heading and every picture is there") {
     const std::regex target("(?:\\]\\(|srcset=\"|src=\")([^)\"#:]*)(?:#([^)\"]*))?[)\"]");
-    for (const char* page : {"README.md", "dev/WALK.md", "dev/README.md", "dev/RESULTS.md",
+    for (const char* page : {"README.md", "dev/WALK.md", "dev/WALK2.md", "dev/README.md", "dev/RESULTS.md",
                              "dev/exercises/README.md", "dev/ladders/README.md", "test/README.md"}) {
         const std::string text = std::regex_replace(read_file(page), std::regex("`[^`\n]*`"), "");
         for (std::sregex_iterator found(text.begin(), text.end(), target), end; found != end; ++found) {
@@ -69,8 +72,8 @@ TEST_CASE("pages: every link to a file and to a heading and every picture is the
     }
 }
 
-TEST_CASE("WALK.md: each lesson has one prediction and folds its answer") {
-    const std::string walk = read_file("dev/WALK.md");
+TEST_CASE("WALK.md: each lesson has one prediction and folds its answer and ends with what to remember") {
+    const std::string walk = course();
     const std::regex title("\n## ([0-9]+\\. [^\n]*)"), prediction("\n\\*\\*Predict\\.\\*\\*");
     const std::string fold = "\n\n<details><summary>Answer</summary>\n\n";
     int lessons = 0;
@@ -79,6 +82,9 @@ TEST_CASE("WALK.md: each lesson has one prediction and folds its answer") {
         INFO((*found)[1].str());
         const size_t first = size_t(found->position()) + 1;
         const std::string lesson = walk.substr(first, walk.find("\n## ", first) - first);
+        const std::string last = "\n\n**Remember.** ";
+        REQUIRE(contains(lesson, last));
+        CHECK(!contains(lesson.substr(lesson.find(last) + last.size()), "</details>"));
         std::smatch place;
         REQUIRE(std::regex_search(lesson, place, prediction));
         const std::string behind = place.suffix();
