@@ -55,8 +55,8 @@ def bf16(x):
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
 # --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
-# operands the block is the whole tensor: a GPU multiplies codes, adds the products up, and multiplies the sum
-# by both scales. (Here operands are decoded first: the same but for rounding.) Norms and activation functions
+# operands the block is the whole tensor: a GPU adds up products of decoded codes, and multiplies the sum by
+# both scales. (Here operands are scaled first: the same but for rounding.) Norms and activation functions
 # decode every value they read, so their inputs can have a scale for each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
 def scales_of(f, amax):
@@ -273,7 +273,7 @@ if __name__ == "__main__":
     saved = in_fp8 + 2 * (qkv.size + attention_output.size)
     print(f"A layer saves {saved / attention_output.size} C bytes a token; in BF16 16 C")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
-    means = np.array([[s.loss for s in run] for run in runs]).reshape(3, -1, 20).mean(axis=2)
+    means = np.array([[s.loss for s in run] for run in runs]).reshape(3, -1, 20).mean(axis=2)  # (run, 20 steps)
     for i, row in enumerate(means.T, 1):
         print(f"  {20 * i:4}", *(f"{mean:6.3f}" for mean in row))
     of_coat, of_seed = np.abs(means[1:] - means[0]).max(axis=1)
