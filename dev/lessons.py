@@ -259,7 +259,7 @@ def real(folder):
 
 
 def reports():
-    """Three broken reports. How their tensors were made is the answer to lesson 13's question."""
+    """Five reports. How their tensors were made is the answer to lesson 13's question."""
     random = np.random.default_rng(1)
     x = random.standard_normal((64, 256)).astype(F32)
     outlier = np.where(np.arange(256) == 39, x * F32(1e5), x)
@@ -267,7 +267,9 @@ def reports():
     rows = []
     for name, kind, f, values, amax in (("A", "norm inputs", E4M3, outlier, np.abs(outlier).max()),
                                         ("B", "gradients", E5M2, x, np.abs(x).max() / 3),
-                                        ("C", "gradients", E4M3, spread, np.abs(spread).max())):
+                                        ("C", "gradients", E4M3, spread, np.abs(spread).max()),
+                                        ("D", "gradients", E5M2, spread, np.abs(spread).max()),
+                                        ("E", "weights", E5M2, x, np.abs(x).max())):
         s = coat.scales_of(f, amax)
         _, read = scaled(f, values, s)
         above = {E4M3: 464, E5M2: 61440}[f]
