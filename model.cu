@@ -14,7 +14,7 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       embedding_backward()         the gradient of the embedding
+//       backward_of_embedding()      the gradient of the embedding
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. The section before forward() says where each tensor lies.
@@ -71,19 +71,11 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    size_t norm1_weight, norm2_weight;       // numbers of parameters (gpu/state.h, Parameters)
-    std::optional<size_t> head_norm_weight;  // Qwen3: of the norms of the heads of q and k
+    // Of the weights of its norms: indices into Parameters::params (gpu/state.h).
+    size_t norm1_index, norm2_index;
+    std::optional<size_t> head_norm_index;  // Qwen3: of the norms of the heads of q and k
     LinearLayer qkv, attention_out, gate_up, down;
     std::vector<TensorRef> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
-};
-
-// A norm of the residual stream, and the linear layer that reads its output.
-struct ResidualNorm {
-    Norm norm;            // as kernels are given it; norm.in is its saved input
-    size_t weight_index;  // of the parameter
-    LinearLayer* reader;  // null for the final norm, which the head reads: it is not quantized
-
-    TensorScale* output_amax() const { return reader ? reader->x_amax_out() : nullptr; }
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -106,10 +98,10 @@ class GpuModel final : public Model {
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
 
-    // Numbers of parameters.
-    const size_t embedding_ = parameters_.index("embedding");
-    const size_t final_norm_weight_ = parameters_.index("final_norm.weight");
-    const size_t head_weight_ = parameters_.index(config_.tied ? "embedding" : "head");
+    // Of weights: indices into Parameters::params. A tied head has that of the embedding.
+    const size_t embedding_index_ = parameters_.index("embedding");
+    const size_t final_norm_index_ = parameters_.index("final_norm.weight");
+    const size_t head_index_ = parameters_.index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is: with RoPE (GPT-2 has learned positions); with SiLU(gate) x up (GPT-2 has
     // GELU); with norms of the heads of q and k (Qwen3).
@@ -133,11 +125,11 @@ class GpuModel final : public Model {
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.nonlinear.bytes(1, config_.gate_up_cols());
 
-    // Of the step that runs.
-    const AdamWStep* adamw_ = nullptr;  // the settings of its update
-    int64_t micro_batch_ = 0;           // the number of the micro-batch that runs
-    QuantReport report_;                // what measure_quantization() has measured so far
-    // Of the pass that runs: B sequences of T tokens, N = B * T in all.
+    // Of the step that runs. finish_bucket(), at the bottom of its calls, reads these three.
+    AdamWStep adamw_;          // the settings of its update: a copy, set by step()
+    int64_t micro_batch_ = 0;  // its number in the step, set by micro_batch()
+    QuantReport report_;       // what measure_quantization() has measured so far; emptied by it
+    // Of the pass that runs: B sequences of T tokens, N = B * T in all. Set by load_batch().
     int64_t B_ = 0, T_ = 0, N_ = 0;
     // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
@@ -179,7 +171,7 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-        adamw_ = &adamw;
+        adamw_ = adamw;
         begin_step_or_evaluation(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
@@ -190,7 +182,7 @@ public:
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
         after_weight_change();
-        scales_.update_delayed_scales(outcome());  // for delayed scaling
+        scales_.update_from_histories(outcome());  // for delayed scaling
 
         const StepOutcome found = fetch_outcome();  // waits until the step has run
         const bool skipped = found.gradients.skip != 0;
@@ -231,7 +223,7 @@ private:
     void after_weight_change() {
         cached_weights_are_valid_ = false;
         sharding_->forget_gathered_weights();
-        sharding_->combine_amaxes();
+        sharding_->combine_amaxes_of_ranks();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
@@ -245,7 +237,7 @@ private:
         CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
         else forward_and_backward();
-        embedding_backward(tokens);
+        backward_of_embedding(tokens);
     }
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
@@ -279,7 +271,7 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Where tensors are: what layers save, the residual stream, and q, k, v
+    // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
 
     // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
     TensorRef take_tensor(int64_t n, int64_t cols) {
@@ -298,6 +290,39 @@ private:
     }
     float* saved_log_sum_exp(const Layer& layer) const {
         return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
+    }
+
+    // A norm of the residual stream, and the linear layer that reads its output.
+    struct ResidualNorm {
+        Norm norm;            // as kernels are given it; norm.in is its saved input
+        size_t weight_index;  // index of the parameter
+        LinearLayer* reader;  // null for the final norm, which the head reads: it is not quantized
+
+        TensorScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
+    };
+    ResidualNorm norm1_of(Layer& l) const {
+        return {.norm = norm_args(l.norm1_index, saved(l, Saved::Norm1Input)),
+                .weight_index = l.norm1_index,
+                .reader = &l.qkv};
+    }
+    ResidualNorm norm2_of(Layer& l) const {
+        return {.norm = norm_args(l.norm2_index, saved(l, Saved::Norm2Input)),
+                .weight_index = l.norm2_index,
+                .reader = &l.gate_up};
+    }
+    ResidualNorm final_norm() const {
+        return {.norm = norm_args(final_norm_index_, final_norm_input()),
+                .weight_index = final_norm_index_,
+                .reader = nullptr};
+    }
+    Norm norm_args(size_t weight_index, const TensorRef& in) const {
+        const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
+        return {.in = in,
+                .weight = sharding_->gathered_weight(weight_index).data,
+                .bias = bias_index ? sharding_->gathered_weight(*bias_index).data : nullptr,
+                .row_statistics = memory_.norm_statistics,
+                .rms = config_.arch.rms,
+                .eps = config_.norm_eps};
     }
 
     // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
@@ -363,7 +388,7 @@ private:
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
-        add_to_residual(sharding_->gathered_weight(embedding_), positions, norm1_of(layers_[0]),
+        add_to_residual(sharding_->gathered_weight(embedding_index_), positions, norm1_of(layers_[0]),
                         memory_.tokens);
         for (int64_t l = 0; l < config_.L; l++) {
             attention_block_forward(layers_[l]);
@@ -403,34 +428,39 @@ private:
     void mlp_block_forward(Layer& layer, const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
-        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2
-        const TensorRef gate_up = gate_up_forward(layer, norm_output_in_forward(norm2));
+        const LazyTensor x = norm_output_in_forward(norm2);
+        const TensorRef saved_gate_up = saved(layer, Saved::GateUp);
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Each of the three branches
+        // computes gate and up, saves them, and leaves the amax of the activation's output
+        TensorRef gate_up = saved_gate_up;  // as the activation is to read them
+        if (!saved_gate_up.storage.fp8()) {
+            // The projection writes what is saved
+            layer.gate_up.fprop(x, gate_up);
+            layer.down.compute_x_amax(lazy_activation(gated_, gate_up));
+        } else if (recipe_.forward_reads_groups) {
+            // The projection's output is the widest tensor of a layer: it exists until its groups are saved
+            const Arena::Scope until_saved(arena_);
+            const TensorRef values = take_tensor(N_, gate_up.cols);
+            layer.gate_up.fprop(x, values);
+            save_gate_up_in_groups(layer, values);
+        } else {
+            // Only backward is to read the groups (coat-saved): the output stays until this block ends
+            gate_up = take_tensor(N_, gate_up.cols);
+            layer.gate_up.fprop(x, gate_up);
+            save_gate_up_in_groups(layer, gate_up);
+        }
         // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
         const TensorRef branch = take_tensor(N_, config_.C);
         layer.down.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum; it saves the input of the next norm
         add_to_residual(residual_at(norm2), branch, next);
     }
-
-    // The gate and up projection, saved as the recipe says, and the amax of the activation's output. Returns
-    // gate and up as the activation is to read them.
-    TensorRef gate_up_forward(Layer& layer, const LazyTensor& x) {
-        const TensorRef saved_gate_up = saved(layer, Saved::GateUp);
-        if (!saved_gate_up.storage.fp8()) {  // the GEMM writes what is saved
-            layer.gate_up.fprop(x, saved_gate_up);
-            layer.down.compute_x_amax(lazy_activation(gated_, saved_gate_up));
-            return saved_gate_up;
-        }
-        // The GEMM writes values in the compute dtype, the widest tensor of a layer. If the activation reads
-        // the groups, the values are given back when the groups are there; else the caller gives them back.
-        std::optional<Arena::Scope> until_groups;
-        if (recipe_.forward_reads_groups) until_groups.emplace(arena_);
-        const TensorRef values = take_tensor(N_, saved_gate_up.cols);
-        layer.gate_up.fprop(x, values);
-        quantize_activation_input(gated_, values, saved_gate_up, recipe_.forward_reads_groups,
+    // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is
+    // computed from the groups if forward reads them, else from the values.
+    void save_gate_up_in_groups(const Layer& layer, const TensorRef& values) {
+        quantize_activation_input(gated_, values, saved(layer, Saved::GateUp), recipe_.forward_reads_groups,
                                   layer.down.x_amax_out(),
                                   device_.quant_stats_of(ReportKind::ActivationInput), stream_);
-        return recipe_.forward_reads_groups ? saved_gate_up : values;
     }
 
     // The new residual stream, x + branch: saves it as the input of the next norm, and leaves the amax of
@@ -439,7 +469,7 @@ private:
                          const int32_t* tokens = nullptr) {
         const TensorRef& saved_in = next.norm.in;
         const TensorRef x_out = saved_in.storage.fp8() ? residual_buffer_ : TensorRef{};
-        residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax(), stream_,
+        residual_add(x, branch, x_out, next.norm, forward_reads_saved(next), next.output_amax_out(), stream_,
                      tokens, T_);
         // The groups are made of the sum in FP32; the error is measured against the sum in BF16, which is
         // stored
@@ -468,7 +498,7 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
-        const TensorRef dweight = sharding_->gradient_to_write(head_weight_);
+        const TensorRef dweight = sharding_->gradient_to_write(head_index_);
         const TensorRef dy = take_tensor(N_, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
@@ -480,16 +510,17 @@ private:
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
         sharding_->gather_weights(sharding_->head_stage(), Pass::Backward);
         // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
-        sharding_->wait_for_gradient_buffer(parameters_.params[head_weight_].bucket);
+        sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // The sum goes on from what micro-batches before this one have added
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) head_slice_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
-        // final norm. If the head is not tied, it shares this bucket, and its gradient is complete
-        const int64_t bucket = parameters_.params[final_norm_weight_].bucket;
+        // final norm. If the head is not tied, it shares this bucket, and its gradient is complete.
+        // begin_bucket() clears the gradients to which kernels add; finish_bucket() has them reduced
+        const int64_t bucket = parameters_.params[final_norm_index_].bucket;
         begin_bucket(bucket);
-        norm_backward(final_norm(), dy, /*g_in=*/TensorRef{}, layers_.back().down.g_amax_out());
+        backward_of_norm(final_norm(), dy, /*g_in=*/TensorRef{}, layers_.back().down.g_amax_out());
         finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
@@ -503,7 +534,7 @@ private:
         const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = linear_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_weight_)},
+        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_index_)},
                    row_slice(dy, first, y.rows), stream_);
     }
 
@@ -516,7 +547,7 @@ private:
         slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         store_values(lazy_norm(slice), y, stream_);
-        gemms_.run(Gemm::Fprop, {y}, {sharding_->gathered_weight(head_weight_)}, logits, stream_);
+        gemms_.run(Gemm::Fprop, {y}, {sharding_->gathered_weight(head_index_)}, logits, stream_);
         return logits;
     }
     int64_t slice_tokens(int64_t first) const { return std::min(HEAD_SLICE_TOKENS, N_ - first); }
@@ -538,10 +569,12 @@ private:
     // part. Where backward is between two norms, it is the g of the linear layer that backward comes to next.
     // The argument dresidual_amax_out is where the norm leaves its amax for that linear layer.
     //
-    // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket(), which are
-    // at the end of this section. Memory is given back as early as possible, which can be in the middle of a
-    // bucket: there a Scope is ended by end(). What must outlive a Scope is taken before it, because memory
-    // is a stack.
+    // Gradients of parameters are computed by bucket. begin_bucket() clears those to which kernels add.
+    // finish_bucket() sends them to the ranks that own them, and with --gradients none updates the weights.
+    // (Both are at the end of this section.)
+    //
+    // Memory is given back as early as possible, which can be in the middle of a bucket: there a Scope is
+    // ended by end(). What must outlive a Scope is taken before it, because memory is a stack.
 
     // From the gradient of the residual stream behind a layer to that before norm 2.
     void mlp_block_backward(Layer& layer) {
@@ -625,46 +658,48 @@ private:
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
         float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        head_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.head_norm_weight), partials,
+        head_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.head_norm_index), partials,
                            stream_);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dx, the gradient of the norm's
-    // output, from g8. norm_backward() adds the gradient of the norm's input to dresidual(). wgrad computes
-    // the norm's output again, from row statistics that norm_backward() has written. All norms write theirs
-    // to the same place: so wgrad is here, before another norm.
+    // output, from g8. backward_of_norm() adds the gradient of the norm's input to dresidual(). wgrad
+    // computes the norm's output again, from row statistics that norm_backward() has written. All norms write
+    // theirs to the same place: so wgrad is here, before another norm.
     void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, TensorScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dx
         const TensorRef dx = take_tensor(N_, config_.C);
         n.reader->dgrad(g8, dx);
-        norm_backward(n, dx, /*g_in=*/dresidual(), dresidual_amax_out);
+        backward_of_norm(n, dx, /*g_in=*/dresidual(), dresidual_amax_out);
         until_dresidual.end();
         n.reader->wgrad(g8, lazy_norm(n.norm));
     }
     // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
     // dresidual(), too, or no tensor at the head, where the residual stream ends.
-    void norm_backward(const ResidualNorm& n, const TensorRef& dy, const TensorRef& g_in,
-                       TensorScale* dresidual_amax_out) {
-        const std::optional<size_t> bias = parameters_.bias_of(n.weight_index);
-        gpu::norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax_out,
-                           sharding_->gradient_to_write(n.weight_index),
-                           bias ? sharding_->gradient_to_write(*bias) : TensorRef{}, memory_.norm_partials,
-                           stream_);
+    void backward_of_norm(const ResidualNorm& n, const TensorRef& dy, const TensorRef& g_in,
+                          TensorScale* dresidual_amax_out) {
+        const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
+        TensorRef dbias{};
+        if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))
+            dbias = sharding_->gradient_to_write(*bias_index);
+        norm_backward(n.norm, dy, g_in, /*g_out=*/dresidual(), dresidual_amax_out, dweight, dbias,
+                      memory_.norm_partials, stream_);
     }
 
     // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
     // order, for which the host sorts the tokens while the GPU computes. Then copy_to_gpu() waits for the
     // GPU.
-    void embedding_backward(const int32_t* tokens) {
+    void backward_of_embedding(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
         device_.copy_to_gpu(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
         device_.copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
                             distinct * static_cast<int64_t>(sizeof(TokenRows)));
-        const int64_t bucket = parameters_.params[embedding_].bucket;
+        const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(bucket);
-        gpu::embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
-                                embedding_order_.frequent, sharding_->gradient_to_write(embedding_), stream_);
+        embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
+                           embedding_order_.frequent, sharding_->gradient_to_write(embedding_index_),
+                           stream_);
         if (!rotary_)
             positions_backward(dresidual(), T_, sharding_->gradient_to_write(parameters_.index("positions")),
                                stream_);
@@ -677,18 +712,20 @@ private:
         if (linear_.overwrites_gradients) clear_added_gradients(bucket);
     }
     // To be called when all is launched that adds to the gradients of a bucket in this micro-batch, or reads
-    // its weights. The gradients go to the GPUs that own them, and with --gradients none the weights are
-    // updated. While quantization is measured, the gradients serve only to measure what storing the moments
-    // would lose: nothing is updated.
+    // its weights.
     void finish_bucket(int64_t bucket) {
         if (device_.quant_stats) {
+            // These gradients serve only to measure what storing the moments would lose
             parameters_.add_moment_quant_errors_of(bucket, *sharding_, report_);
             return;
         }
         sharding_->reduce_gradients(bucket, /*first_micro_batch=*/micro_batch_ == 0);
-        if (setup_.keep_gradients) return;
+        if (!setup_.keep_gradients) update_bucket(bucket);
+    }
+    // With --gradients none: updates the weights of a bucket as soon as their gradients are complete.
+    void update_bucket(int64_t bucket) {
         store_loss_or_nan(&outcome()->loss_or_nan);
-        parameters_.update(*adamw_, bucket, bucket + 1, *sharding_);
+        parameters_.update(adamw_, bucket, bucket + 1, *sharding_);
     }
     // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
     // so these begin at zero. Not that of the head's weight: a GEMM has written it before, also if the weight
@@ -697,7 +734,7 @@ private:
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
-            if (!p.role.linear && i != head_weight_)
+            if (!p.role.linear && i != head_index_)
                 clear(sharding_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
                       stream_);
         }
@@ -774,15 +811,15 @@ private:
         const int64_t N = padded_tokens(setup_);
         auto number = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
         auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
-        Layer layer{.norm1_weight = number("norm1.weight"),
-                    .norm2_weight = number("norm2.weight"),
-                    .head_norm_weight = {},
+        Layer layer{.norm1_index = number("norm1.weight"),
+                    .norm2_index = number("norm2.weight"),
+                    .head_norm_index = {},
                     .qkv = linear("qkv"),
                     .attention_out = linear("attention_out"),
                     .gate_up = linear("gate_up"),
                     .down = linear("down"),
                     .saved = {}};
-        if (head_norms_) layer.head_norm_weight = number("qk_norm.weight");
+        if (head_norms_) layer.head_norm_index = number("qk_norm.weight");
         uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
             uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
@@ -794,32 +831,8 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Arguments of kernels
 
-    ResidualNorm norm1_of(Layer& l) const {
-        return {.norm = norm_of(l.norm1_weight, saved(l, Saved::Norm1Input)),
-                .weight_index = l.norm1_weight,
-                .reader = &l.qkv};
-    }
-    ResidualNorm norm2_of(Layer& l) const {
-        return {.norm = norm_of(l.norm2_weight, saved(l, Saved::Norm2Input)),
-                .weight_index = l.norm2_weight,
-                .reader = &l.gate_up};
-    }
-    ResidualNorm final_norm() const {
-        return {.norm = norm_of(final_norm_weight_, final_norm_input()),
-                .weight_index = final_norm_weight_,
-                .reader = nullptr};
-    }
-    Norm norm_of(size_t weight, const TensorRef& in) const {
-        const std::optional<size_t> bias = parameters_.bias_of(weight);
-        return {.in = in,
-                .weight = sharding_->gathered_weight(weight).data,
-                .bias = bias ? sharding_->gathered_weight(*bias).data : nullptr,
-                .row_statistics = memory_.norm_statistics,
-                .rms = config_.arch.rms,
-                .eps = config_.norm_eps};
-    }
     HeadNorm head_norm(const Layer& layer) const {
-        return {.weight = sharding_->gathered_weight(*layer.head_norm_weight).data,
+        return {.weight = sharding_->gathered_weight(*layer.head_norm_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),

@@ -3,13 +3,14 @@
 
 namespace coat::gpu {
 
-LinearLayer::LinearLayer(LinearContext& context, size_t weight)
-    : context_(context), weight_(weight), bias_(context_.parameters.bias_of(weight)),
-      out_(context_.parameters.params[weight].rows), in_(context_.parameters.params[weight].cols),
-      index_(context_.parameters.linear_layer_index(weight)),
-      x_scale_(context_.scales.of_operand(LinearOperand::X, index_)),
-      w_scale_(context_.scales.of_weight(weight, index_)),
-      g_scale_(context_.scales.of_operand(LinearOperand::G, index_)) {
+LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
+    : context_(context), weight_index_(weight_index),
+      bias_index_(context_.parameters.bias_index(weight_index)),
+      out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
+      linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
+      x_scale_(context_.scales.of_operand(LinearOperand::X, linear_layer_index_)),
+      w_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
+      g_scale_(context_.scales.of_operand(LinearOperand::G, linear_layer_index_)) {
     if (context_.caches_weights) cached_w8_ = take_operand(LinearOperand::W, out_, Form::Both);
 }
 
@@ -26,7 +27,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
     const Operand w8 = weight_operand(Gemm::Fprop);
-    const void* const bias = bias_ ? context_.sharding.gathered_weight(*bias_).data : nullptr;
+    const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
     context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
@@ -41,7 +42,7 @@ void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
 void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
-    const TensorRef dw = context_.sharding.gradient_to_write(weight_);
+    const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
 }
 
@@ -78,8 +79,8 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
             .amax_out = scale};
 }
 
-void LinearLayer::write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
-    gpu::write_operand(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
+void LinearLayer::fill_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
+    write_operand(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
@@ -89,7 +90,7 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
     if (!fp8 && is_stored_unquantized(x)) return {x.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = take_operand(which, x.rows, form);
-    write_operand(which, x, operand);
+    fill_operand(which, x, operand);
     return operand;
 }
 
@@ -97,9 +98,9 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
 // codes, of which dgrad needs the transpose. Otherwise it is made here, of the weight.
 Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
-    context_.sharding.gather_weights(Sharding::stage_of(index_),
+    context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
-    const TensorRef w = context_.sharding.gathered_weight(weight_);
+    const TensorRef w = context_.sharding.gathered_weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_weight_amax();
@@ -113,7 +114,7 @@ Operand LinearLayer::weight_operand(Gemm reader) const {
 
 void LinearLayer::make_cached_weight() {
     compute_weight_amax();
-    write_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_)), cached_w8_);
+    fill_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
 }
 
 Operand LinearLayer::take_g8(int64_t N, void* codes) const {
@@ -122,7 +123,7 @@ Operand LinearLayer::take_g8(int64_t N, void* codes) const {
 
 Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
-        if (bias_) add_bias_gradient(g, /*amax_out=*/nullptr);
+        if (bias_index_) add_bias_gradient(g, /*amax_out=*/nullptr);
         return {g.input};
     }
     const Operand g8 = take_g8(g.rows);
@@ -133,23 +134,23 @@ Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
 void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
-        write_operand(LinearOperand::G, g, g8);
-        if (bias_) add_bias_gradient(stored(g8.tensor), /*amax_out=*/nullptr);
+        fill_operand(LinearOperand::G, g, g8);
+        if (bias_index_) add_bias_gradient(stored(g8.tensor), /*amax_out=*/nullptr);
         return;
     }
     // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
     // pass of its own, which computes both; otherwise it is done while g is quantized.
     TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
-    if (bias_ && !missing) return quantize_and_add_bias_gradient(g, g8);
-    if (bias_) add_bias_gradient(g, missing);
+    if (bias_index_ && !missing) return quantize_and_add_bias_gradient(g, g8);
+    if (bias_index_) add_bias_gradient(g, missing);
     else compute_amax_if_wanted(g, missing);
-    write_operand(LinearOperand::G, g, g8);
+    fill_operand(LinearOperand::G, g, g8);
 }
 
 void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_), workspace,
+    quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
@@ -157,21 +158,21 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
 void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, context_.sharding.gradient_to_write(*bias_), workspace, amax_out, stream());
+    add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, amax_out, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Amaxes
 
 void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const {
-    if (amax_out) gpu::compute_amax(x, amax_out, stream());
+    if (amax_out) compute_amax(x, amax_out, stream());
 }
 
 // The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which
 // is computed here.
 void LinearLayer::compute_weight_amax() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_)), w_scale_);
+        compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_);
 }
 
 }  // namespace coat::gpu

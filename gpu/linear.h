@@ -48,8 +48,8 @@ struct LinearContext {
 
 class LinearLayer {
 public:
-    // weight: the number of the parameter w.
-    LinearLayer(LinearContext& context, size_t weight);
+    // weight_index: of the parameter w, in Parameters::params.
+    LinearLayer(LinearContext& context, size_t weight_index);
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y has memory for so many.
@@ -80,16 +80,16 @@ public:
     void compute_x_amax(const LazyTensor& x) const { compute_amax_if_wanted(x, x_amax_out()); }
 
     // The bucket to which the gradients of w and of the bias belong.
-    int64_t bucket() const { return context_.parameters.params[weight_].bucket; }
+    int64_t bucket() const { return context_.parameters.params[weight_index_].bucket; }
 
 private:
     enum class Form : uint8_t { RowMajor, Transposed, Both };  // what of an operand is made
 
     LinearContext& context_;
-    const size_t weight_;               // number of the parameter (out, in)
-    const std::optional<size_t> bias_;  // number of the parameter (out), if there is one
+    const size_t weight_index_;               // of the parameter (out, in), in Parameters::params
+    const std::optional<size_t> bias_index_;  // of the parameter (out), if there is one
     const int64_t out_, in_;
-    const int64_t index_;  // of this linear layer among all
+    const int64_t linear_layer_index_;  // in the order of forward
     // Of each operand the amax and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
     TensorScale* const x_scale_;
@@ -101,7 +101,7 @@ private:
     cudaStream_t stream() const { return context_.device.stream; }
 
     Operand take_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void write_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
+    void fill_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
     Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
     Operand weight_operand(Gemm reader) const;
     void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const;

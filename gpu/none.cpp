@@ -1,4 +1,4 @@
-// gpu/none.cpp - stands for the GPU in a program that is built without nvcc.
+// gpu/none.cpp - stands for gpu/make_gpu.cpp and model.cu in a program that is built without nvcc.
 #include "layout.h"
 
 namespace coat {

@@ -246,13 +246,13 @@ public:
     TensorRef gathered_weight(size_t i) const override {
         return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
-    void combine_amaxes() override {
+    void combine_amaxes_of_ranks() override {
         const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        gpu::combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
+        combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
     }
     void forget_gathered_weights() override {
         for (int64_t& stage : in_buffer_) stage = NONE;

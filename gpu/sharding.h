@@ -45,7 +45,7 @@ public:
     // To be called after the weights have changed. The amaxes of all ranks become one: of the weights, of
     // which each rank has updated a part, and with delayed scaling those of a step. The codes of weights get
     // their scale.
-    virtual void combine_amaxes() {}
+    virtual void combine_amaxes_of_ranks() {}
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).

@@ -1,8 +1,6 @@
-// gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, its parameters, and whether
-// this machine's GPU can run a setup: make_gpu() and its neighbours in model.h.
+// gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, scales and parameters.
 #include "state.h"
 
-#include <cstdlib>
 #include <cstring>
 
 #include "gemm.h"
@@ -205,12 +203,12 @@ void Scales::clear_operand_amaxes() const {
 
 void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
 
-void Scales::update_delayed_scales(StepOutcome* outcome) const {
+void Scales::update_from_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
-        gpu::update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0),
-                                   setup_.recipe.history_steps, storage_of(setup_.recipe, o).format,
-                                   &outcome->gradients.skip, &outcome->empty_histories, stream_);
+        update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0),
+                              setup_.recipe.history_steps, storage_of(setup_.recipe, o).format,
+                              &outcome->gradients.skip, &outcome->empty_histories, stream_);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -218,19 +216,19 @@ void Scales::update_delayed_scales(StepOutcome* outcome) const {
 
 Parameters::Parameters(const Device& device, const Memory& memory, Scales& scales)
     : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
-      places(shard_places(setup)), weight_storage{setup.recipe.compute}, gradient_storage{gradient_format(
-                                                                             setup)},
-      weight_bytes(info(weight_storage.format).bytes), gradient_bytes(info(gradient_storage.format).bytes),
-      device_(device), memory_(memory), scales_(scales), stream_(device.stream) {
+      places(shard_places(setup)), weight_storage{setup.recipe.compute},
+      gradient_storage(Storage{gradient_format(setup)}), weight_bytes(info(weight_storage.format).bytes),
+      gradient_bytes(info(gradient_storage.format).bytes), device_(device), memory_(memory), scales_(scales),
+      stream_(device.stream) {
     int64_t linear_layers = 0;
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
     note_state();
-    initialize();
+    initialize_state();
 }
 
 // The table of parameters has a bias right behind its weight.
-std::optional<size_t> Parameters::bias_of(size_t weight) const {
-    const size_t next = weight + 1;
+std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
+    const size_t next = weight_index + 1;
     if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
     return next;
 }
@@ -265,7 +263,7 @@ void Parameters::note_delayed_scales(size_t i) {
 }
 
 // Weights as architecture.h's initial_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
-void Parameters::initialize() {
+void Parameters::initialize_state() {
     clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
@@ -279,7 +277,7 @@ void Parameters::initialize() {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const auto& [own, at, first_unit] = places[i];
-        gpu::initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
+        initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
@@ -419,79 +417,3 @@ void Parameters::read_gradient(size_t i, float* out) const {
 }
 
 }  // namespace coat::gpu
-
-// -----------------------------------------------------------------------------------------------------------
-// Whether this machine's GPU can run a setup, and in how much of its memory
-
-namespace coat {
-
-using namespace gpu;
-
-bool built_with_cuda() { return true; }
-
-int gpu_capability() {
-    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
-           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
-}
-
-// Kernels are compiled for one kind of GPU.
-static std::string why_no_kernels() {
-    const cudaError_t error = find_kernels();
-    if (error == cudaSuccess) return "";
-    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
-        return concat("the GPU does not start: ", cudaGetErrorString(error));
-    const int capability = gpu_capability();
-    return concat("this program was built for other GPUs than this one, of compute capability ",
-                  capability / 10, ".", capability % 10, ": rebuild with make GPU_ARCH=", capability,
-                  capability >= 90 ? "a" : "");
-}
-
-std::string why_no_gpu(int gpu) {
-    int gpus = 0;
-    const cudaError_t error = cudaGetDeviceCount(&gpus);
-    cudaGetLastError();  // clear it: nothing has failed
-    if (error != cudaSuccess)
-        return concat("CUDA does not start: ", cudaGetErrorString(error),
-                      "; nvidia-smi must show a GPU and CUDA ", CUDART_VERSION / 1000,
-                      " or newer, else install a newer driver");
-    cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
-    if (gpu_capability() < 80)
-        return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
-    return why_no_kernels();
-}
-
-// FP8 weights are cached only if they fit. NCCL has taken its memory before.
-static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Transport> transport) {
-    constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
-    size_t free = 0, total = 0;
-    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    int64_t needed = 0;
-    for (const bool cached : {should_cache_weights(s), false}) {
-        const int64_t bytes = arena_bytes(s, cached);
-        needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
-        if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));
-    }
-    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),
-                " GB are free; ",
-                "choose a smaller --batch, --seq or --model, or save memory with --master none",
-                s.ranks > 1 ? " and --attention groups."
-                            : ", --attention groups, and --gradients none with --clip 0.");
-}
-
-std::unique_ptr<Model> make_gpu(const Setup& setup) {
-    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // number of the GPU
-    const std::string missing = why_no_gpu(gpu);
-    if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
-    if (std::getenv("COAT_SHARE_GPU")) gpu = 0;  // slow: for tests of several ranks on one GPU
-    check(cudaSetDevice(gpu),
-          concat("Choosing GPU number ", gpu, " failed; each rank needs a GPU of its own").c_str());
-    const int capability = gpu_capability();
-    for (int theirs : setup.communicator ? setup.communicator->all_gather(capability) : std::vector<int>())
-        if (theirs != capability)
-            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
-    Setup s = setup;
-    s.recipe = recipe_on_gpu(setup.recipe, capability);
-    return model_that_fits(s, connect_gpus(s));
-}
-
-}  // namespace coat

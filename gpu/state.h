@@ -193,7 +193,7 @@ public:
     void expect_empty_histories();
     // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 take no amaxes:
     // then histories and scales stay as they are. outcome: on the device.
-    void update_delayed_scales(StepOutcome* outcome) const;
+    void update_from_histories(StepOutcome* outcome) const;
 
 private:
     const Setup& setup_;
@@ -226,7 +226,7 @@ public:
     // The number of the parameter with this name.
     size_t index(const std::string& param) const { return find(param).param; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
-    std::optional<size_t> bias_of(size_t weight) const;
+    std::optional<size_t> bias_index(size_t weight_index) const;
     // The number, in the order of forward, of the linear layer whose weight this is; -1 if it is none.
     int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
@@ -279,7 +279,7 @@ private:
 
     void note_state();
     void note_delayed_scales(size_t i);
-    void initialize();
+    void initialize_state();
     int64_t groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;

@@ -1,0 +1,79 @@
+// gpu/make_gpu.cpp - whether this machine's GPU can run a setup, and in how much of its memory: make_gpu()
+// and its neighbours in model.h. A program that is built without nvcc has gpu/none.cpp in its place.
+#include <cstdlib>
+
+#include "operators.h"
+#include "sharding.h"
+
+namespace coat {
+
+using namespace gpu;
+
+bool built_with_cuda() { return true; }
+
+int gpu_capability() {
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
+}
+
+// Kernels are compiled for one kind of GPU.
+static std::string why_no_kernels() {
+    const cudaError_t error = find_kernels();
+    if (error == cudaSuccess) return "";
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
+        return concat("the GPU does not start: ", cudaGetErrorString(error));
+    const int capability = gpu_capability();
+    return concat("this program was built for other GPUs than this one, of compute capability ",
+                  capability / 10, ".", capability % 10, ": rebuild with make GPU_ARCH=", capability,
+                  capability >= 90 ? "a" : "");
+}
+
+std::string why_no_gpu(int gpu) {
+    int gpus = 0;
+    const cudaError_t error = cudaGetDeviceCount(&gpus);
+    cudaGetLastError();  // clear it: nothing has failed
+    if (error != cudaSuccess)
+        return concat("CUDA does not start: ", cudaGetErrorString(error),
+                      "; nvidia-smi must show a GPU and CUDA ", CUDART_VERSION / 1000,
+                      " or newer, else install a newer driver");
+    cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
+    if (gpu_capability() < 80)
+        return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
+    return why_no_kernels();
+}
+
+// FP8 weights are cached only if they fit. NCCL has taken its memory before.
+static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Transport> transport) {
+    constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
+    int64_t needed = 0;
+    for (const bool cached : {should_cache_weights(s), false}) {
+        const int64_t bytes = arena_bytes(s, cached);
+        needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
+        if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));
+    }
+    throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),
+                " GB are free; ",
+                "choose a smaller --batch, --seq or --model, or save memory with --master none",
+                s.ranks > 1 ? " and --attention groups."
+                            : ", --attention groups, and --gradients none with --clip 0.");
+}
+
+std::unique_ptr<Model> make_gpu(const Setup& setup) {
+    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // number of the GPU
+    const std::string missing = why_no_gpu(gpu);
+    if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
+    if (std::getenv("COAT_SHARE_GPU")) gpu = 0;  // slow: for tests of several ranks on one GPU
+    check(cudaSetDevice(gpu),
+          concat("Choosing GPU number ", gpu, " failed; each rank needs a GPU of its own").c_str());
+    const int capability = gpu_capability();
+    for (int theirs : setup.communicator ? setup.communicator->all_gather(capability) : std::vector<int>())
+        if (theirs != capability)
+            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
+    Setup s = setup;
+    s.recipe = recipe_on_gpu(setup.recipe, capability);
+    return model_that_fits(s, connect_gpus(s));
+}
+
+}  // namespace coat
