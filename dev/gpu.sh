@@ -9,9 +9,10 @@
 #   dev/gpu.sh races                racecheck on attention: to be run after every change of its kernels. A
 #                                   missing wait seldom changes a value in a normal run; racecheck reports
 #                                   it in shared memory, and elsewhere its slower timing may show it
-#   dev/gpu.sh seeds [N]            each kernel test, except the long ones, with the random inputs of N seeds
-#                                   (20), eight at a time; COAT_SEED=... repeats one
-# Logs go to the folder $OUT, or to build/logs.
+#   dev/gpu.sh seeds [FIRST LAST]   each kernel test, except the long ones, with the random inputs of these
+#                                   seeds (1 to 20), eight at a time; COAT_SEED=... repeats one
+# Logs go to the folder $OUT, or to build/logs. `python3 dev/results.py tests` runs `gpu` and `seeds`, and records
+# the last line in dev/RESULTS.md, with the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 logs=${OUT:-build/logs}
@@ -20,11 +21,15 @@ export OMP_WAIT_POLICY=passive
 summary=()
 note() { summary+=("$1"); echo "== $1"; }
 
+if ! command -v nvidia-smi > /dev/null; then
+    echo "gpu.sh: This machine has no nvidia-smi: run it on one with a GPU and its driver." >&2
+    exit 1
+fi
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | head -n 1
 start=$SECONDS
 if ! make train build/tests > "$logs/build.log" 2>&1; then
     tail -n 40 "$logs/build.log"
-    echo "== the build failed; $logs/build.log"
+    echo "gpu.sh: The build failed; the end of $logs/build.log is above." >&2
     exit 1
 fi
 note "built in $((SECONDS - start)) s"
@@ -57,7 +62,7 @@ sanitize() {  # tools, source files, pattern (in place of these files)
     [ -z "$3" ] || chosen=--test-case=$3
     build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' |
         grep '^gpu: ' > "$logs/names.txt"
-    [ -s "$logs/names.txt" ] || { echo "No kernel test matches $chosen."; exit 1; }
+    [ -s "$logs/names.txt" ] || { echo "gpu.sh: No kernel test matches $chosen." >&2; exit 1; }
     for tool in $1; do
         while read -r test; do printf '%s\0%s\0%s\0' "$logs" "$tool" "$test"; done < "$logs/names.txt"
     done | xargs -r -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=SLOT \
@@ -68,13 +73,13 @@ sanitize() {  # tools, source files, pattern (in place of these files)
     failed=$(grep -vc '^0 ' "$logs/sanitize.txt" || true)
 }
 
-seeds() {  # how many
+seeds() {  # first, last
     export logs
-    seq "$1" | xargs -P 8 -I{} bash -c '
+    seq "$1" "$2" | xargs -P 8 -I{} bash -c '
         COAT_SEED={} OMP_NUM_THREADS=2 build/tests --source-file="$kernels" --test-case="gpu: *" \
             --test-case-exclude="gpu: long *" > "$logs/seed-{}.log" 2>&1
         echo "$? seed {}, $SECONDS s: $(tail -n 1 "$logs/seed-{}.log")"' | tee "$logs/seeds.txt"
-    note "$(grep -c '^0 ' "$logs/seeds.txt") of $1 seeds passed"
+    note "$(grep -c '^0 ' "$logs/seeds.txt") of the seeds $1 to $2 passed"
     failed=$(grep -vc '^0 ' "$logs/seeds.txt" || true)
 }
 
@@ -83,7 +88,7 @@ case ${1:-gpu} in
     all) run tests make test ;;
     sanitize) sanitize 'racecheck memcheck initcheck' "$kernels" "${2:-}" ;;
     races) sanitize racecheck '*test/gpu/attention.cu' '' ;;
-    seeds) seeds "${2:-20}" ;;
+    seeds) seeds "${2:-1}" "${3:-20}" ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac

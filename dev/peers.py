@@ -10,11 +10,12 @@ BF16 weights with BF16 states, no master weights, no clipping. `fp8` computes th
 torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and fast accumulation in the forward pass, E5M2
 gradients and exact accumulation in the backward pass. Tokens are random.
 
-    python3 dev/peers.py attention                 attention of build/bench and of PyTorch in turn, by shape
+    python3 dev/results.py attention               attention of build/bench and of PyTorch in turn, by shape
 
 `fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed
 in FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.
 """
+import importlib.util
 import json
 import os
 import statistics
@@ -28,16 +29,17 @@ SHAPES = {  # layers, hidden size, heads, key-value heads, feed-forward size
     "tinyllama-1.1b": (22, 2048, 32, 4, 5632),
 }
 VOCABULARY, T = 32000, 2048
+RECIPES = ("bf16", "fp8", "fsdp", "fsdp-float8")
 WARM_UP, STEPS = 4, 20
-ATTENTION = [  # model, batch, tokens, heads, key-value heads, head size
-    ("llama-2-7b", 8, 2048, 32, 32, 128),
-    ("llama-3.1-8b", 4, 2048, 32, 8, 128),
-    ("llama-3.1-8b", 2, 8192, 32, 8, 128),
-    ("llama-3.1-8b", 1, 16384, 32, 8, 128),
-    ("gpt2", 64, 1024, 12, 12, 64),
-    ("tinyllama-1.1b", 16, 2048, 32, 4, 64),
-    ("llama-3.2-1b", 4, 8192, 32, 8, 64),
-]
+ATTENTION = {  # model, batch, tokens, heads, key-value heads, head size
+    "llama-2-7b, 8 x 2,048": ("llama-2-7b", 8, 2048, 32, 32, 128),
+    "llama-3.1-8b, 4 x 2,048": ("llama-3.1-8b", 4, 2048, 32, 8, 128),
+    "llama-3.1-8b, 2 x 8,192": ("llama-3.1-8b", 2, 8192, 32, 8, 128),
+    "llama-3.1-8b, 1 x 16,384": ("llama-3.1-8b", 1, 16384, 32, 8, 128),
+    "gpt2, 64 x 1,024": ("gpt2", 64, 1024, 12, 12, 64),
+    "tinyllama-1.1b, 16 x 2,048": ("tinyllama-1.1b", 16, 2048, 32, 4, 64),
+    "llama-3.2-1b, 4 x 8,192": ("llama-3.2-1b", 4, 8192, 32, 8, 64),
+}
 REPEATS = 21  # of a kernel, each time after the L2 cache was filled with other data
 
 
@@ -272,30 +274,45 @@ def attention_peers():
     return {**peers, "fa4": of_fa4(), "fa4 deterministic": of_fa4(deterministic=True)}
 
 
-def compare_attention():
+def compare_attention(model, *shape):
     import torch
 
-    rows, peers = [], attention_peers()
-    for model, *shape in ATTENTION:
-        row = {"model": model, "shape": shape, "ours": attention_of_bench(model, *shape[:2])}
-        for name, attention in peers.items():
-            try:
-                row[name] = attention_of_peer(attention, *shape)
-            except Exception as refused:  # this library has no such kernel
-                row[name] = None
-                print(f"{name}, {model}: {refused}", file=sys.stderr)
-        rows.append(row)
-    return {"rows": rows, "note": f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"}
+    row = {"model": model, "shape": shape, "ours": attention_of_bench(model, *shape[:2])}
+    for name, attention in attention_peers().items():
+        try:
+            row[name] = attention_of_peer(attention, *shape)
+        except Exception as refused:  # this library has no such kernel
+            row[name] = None
+            print(f"{name}, {model}: {refused}", file=sys.stderr)
+    return {**row, "note": f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"}
+
+
+def fail(sentence):
+    sys.exit(f"peers.py: {sentence}")
+
+
+def parse_arguments():
+    """("attention", name of a shape), or (model, recipe, batch)."""
+    if sys.argv[1:] in (["help"], ["--help"], ["-h"]):
+        print(__doc__.strip())
+        sys.exit()
+    words = tuple(sys.argv[1:])
+    if words[:1] == ("attention",):
+        if len(words) != 2 or words[1] not in ATTENTION:
+            fail("Which shape of attention? One of these, in quotes: " + "; ".join(ATTENTION) + ".")
+    elif len(words) != 3 or words[0] not in SHAPES or words[1] not in RECIPES or not words[2].isdigit():
+        fail(f"It needs a model ({', '.join(SHAPES)}), a recipe ({', '.join(RECIPES)}) and a batch.")
+    if importlib.util.find_spec("torch") is None:
+        fail("PyTorch is missing; install it with \"pip install torch\".")
+    return words
 
 
 def main():
-    if sys.argv[1:] == ["attention"]:
-        print(json.dumps(compare_attention()))
+    words = parse_arguments()
+    if words[0] == "attention":
+        print(json.dumps(compare_attention(*ATTENTION[words[1]])))
         return
-    recipes = ("bf16", "fp8", "fsdp", "fsdp-float8")
-    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in recipes:
-        sys.exit(__doc__.strip())
-    measured = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    measured = measure(words[0], words[1], int(words[2]))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(measured))
 

@@ -515,11 +515,18 @@ def draw_convergence(rows):
     return picture(670, lower.bottom + 50, parts + lower.parts)
 
 
+def bench_of(rows):
+    """The bench as one report: results.json has a row for each model."""
+    rows = list(rows.values())
+    return {"device": ", ".join(sorted({row["device"] for row in rows})),
+            "commit": ", ".join(sorted({row["commit"] for row in rows})),
+            "runs": [run for row in rows for run in row["runs"]]}
+
+
 def figures(results):
     """The figures of dev/RESULTS.md as {name: SVG}, from dev/results.json."""
-    report = results["bench"]["bench"]
-    of_7b = {"device": report["where"], "runs": report["runs"][:1]}
-    return {"bench": draw_bench({"device": report["where"], **report}), "bench-7b": draw_bench(of_7b),
+    bench = bench_of(results["bench"])
+    return {"bench": draw_bench(bench), "bench-7b": draw_bench({**bench, "runs": bench["runs"][:1]}),
             "memory": draw_memory(results["memory"]["memory"]),
             "moments": draw_moments(results["moments"]["gpt2"]),
             "convergence": draw_convergence(results["convergence"])}

@@ -4,14 +4,14 @@
     python3 dev/results.py                   all groups, for a machine with a GPU; about two hours
     python3 dev/results.py bench speed:7b    one group, and of another the runs whose names contain "7b"
     python3 dev/results.py page              measures nothing; only renews the page
-    python3 dev/results.py slower            compares build/bench.json, which `make bench` has written, with the
-                                             recorded bench: names what is more than 5% slower (exit code 1)
-    python3 dev/results.py gpus              renews the table of GPUs in dev/README.md from ./train --plan, which
-                                             needs a build with nvcc, but no GPU
+    python3 dev/results.py slower            compares build/bench.json, which `make bench` has written, with
+                                             the recorded bench: names what is more than 5% slower (exit code 1)
+    python3 dev/results.py help              this text, and the groups
 
-Each result goes to dev/results.json when its run ends. A run is skipped if results.json has its result of this
-commit, so the command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT.
-Packages are needed by `peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`).
+Each result goes to dev/results.json when its run ends. If there is an environment variable OUT, a copy of
+results.json goes to that folder. A run is skipped if results.json has its result of this commit, so the command
+can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Packages are needed
+by `peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`).
 """
 import concurrent.futures
 import contextlib
@@ -19,14 +19,17 @@ import json
 import os
 import queue
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import typing
 
 import corpus
+import peers
 import plot
 
 DEV = os.path.dirname(os.path.abspath(__file__))
@@ -41,7 +44,7 @@ class Group(typing.NamedTuple):
     about: str
     runs: dict  # name -> flags of ./train, or a command that prints its result as JSON
     shared: str = ""  # flags of ./train that all runs have
-    build: str = "train"
+    build: str = ""  # what it needs besides ./train
     gpu: bool = True
     at_once: bool = False  # one run on each GPU: for losses, which do not depend on time
 
@@ -62,18 +65,54 @@ LONG, LARGE = (
 GPT2 = f"{BUILD}/convergence-bf16"  # checkpoints that `moments` reads
 
 
-def ranks(n, *runs):
-    """Runs on n GPUs, each as "model way sequences"; a way of PyTorch is fsdp or fsdp-float8."""
-    commands = {}
-    for model, way, batch in (run.split() for run in runs):
-        torch = f"python3 -m torch.distributed.run --standalone --nproc_per_node {n} dev/peers.py"
-        ours = f"--model llama-2-{model} --batch {batch} --ranks {n} {BF16 if way == 'bf16' else ''}"
-        commands[f"{n} GPU{'s' if n > 1 else ''}: {model} {way}, {batch} x 2048"] = (
-            f"{torch} llama-2-{model} {way} {batch}" if "fsdp" in way else ours.strip())
-    return commands
+class RanksRun(typing.NamedTuple):
+    """A run on several GPUs, and what the paper's table 7 says of it."""
+    gpus: int
+    model: str
+    way: str  # a recipe of ours, or PyTorch's fsdp or fsdp-float8
+    batch: int  # sequences a GPU
+    paper_gb: str = ""  # GB a GPU (sequences)
+    paper_speed: str = ""  # tokens/s a GPU at the largest batch (sequences)
+
+    def name(self):
+        return f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}: {self.model} {self.way}, {self.batch} x 2048"
+
+    def command(self):
+        if self.way.startswith("fsdp"):
+            return (f"python3 -m torch.distributed.run --standalone --nproc_per_node {self.gpus} "
+                    f"dev/peers.py llama-2-{self.model} {self.way} {self.batch}")
+        recipe = f" {BF16}" if self.way == "bf16" else ""
+        return f"--model llama-2-{self.model} --batch {self.batch} --ranks {self.gpus}{recipe}"
+
+
+RANKS = {run.name(): run for run in (
+    RanksRun(1, "7b", "coat", 1, "79.3 (1)", "5,906 (1)"),
+    RanksRun(1, "7b", "coat", 8, "79.3 (1)", "5,906 (1)"),
+    RanksRun(1, "7b", "bf16", 8, "out of memory (1)"),
+    RanksRun(2, "7b", "coat", 2, "52.8 (2)", "11,351 (4)"),
+    RanksRun(2, "7b", "coat", 8, "52.8 (2)", "11,351 (4)"),
+    RanksRun(2, "7b", "bf16", 2, "out of memory (2)", "6,130 (1)"),
+    RanksRun(2, "7b", "fsdp", 1),
+    RanksRun(2, "7b", "fsdp-float8", 1),
+    RanksRun(2, "13b", "coat", 4, "73.2 (1)", "2,137 (1)"),
+    RanksRun(4, "7b", "coat", 8, "35.6 (2)", "11,257 (4)"),
+    RanksRun(4, "7b", "bf16", 8, "55.1 (2)", "7,730 (2)"),
+    RanksRun(4, "7b", "fsdp", 3),
+    RanksRun(4, "7b", "fsdp-float8", 3),
+    RanksRun(4, "13b", "coat", 1, "49.1 (1)", "5,295 (2)"),
+    RanksRun(4, "13b", "bf16", 1, "76.1 (1)", "2,345 (1)"))}
+
+
+def bench(flags):
+    """A command that prints what the bench measures, as JSON."""
+    return f"build/bench {flags} --json {BUILD}/bench.json >&2 && cat {BUILD}/bench.json"
 
 
 GROUPS = {
+    "tests": Group(
+        "every GPU test, and those of kernels again with other random inputs",
+        {"all": "dev/gpu.sh gpu", "kernels, seeds 1 to 10": "dev/gpu.sh seeds 1 10",
+         "kernels, seeds 11 to 20": "dev/gpu.sh seeds 11 20"}),
     "speed": Group(
         "speed and memory of whole models",
         {**{f"{model} {way}": f"{size} {flags}".strip() for model, size in SIZES.items() for way, flags in
@@ -90,9 +129,7 @@ GROUPS = {
         f"{QUIET} --lr 1e-5 --steps 24 --warmup 5"),
     "ranks": Group(
         "one and several GPUs (table 7); those that the machine has",
-        {**ranks(1, "7b coat 1", "7b coat 8", "7b bf16 8"),
-         **ranks(2, "7b coat 2", "7b coat 8", "7b bf16 2", "7b fsdp 1", "7b fsdp-float8 1", "13b coat 4"),
-         **ranks(4, "7b coat 8", "7b bf16 8", "7b fsdp 3", "7b fsdp-float8 3", "13b coat 1", "13b bf16 1")},
+        {name: run.command() for name, run in RANKS.items()},
         f"{QUIET} --seq 2048 --lr 1e-4 --steps 10 --warmup 10"),
     "convergence": Group(
         "GPT-2 on 0.2 billion tokens in every recipe",
@@ -113,14 +150,14 @@ GROUPS = {
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}"}, gpu=False),
     "memory": Group("saved activations by operator (table 2)", {"memory": "./train --plan"}, gpu=False),
     "bench": Group(
-        "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
+        "every operator of a step",
+        {model: bench(f"--model {model}") for model in ("llama-2-7b", "tinyllama-1.1b", "gpt2")},
         build="build/bench"),
     "attention": Group(
-        "attention by shape, and PyTorch's", {"attention": "python3 dev/peers.py attention"},
-        build="build/bench"),
+        "attention by shape, and PyTorch's",
+        {name: f"python3 dev/peers.py attention '{name}'" for name in peers.ATTENTION}, build="build/bench"),
     "sizes": Group(
-        "FP8 GEMMs against BF16's by size",
-        {"sizes": "build/bench --only sizes --json build/s.json >&2 && cat build/s.json"}, build="build/bench"),
+        "FP8 GEMMs against BF16's by size", {"sizes": bench("--only sizes")}, build="build/bench"),
 }
 
 # ------------------------------------------------------------------------------------------------------------
@@ -170,9 +207,13 @@ def saved_activations():
                         "coat, attention in groups": "coat --attention groups"}.items():
         plan = shell(f"./train --plan --device cpu --data dev --model llama-2-7b --recipe {flags}").stdout
         units = {}
-        for tensor, size in re.findall(r"\n  (\S.*?) \(.*?([\d.]+) +[\d.]+ +[\d.]+  token and layer", plan):
+        for line in plan.splitlines():
+            cells = re.split("  +", line.strip())
+            if cells[-1] != "token and layer":
+                continue
+            tensor, size = cells[0], float(cells[2])  # bytes of a token and layer
             column = next(column for start, column in columns.items() if tensor.startswith(start))
-            units[column] = units.get(column, 0) + float(size) / (2 * 4096)
+            units[column] = units.get(column, 0) + size / (2 * 4096)
         rows.append({"name": name, "U": dict(sorted(units.items())), "total": sum(units.values())})
     return {"rows": rows}
 
@@ -182,7 +223,12 @@ def run(group, name, gpu=None):
     if group == "memory":
         return saved_activations()
     flags, log = GROUPS[group].runs[name], f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', name)}"
-    program = flags.startswith(("build/", "python3"))
+    if group == "tests":
+        ended = shell(flags)
+        if ended.returncode:
+            raise RuntimeError(ended.stdout + ended.stderr)
+        return {"command": flags, "says": ended.stdout.splitlines()[-1]}
+    program = not flags.startswith("--")
     out = "" if "--out" in flags else "--out ''"
     command = flags if program else f"./train {GROUPS[group].shared} {flags} {out} --log {log}.jsonl"
     choice = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={gpu}"
@@ -218,19 +264,23 @@ def save(results):
     for group, rows in results.items():
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         groups.append(f'"{group}": {{\n{lines}}}')
-    with open(os.path.join(DEV, "results.json"), "w", encoding="utf-8") as file:
+    path = os.path.join(DEV, "results.json")
+    with open(path + ".new", "w", encoding="utf-8") as file:
         file.write("{\n" + ",\n".join(groups) + "\n}\n")
+    os.replace(path + ".new", path)
+    if "OUT" in os.environ:
+        shutil.copy(path, os.environ["OUT"])
 
 
 def measure(group, part, commit):
     """Runs what this commit does not have yet. Returns whether every run succeeded."""
     names = ask_gpus("name")
     if GROUPS[group].gpu and not names:
-        print(f"{group} needs a GPU and was left out.", flush=True)
+        print(f"results.py: {group} needs a GPU, and nvidia-smi finds none; it is left out.", flush=True)
         return False
     made = shell(f"make {GROUPS[group].build} train")
     if made.returncode:
-        sys.exit(f"make {GROUPS[group].build} train failed:\n{made.stderr}")
+        sys.exit(f"{made.stdout}{made.stderr}results.py: The build failed; the output of make is above.")
     if GROUPS[group].at_once:
         corpus.prepare()
     many = len(names) > 1 and not GROUPS[group].at_once
@@ -238,21 +288,21 @@ def measure(group, part, commit):
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
     rows = load().get(group, {})
     left = [name for name in GROUPS[group].runs if part in name and rows.get(name, {}).get("commit") != commit
-            and not (group == "ranks" and int(name[0]) > len(names))]
+            and not (group == "ranks" and RANKS[name].gpus > len(names))]
     gpus = range(len(names)) if GROUPS[group].at_once else [None]
     free, one_saves = queue.SimpleQueue(), threading.Lock()
     for gpu in gpus:
         free.put(gpu)
 
     def measure_one(name):
-        gpu = free.get()
+        gpu, begun = free.get(), time.monotonic()
         try:
             row = {"commit": commit, "where": where, **run(group, name, gpu)}
             with one_saves:
                 results = load()
                 results.setdefault(group, {})[name] = row
                 save(results)
-            print(f"{group}: {name}: done", flush=True)
+            print(f"{group}: {name}: done in {time.monotonic() - begun:.0f} s", flush=True)
             return True
         except (RuntimeError, json.JSONDecodeError) as problem:
             print(f"{group}: {name}: FAILED: {problem}", flush=True)
@@ -269,12 +319,6 @@ def measure(group, part, commit):
 CODINGS = ["E4M3", "E4M3 + expansion", "E5M2", "E5M2 + expansion"]
 PAPER_TABLE_1 = [[20.10, 18.08, 25.65, 18.16], [15.13, 12.31, 21.96, 12.43],
                  [37.02, 35.96, 40.30, 36.00], [17.79, 15.48, 23.84, 15.57]]
-PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences), tokens/s a GPU at the largest batch (sequences)
-    "1 7b coat": ("79.3 (1)", "5,906 (1)"), "1 7b bf16": ("out of memory (1)", ""),
-    "2 7b coat": ("52.8 (2)", "11,351 (4)"), "2 7b bf16": ("out of memory (2)", "6,130 (1)"),
-    "4 7b coat": ("35.6 (2)", "11,257 (4)"), "4 7b bf16": ("55.1 (2)", "7,730 (2)"),
-    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)"),
-    "4 13b bf16": ("76.1 (1)", "2,345 (1)")}
 PAPER_GAPS = {"coat": f"{plot.PAPER_GAP:+}", "te": "+0.006"}
 
 
@@ -286,6 +330,11 @@ def mean_and_error(values):
     """The mean over the seeds, and its standard error."""
     error = f" ({statistics.stdev(values) / len(values) ** 0.5:.4f})" if len(values) > 1 else ""
     return f"{statistics.mean(values):+.4f}{error}"
+
+
+def tests_table(rows):
+    return ["tests", "command", "summary", "GPU", "commit"], [
+        [name, f"`{row['command']}`", row["says"], row["where"], row["commit"]] for name, row in rows.items()]
 
 
 def speed_table(rows):
@@ -308,8 +357,8 @@ def ranks_table(rows):
             "paper: tokens/s a GPU (sequences)"]
     return head, [
         [name.replace("fsdp", "PyTorch FSDP2"), f"{row['tokens_per_second']:,.0f}",
-         f"{row['tokens_per_second'] / int(name[0]):,.0f}", gb(row),
-         *PAPER_RANKS.get(re.sub(r" GPUs?:(.*?),.*", r"\1", name), ("", ""))]
+         f"{row['tokens_per_second'] / RANKS[name].gpus:,.0f}", gb(row), RANKS[name].paper_gb,
+         RANKS[name].paper_speed]
         for name, row in rows.items()]
 
 
@@ -347,7 +396,7 @@ def memory_table(rows):
 
 def bench_table(rows):
     table = []
-    for measured in rows["bench"]["runs"]:
+    for measured in plot.bench_of(rows)["runs"]:
         step, found = measured["step"], {kind: [0, 0] for kind in plot.KINDS}
         for o in plot.operators_of_step(measured):
             found[o["group"]][0] += o["count"] * o["seconds"]
@@ -370,7 +419,7 @@ ATTENTIONS = {"ours": "ours", "cudnn": "cuDNN", "flash": "FA2", "fa4": "FA4",
 
 
 def attention_table(rows):
-    measured = rows["attention"]["rows"]
+    measured = list(rows.values())
     # Forward is the same with and without determinism
     columns = [(part, program) for part in (0, 1) for program in ATTENTIONS
                if program in measured[0] and (part, program) != (0, "fa4 deterministic")]
@@ -385,10 +434,10 @@ def attention_table(rows):
                               for part, program in columns)], table
 
 
-TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "attention": attention_table,
-          "convergence": convergence_table, "optimizers": lambda rows: convergence_table(rows, "fp32", {}),
-          "moments": moments_table, "large": convergence_table, "memory": memory_table, "bench": bench_table,
-          "sizes": sizes_table}
+TABLES = {"tests": tests_table, "speed": speed_table, "peers": peers_table, "ranks": ranks_table,
+          "attention": attention_table, "convergence": convergence_table,
+          "optimizers": lambda rows: convergence_table(rows, "fp32", {}), "moments": moments_table,
+          "large": convergence_table, "memory": memory_table, "bench": bench_table, "sizes": sizes_table}
 
 
 def renew_page():
@@ -409,7 +458,8 @@ def renew_page():
         head, cells = TABLES[group](results[group])
         lines = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells]]
         flags = f", `./train {shared}` and the flags of the run" if shared else ""
-        origin = f"`python3 dev/results.py {group}`{flags}; {where}; commit {commits}."
+        measured = f"{where}; commit {commits}" if rows else "no run is recorded yet"
+        origin = f"`python3 dev/results.py {group}`{flags}; {measured}."
         origin = textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False)
         return "\n".join([f"<!-- {group} -->", *origin, "", *lines, "<!-- end -->"])
     page = re.sub(r"<!-- (" + "|".join(TABLES) + r") -->\n.*?<!-- end -->", one, page, flags=re.DOTALL)
@@ -457,50 +507,24 @@ def name_slower(measured, recorded):
 
 
 def check_speed(path):
+    if not os.path.exists(path):
+        sys.exit(f"results.py: There is no {path}; \"make bench\" measures this commit and writes it.")
     with open(path, encoding="utf-8") as file:
         measured = json.load(file)
-    return name_slower(measured, load()["bench"]["bench"])
-
-
-def plan_of(model, flags=""):
-    """What --plan says of a model on a GPU: the GB that it needs, and the GPUs on which it fits."""
-    text = shell(f"./train --plan --device gpu --model {model} --batch 1 --seq 2048 {flags}").stdout
-    needs = re.search(r"^On a GPU: ([\d.]+) GB\. (?:Fits: (.*?)\. ?)?(?:Too small: (.*)\.)?$", text, re.MULTILINE)
-    if not needs:
-        sys.exit("./train --plan does not say on which GPUs a run fits: build it with nvcc.")
-    fits, small = (re.findall(r"\d+ GB \([^)]*\)", part or "") for part in needs.groups()[1:])
-    return needs[1], fits, small
-
-
-def renew_gpus():
-    """Renews the table of models and GPUs in dev/README.md, between <!-- gpus ... --> and <!-- end -->."""
-    rows, gpus = [], []
-    for model in ("tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"):
-        (default, fits, small), (lean, lean_fits, _) = plan_of(model), plan_of(model, LEANEST)
-        gpus = sorted(fits + small, key=lambda gpu: int(gpu.split()[0]))
-        cells = ["yes" if gpu in fits else "leanest" if gpu in lean_fits else "no" for gpu in gpus]
-        rows.append([f"`{model}`", default, lean, *cells])
-    head = ["model", "GB, default flags", "GB, leanest flags", *gpus]
-    table = "".join("| " + " | ".join(line) + " |\n" for line in [head, *rows])
-    table = table.replace("\n", "\n|" + "---|" * len(head) + "\n", 1)
-    path = os.path.join(DEV, "README.md")
-    with open(path, encoding="utf-8") as file:
-        page = file.read()
-    page = re.sub(r"(<!-- gpus: .*? -->\n).*?(<!-- end -->)", lambda found: found[1] + table + found[2], page,
-                  flags=re.DOTALL)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(page)
+    return name_slower(measured, plot.bench_of(load()["bench"]))
 
 
 def main():
-    if sys.argv[1:] == ["gpus"]:
-        return renew_gpus()
+    if sys.argv[1:] in (["help"], ["--help"], ["-h"]):
+        groups = "".join(f"    {name:<12} {group.about}\n" for name, group in GROUPS.items())
+        print(f"{__doc__.strip()}\n\nGroups:\n{groups}", end="")
+        return
     if sys.argv[1:] == ["slower"]:
         sys.exit(check_speed(os.path.join(ROOT, "build/bench.json")))
     chosen = [argument.partition(":") for argument in sys.argv[1:]] or [(group, "", "") for group in GROUPS]
-    if any(group not in [*GROUPS, "page"] for group, _, _ in chosen):
-        about = [f"    {group:<12} {GROUPS[group].about}" for group in GROUPS]
-        sys.exit("\n".join([__doc__.strip(), "", "Groups:", *about]))
+    for group, _, _ in chosen:
+        if group not in [*GROUPS, "page"]:
+            sys.exit(f"results.py: There is no group {group}; \"python3 dev/results.py help\" names them.")
     commit = os.environ.get("COAT_COMMIT") or shell("git rev-parse --short HEAD").stdout.strip() or "unknown"
     os.makedirs(os.path.join(ROOT, BUILD), exist_ok=True)
     good = [measure(group, part, commit) for group, _, part in chosen if group != "page"]

@@ -39,6 +39,7 @@ static std::FILE* start(const char* program, const std::string& sources) {
 }
 
 int main(int argc, char** argv) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a run that is stopped has printed what it did
     // None of these tests uses a GPU. Many wait for programs that they start.
     const std::string groups[] = {"*test/train_*,*test/generate.cpp", "*test/processes.cpp,*test/data/*",
                                   "*test/dev/*.cpp"};
