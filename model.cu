@@ -29,11 +29,11 @@
 //     activation functions are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what
 //     they are computed from, and the kernel that makes the operand of the next GEMM computes them.
 //
-// The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). Where a tensor has one scale,
-// which comes just in time, its amax must be known before its codes are made. A kernel that has the values
-// earlier anyway is given the place for their amax: x_amax_out() or g_amax_out() of the linear layer that
-// will read them. Where there is none, a pass over the tensor computes the amax just before it is quantized.
-// (In recipes that need no amaxes both places are null.)
+// The amaxes of the FP8 operands x, w and g of linear layers (gpu/linear.h). If a tensor has one scale, and
+// scaling is just in time, its amax must be known before its codes are made. Often an earlier kernel has the
+// values at hand: it is given x_amax_out() or g_amax_out() of the linear layer that will read the tensor, and
+// leaves the amax there. If no kernel does, a pass over the tensor computes the amax just before it is
+// quantized. (In recipes that need no amaxes both functions return null.)
 //
 //   operand           what it is                 who computes its amax
 //
@@ -175,7 +175,7 @@ public:
         begin_step_or_evaluation(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
-            // Now, because the next micro-batch clears the amaxes
+            // The amaxes tell whether codes hide infinity or NaN, and the next micro-batch clears them
             if (setup_.keep_gradients) store_loss_or_nan(&outcome()->loss_or_nan);
         }
         sharding_->wait_for_transfers();
@@ -195,8 +195,9 @@ public:
     }
 
 private:
-    // Begins a step, or what evaluate() and the like run in place of one. targets: how many targets count.
-    // quant_stats: where what quantizing loses is added up, by ReportKind; null: it is not measured.
+    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(). targets: the number of
+    // targets that count. quant_stats: by ReportKind, where quantization errors are added up; null: they are
+    // not measured.
     void begin_step_or_evaluation(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
         device_.copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
@@ -230,7 +231,7 @@ private:
     // CUDA graph replays: its launch depends on the tokens.
     void micro_batch(int64_t number, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = number;
-        // With several ranks each micro-batch overwrites gradients: they are sent, and their sums are
+        // With several ranks every micro-batch overwrites gradients: they are sent, and their sums lie
         // elsewhere
         linear_.overwrites_gradients = number == 0 || sharding_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
@@ -251,7 +252,8 @@ private:
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
-    // Begins a pass over B sequences of T tokens. copy_to_gpu() waits until the pass before has run.
+    // Copies B sequences of T tokens to the GPU, and sets the sizes of the pass that follows. copy_to_gpu()
+    // waits until the pass before has run.
     void load_batch(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B;
         T_ = T;
@@ -340,15 +342,15 @@ private:
     bool forward_reads_saved(const ResidualNorm& n) const {
         return recipe_.forward_reads_groups || !n.norm.in.storage.fp8();
     }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. Same memory as
-    // final_norm_input(): norm_backward() of the final norm overwrites its input with this.
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It has the memory of
+    // final_norm_input(): norm_backward() of the final norm overwrites its input with this gradient.
     TensorRef dresidual() const { return tensor_at(memory_.dresidual, N_, config_.C); }
     // The saved input of the final norm (N, C): the residual stream behind the last layer.
     TensorRef final_norm_input() const { return tensor_at(memory_.dresidual, N_, config_.C); }
 
-    // Attention computes in the compute dtype: in the saved q, k, v and output themselves; or, if these are
-    // in groups, in a buffer for each. It computes with what the groups hold: so the saved log-sum-exp
-    // belongs to what backward reads.
+    // Attention reads and writes tensors in the compute dtype: the saved q, k, v and output themselves, or,
+    // if these are saved in groups, a buffer for each. Before a buffer is read, save_and_reload() rounds its
+    // values to what the groups hold: so the saved log-sum-exp fits what backward will read.
     TensorRef attention_buffer(const TensorRef& saved) {
         return saved.storage.fp8() ? take_tensor(N_, saved.cols) : saved;
     }
@@ -367,7 +369,7 @@ private:
     // Qwen3 norms of the heads come first, whose backward needs their inputs: there q, k, v are saved as the
     // projection writes them, and attention_input() does norms and RoPE, in backward again.
     bool rope_at_projection() const { return rotary_ && !head_norms_; }
-    // q, k, v as attention reads them, where qkv is what is saved.
+    // q, k, v as attention reads them. qkv: as they are saved.
     TensorRef attention_input(const Layer& layer, const TensorRef& qkv) {
         if (!head_norms_) return qkv;
         const TensorRef x = take_tensor(N_, qkv.cols);
@@ -511,7 +513,7 @@ private:
         sharding_->gather_weights(sharding_->head_stage(), Pass::Backward);
         // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
-        // The sum goes on from what micro-batches before this one have added
+        // Earlier micro-batches have added to the gradient: the sum begins with what they left
         if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) head_slice_backward(first, dy, sum);
         add_up_losses();
@@ -806,20 +808,20 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Layers
 
-    // Layer number l: its parameters, its linear layers, and where what it saves has its place.
+    // Layer l: its parameters, its linear layers, and the places of what it saves.
     Layer make_layer(int64_t l) {
         const int64_t N = padded_tokens(setup_);
-        auto number = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
-        auto linear = [&](const char* of) { return LinearLayer(linear_, number(of)); };
-        Layer layer{.norm1_index = number("norm1.weight"),
-                    .norm2_index = number("norm2.weight"),
+        auto index = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
+        auto linear = [&](const char* of) { return LinearLayer(linear_, index(of)); };
+        Layer layer{.norm1_index = index("norm1.weight"),
+                    .norm2_index = index("norm2.weight"),
                     .head_norm_index = {},
                     .qkv = linear("qkv"),
                     .attention_out = linear("attention_out"),
                     .gate_up = linear("gate_up"),
                     .down = linear("down"),
                     .saved = {}};
-        if (head_norms_) layer.head_norm_index = number("qk_norm.weight");
+        if (head_norms_) layer.head_norm_index = index("qk_norm.weight");
         uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
             uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);

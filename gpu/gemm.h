@@ -41,7 +41,7 @@ public:
              const GemmOptions& options = {});
 
 private:
-    // What the choice of an algorithm depends on: it is made once for each.
+    // What the choice of an algorithm depends on: it is made once for each Key.
     struct Key {
         Gemm kind;
         Format a, b, out;

@@ -14,12 +14,13 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 namespace gpu {
 class Transport;  // gpu/sharding.h: how GPUs send each other bytes
 }
-// The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
-// once per step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry
-// run. make_gpu() of model.h first asks what the GPU supports.
+// The model on a GPU (model.cu). bytes: of its allocation. cache_weights: all FP8 weights are made once per
+// step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry run.
+// (make_gpu() of model.h first asks what the GPU supports.)
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
                                  std::shared_ptr<gpu::Transport> transport = nullptr);
-// The bytes that it needs, by a dry run of its step, which needs no GPU; 0 in a program without CUDA.
+// The bytes that this model needs: found by a dry run of a step, which needs no GPU. 0 in a program without
+// CUDA.
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 // Whether it pays off to make all FP8 weights once per step, if memory allows.
 bool should_cache_weights(const Setup& s);
@@ -73,7 +74,7 @@ inline int64_t gathered_bytes(const Setup& s, const Param& p) {
 // -----------------------------------------------------------------------------------------------------------
 // Activations and the head
 
-inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // FP8 GEMMs need a multiple of so many rows
+inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of this
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (Where GEMMs are FP8, B * T is a multiple
 // already: coat.h, linear_formats().)
 inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }

@@ -54,8 +54,8 @@ static bool is_stored_unquantized(const LazyTensor& x) {
     return x.op == LazyOp::Stored && !x.input.storage.fp8();
 }
 
-// Takes memory for an operand with so many rows, in the caller's scope. codes: where the row-major codes go;
-// null: into memory that is taken, too.
+// Takes memory for an operand, in the caller's scope. needed_rows: its rows, before they are rounded up for
+// an FP8 GEMM. codes: where the row-major codes go; null: into memory that is taken, too.
 Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form form, void* codes) const {
     const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
@@ -94,8 +94,8 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
     return operand;
 }
 
-// w8, as `reader` reads it. It may be in the cache. It may have been gathered from other GPUs as row-major
-// codes, of which dgrad needs the transpose. Otherwise it is made here, of the weight.
+// w8, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as row-major codes:
+// these are transposed for dgrad. Otherwise it is made here, of the weight.
 Operand LinearLayer::weight_operand(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
@@ -154,7 +154,7 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
-// Adds the column sums of g to the gradient of the bias. amax: where that of g goes, or null.
+// Adds the column sums of g to the gradient of the bias. amax_out: where the amax of g goes, or null.
 void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
@@ -168,8 +168,8 @@ void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_
     if (amax_out) compute_amax(x, amax_out, stream());
 }
 
-// The update leaves the amax of a weight with the parameter. Delayed scaling reads that of the operand, which
-// is computed here.
+// The update leaves the amax of a weight with the parameter (Scales::of_parameter()). Delayed scaling reads
+// the entry of the operand w instead, whose amax is computed here.
 void LinearLayer::compute_weight_amax() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
         compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_);

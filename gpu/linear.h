@@ -52,7 +52,7 @@ public:
     LinearLayer(LinearContext& context, size_t weight_index);
 
     // --- The three GEMMs
-    // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y has memory for so many.
+    // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
     void fprop(const LazyTensor& x, const TensorRef& y);
     void dgrad(const Operand& g8, const TensorRef& dx);  // dx = g w
     void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
@@ -73,7 +73,7 @@ public:
     // --- w8, if weights are cached
     void make_cached_weight();
 
-    // --- Amaxes: where a kernel that has the values of x or g leaves theirs; null if it is not needed.
+    // --- Amaxes: where a kernel that has the values of x or g leaves their amax; null if none is needed.
     TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
     TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.

@@ -364,7 +364,8 @@ private:
         const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].flat_offset;
         return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
     }
-    // Where rank `to` gets its part of them from another: by parameter of the bucket, then by sender.
+    // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
+    // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* received(size_t i, int64_t from, int64_t to) const {
         int64_t elements = (from - (from > to)) * padded(own(i, to));
         for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)

@@ -42,9 +42,9 @@ public:
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() {}
-    // To be called after the weights have changed. The amaxes of all ranks become one: of the weights, of
-    // which each rank has updated a part, and with delayed scaling those of a step. The codes of weights get
-    // their scale.
+    // To be called after the weights have changed. Each rank has updated a part of a weight: the amaxes of
+    // the parts become one, from which the scale of the weight's codes follows. With delayed scaling the
+    // amaxes of the operands of the step become one, too.
     virtual void combine_amaxes_of_ranks() {}
 
     // --- Gradients

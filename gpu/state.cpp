@@ -72,8 +72,8 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
 // micro-batches they lie behind these, because their sums must outlive the next forward pass. Gradients that
 // are not kept (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums
 // of gradients lie where those of one rank do, and the gradients of one micro-batch alternate by bucket
-// between two places: those of one bucket travel while the next are computed. Those of a tied embedding have
-// a place of their own in the last two cases, because the head writes them first, before all other buckets.
+// between two places: those of one bucket travel while the next are computed. In these last two cases the
+// gradients of a tied embedding have a place of their own, because the head writes them before all others.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                            const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
@@ -116,8 +116,8 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 //   [gradients of one micro-batch, with several ranks or --gradients none] | tokens, targets, token order |
 //   dresidual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
 //
-// Behind that lies what a step takes where it uses it (Arena::Scope): the operands of one linear
-// layer, gradients of activations, logits.
+// Behind that lies what a step takes where it uses it (Arena::Scope): the operands of one linear layer,
+// gradients of activations, logits.
 //
 // Tensors that replace each other in one place, from left to right in the order of a step:
 //
@@ -233,7 +233,7 @@ std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
     return next;
 }
 
-// Notes under which names read() and write() pass what.
+// Fills entries_: the tensors that read() and write() pass, by name.
 void Parameters::note_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const std::string& name = params[i].name;
@@ -406,7 +406,7 @@ void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const ui
     device_.wait("Writing a tensor failed");
 }
 
-// As FP32, of which BF16 is the upper half.
+// Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void Parameters::read_gradient(size_t i, float* out) const {
     const int64_t count = places[i].own.count, bytes = gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);

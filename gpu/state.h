@@ -133,12 +133,12 @@ struct Device {
     // bytes: as for the Arena.
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
-    // Waits until the stream has run all that was put on it. If something of it waits for another rank, and
-    // that has ended, this process ends too. what: how the Error begins if something has failed.
+    // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
+    // that rank has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
-    // Copy between the host and this GPU. Both wait for the whole stream before they copy: CUDA may do so
-    // anyway, without noticing that a rank has ended. copy_to_gpu() does not wait for its copy, so what it
-    // reads must stay until the next wait(). copy_to_host() returns when the copy is there.
+    // Copy between the host and this GPU. Both call wait() before they copy: CUDA may wait there anyway, and
+    // it would not notice that a rank has ended. copy_to_gpu() does not wait for its copy, so what it reads
+    // must stay until the next wait(). copy_to_host() returns when the copy is there.
     void copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
@@ -208,8 +208,8 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Weights, gradients and moments, by parameter. A parameter is known by its number: its place in params, the
-// table of architecture.h, in the order of forward.
+// Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, the table of
+// architecture.h, which is in the order of forward.
 
 class Parameters {
 public:
@@ -223,7 +223,7 @@ public:
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // of one element
 
-    // The number of the parameter with this name.
+    // The index of the parameter with this name.
     size_t index(const std::string& param) const { return find(param).param; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
@@ -231,7 +231,7 @@ public:
     int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
-    // Where the weights of parameter i begin that this rank owns.
+    // Where the weights of parameter i begin: of the part that this rank owns.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
@@ -245,7 +245,7 @@ public:
         return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
-    // Where the gradients of parameter i begin that the update reads: of the elements that this rank owns.
+    // Where the gradients of parameter i begin that the update reads: of the part that this rank owns.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
     TensorRef whole_gradient(size_t i) const {
