@@ -70,29 +70,30 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
     return x;
 }
 
-// Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no
-// write-back.
+// Fills the L2 cache with other data, 256 MiB of it, which is only read and needs no write-back.
+inline void flush_cache() {
+    static const Buffer<uint16_t> other(128 << 20);
+    static const Buffer<gpu::TensorScale> scale(1);
+    constexpr int64_t COLS = 1024;
+    const int64_t rows = static_cast<int64_t>(other.size) / COLS;
+    gpu::compute_amax(gpu::stored({other.get(), nullptr, rows, COLS, BF16}), scale.get(), nullptr);
+}
+
+// Median time in milliseconds.
 template <class Run> float milliseconds(int repeats, Run run) {
-    static Buffer<uint16_t> other(128 << 20);
-    static Buffer<gpu::TensorScale> scale(1);
-    other.fill(0x3F);
-    cudaEvent_t start, stop;
-    gpu::check(cudaEventCreate(&start), "Creating an event failed");
-    gpu::check(cudaEventCreate(&stop), "Creating an event failed");
+    gpu::UniqueHandle<cudaEvent_t, cudaEventDestroy> start, stop;
+    gpu::check(cudaEventCreate(&start.handle), "Creating an event failed");
+    gpu::check(cudaEventCreate(&stop.handle), "Creating an event failed");
     std::vector<float> times(static_cast<size_t>(repeats));
     run();
     for (float& ms : times) {
-        // Reads all
-        const int64_t rows = static_cast<int64_t>(other.size) / 1024;
-        gpu::compute_amax(gpu::stored({other.get(), nullptr, rows, 1024, BF16}), scale.get(), nullptr);
-        gpu::check(cudaEventRecord(start), "Timing failed");
+        flush_cache();
+        gpu::check(cudaEventRecord(start.handle), "Timing failed");
         run();
-        gpu::check(cudaEventRecord(stop), "Timing failed");
-        gpu::check(cudaEventSynchronize(stop), "Timing failed");
-        gpu::check(cudaEventElapsedTime(&ms, start, stop), "Timing failed");
+        gpu::check(cudaEventRecord(stop.handle), "Timing failed");
+        gpu::check(cudaEventSynchronize(stop.handle), "Timing failed");
+        gpu::check(cudaEventElapsedTime(&ms, start.handle, stop.handle), "Timing failed");
     }
-    cudaEventDestroy(start);
-    cudaEventDestroy(stop);
     std::sort(times.begin(), times.end());
     return times[times.size() / 2];
 }
