@@ -27,41 +27,57 @@ static dim3 row_block(int64_t C) {
 // The first column of one of the thread's chunks. Neighbouring threads have neighbouring chunks.
 static __device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
-// x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all threads
-// get the same bits. All threads of the block call it, because it synchronizes them. Each PLACE has shared
-// memory of its own. Two successive calls need different places: a thread may still be reading the sums of
-// the first call when another thread writes those of the second.
-template <int PLACE, int COUNT> static __device__ void row_sum(float (&x)[COUNT]) {
-    __shared__ float parts[COUNT][ROW_WARPS];
-    for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
-    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
-    if (warps == 1) return;
-    if (threadIdx.x % 32 == 0)
-        for (int i = 0; i < COUNT; i++) parts[i][first + threadIdx.x / 32] = x[i];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        x[i] = 0;
-        for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
-    }
-}
+namespace {
 
-static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqrt(squares / C + eps)
+// Adds numbers up over the threads of a row. Each sum uses one of two places in shared memory, and the next
+// sum the other: a thread may still be reading the parts of one sum when another thread writes those of the
+// next.
+struct RowSum {
+    int place = 0;  // of the next sum
+
+    // x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all
+    // threads get the same bits. All threads of the block call it, because it synchronizes them.
+    template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
+        __shared__ float parts_of_sums[2][COUNT][ROW_WARPS];
+        float(&parts)[COUNT][ROW_WARPS] = parts_of_sums[place];
+        place ^= 1;
+        for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
+        const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+        if (warps == 1) return;
+        if (threadIdx.x % 32 == 0)
+            for (int i = 0; i < COUNT; i++) parts[i][first + threadIdx.x / 32] = x[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            x[i] = 0;
+            for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
+        }
+    }
+    // Uses up a place, as a sum does. If every path through a kernel uses as many, the compiler knows them.
+    __device__ void skip() { place ^= 1; }
+};
+
+}  // namespace
+
+// 1 / sqrt(squares / C + eps)
+static __device__ float inverse_root(float squares, int64_t C, float eps) {
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// The statistics of a row, whose chunks in this thread are x. Chunks that lie behind the row are zeros. The
-// forward pass of both norms calls it, and LayerNorm's backward pass. RMSNorm's backward pass computes the
-// sum of squares together with another sum, in the same order. So forward and backward have the same bits.
-// They must: wgrad quantizes the norm's output with the amax that forward has computed, and a larger value
-// would saturate.
-static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms,
-                                               float eps) {
+// The statistics of a row. x: the thread's chunks of it; a chunk behind the end of the row is zeros. The
+// forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
+// computes the sum of squares together with another sum, but in the same order. So forward and backward have
+// the same bits. They must: wgrad quantizes the norm's output with the amax that forward has computed, and a
+// larger value would saturate.
+static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
+                                               RowSum& sum_over_row) {
     float sum[1] = {0};
     if (!rms) {
         for (int c = 0; c < ROW_CHUNKS; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        row_sum<0>(sum);
+        sum_over_row(sum);
+    } else {
+        sum_over_row.skip();
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
@@ -70,15 +86,15 @@ static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], in
             const float deviation = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(deviation, deviation, square[0]);
         }
-    row_sum<1>(square);
+    sum_over_row(square);
     return {mean, inverse_root(square[0], C, eps)};
 }
 
 // ===========================================================================================================
 // Residual and norm, forward
 
-// The largest magnitude of a norm's output for one row, whose chunks in this thread are x. Chunks that are
-// not live lie behind the row.
+// The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
+// live lies behind the end of the row, or its row behind the last.
 template <class Element, class Live>
 static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS],
                                         RowStatistics statistics, Live live) {
@@ -146,7 +162,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (!FORWARD_READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
-    const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps);
+    RowSum sum_over_row;
+    const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps, sum_over_row);
     if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
     if (y_amax_out) update_amax_by_warp(&y_amax_out->amax, amax_of_norm<Element>(next, v, statistics, live));
 }
@@ -172,6 +189,16 @@ void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& 
 // A block goes through many rows. In shared memory, each row of threads (those with the same threadIdx.y) has
 // sums of its own, dweight (C) and dbias (C), of the rows that it has had so far. The block adds them and
 // writes them out at its end. Then the sums of all blocks are added. The order is always the same.
+
+namespace {
+
+// The means over a row that dx needs.
+struct RowMeans {
+    float d;  // of LayerNorm alone
+    float d_xhat;
+};
+
+}  // namespace
 
 // Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
 // and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
@@ -219,26 +246,109 @@ static __device__ void add_to_row_sums(const Values& x, const Values& dy, const 
 // Adds a chunk's dx to g, by the equations above.
 template <bool RMS>
 static __device__ void add_dx(const Values& xhat, const Values& dy, const Values& weight, float rstd,
-                              float mean_d, float mean_d_xhat, Values& g) {
+                              const RowMeans& means, Values& g) {
     for (int j = 0; j < CHUNK; j++) {
         const float d = dy[j] * weight[j];
-        g[j] += rstd * ((RMS ? d : d - mean_d) - xhat[j] * mean_d_xhat);
+        g[j] += rstd * ((RMS ? d : d - means.d) - xhat[j] * means.d_xhat);
     }
 }
 
-// norm_backward() of operators.h: g_out = g_in + dx, (N, C); g_in may be no tensor. The kernel also writes
-// the row statistics, the amax of g_out, and the blocks' sums: partials (blocks, C) of dweight and, of
-// LayerNorm, behind them (blocks, C) of dbias. It computes the statistics again because all norms have the
-// same place for them, where later norms have left theirs. CHUNKS: if it is not 0, a row consists of so many
-// whole chunks of each thread. Then no chunk has a condition, so that the compiler can mix the instructions
-// of all chunks.
-template <class Layout, bool RMS, int CHUNKS, class Element = typename Layout::Compute>
+namespace {
+
+// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of g_in.
+template <class Layout> struct RawRow {
+    using RawGradient = typename Dense<typename Layout::Compute>::Raw;
+    typename Layout::Raw x[ROW_CHUNKS];
+    RawGradient dy[ROW_CHUNKS], g[ROW_CHUNKS];
+};
+
+// What happens to a row of the norm n: load(), then compute_means(), then finish(). input: n.in. g_in may be
+// no tensor. CHUNKS: 0, or the number of chunks that each thread has of a row, all of them whole. Then no
+// chunk has a condition, so that the compiler can mix the instructions of all chunks.
+template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
+    using Element = typename Layout::Compute;
+    Norm n;
+    Layout input;
+    Dense<Element> dy_in, g_in, g_out;
+
+    __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < n.in.cols; }
+
+    __device__ RawRow<Layout> load(int64_t row) const {
+        RawRow<Layout> raw{};
+        const int64_t first = row * n.in.cols;
+        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            raw.x[c] = input.from(first).load(row_column(c));
+            raw.dy[c] = dy_in.from(first).load(row_column(c));
+            if (g_in.data) raw.g[c] = g_in.from(first).load(row_column(c));
+        }
+        return raw;
+    }
+
+    // The weight is read again where it is needed, from the cache.
+    __device__ void get_dy_and_weight(const RawRow<Layout>& raw, int c, Values& dy, Values& weight) const {
+        const Dense<Element> weights = dense<Element>(n.weight);
+        dy_in.unpack(raw.dy[c], dy);
+        weights.unpack(weights.load(row_column(c)), weight);
+    }
+
+    // Computes the row statistics, too. x becomes what finish() needs: of LayerNorm xhat, of RMSNorm the
+    // norm's input.
+    __device__ RowMeans compute_means(int64_t row, const RawRow<Layout>& raw, RowSum& sum_over_row,
+                                      Values (&x)[ROW_CHUNKS], RowStatistics& statistics) const {
+        const int64_t C = n.in.cols;
+        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw.x[c], x[c]);
+        statistics = {};
+        if (!RMS) statistics = row_statistics(x, C, false, n.eps, sum_over_row);
+        float sum[2] = {0, 0};
+        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values dy, weight;
+            get_dy_and_weight(raw, c, dy, weight);
+            if (!RMS) normalize(x[c], statistics);
+            add_to_row_sums<RMS>(x[c], dy, weight, sum);
+        }
+        sum_over_row(sum);
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
+        if (!RMS) return {.d = sum[0] * inverse_C, .d_xhat = sum[1] * inverse_C};
+        statistics.rstd = inverse_root(sum[0], C, n.eps);
+        return {.d = 0, .d_xhat = sum[1] * inverse_C * statistics.rstd};
+    }
+
+    // Writes g_out = g_in + dx, and adds the row to the sums dweight and dbias. top: the largest magnitude of
+    // g_out so far.
+    __device__ void finish(int64_t row, const RawRow<Layout>& raw, Values (&x)[ROW_CHUNKS],
+                           const RowStatistics& statistics, const RowMeans& means, float4* dweight,
+                           float4* dbias, float& top) const {
+        const uint32_t C = static_cast<uint32_t>(n.in.cols);
+        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values dy, weight, g, dweight_of_row;
+            get_dy_and_weight(raw, c, dy, weight);
+            g_in.unpack(raw.g[c], g);
+            if (!RMS) add_columns(dbias, C, row_column(c), dy);
+            if (RMS) normalize(x[c], statistics);
+            for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
+            add_dx<RMS>(x[c], dy, weight, statistics.rstd, means, g);
+            add_columns(dweight, C, row_column(c), dweight_of_row);
+            g_out.from(row * C).round_in_place_and_store(row_column(c), g, true);
+            top = larger_magnitude(top, g);
+        }
+    }
+};
+
+}  // namespace
+
+// norm_backward() of operators.h. Beside g_out the kernel writes the row statistics, the amax of g_out, and
+// the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, behind them (blocks, C) of dbias. The
+// statistics are computed again, because all norms have the same place for them, which later norms have
+// overwritten.
+template <class Layout, bool RMS, int CHUNKS>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const Norm n, Layout input, Dense<Element> dy_in, Dense<Element> g_in,
-                         Dense<Element> g_out, TensorScale* g_amax_out, float* partials) {
-    const int64_t rows = n.in.rows;
-    const uint32_t C = static_cast<uint32_t>(n.in.cols);
-    const Dense<Element> weights = dense<Element>(n.weight);
+    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* g_amax_out,
+                         float* partials) {
+    const int64_t rows = norm.n.in.rows;
+    const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
     extern __shared__ float4 sums_of_rows[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t float4s = C / 4;
     float4* const dweight = sums_of_rows + threadIdx.y * float4s;
@@ -248,65 +358,17 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (!RMS) dbias[i] = float4{};
     }
     __syncthreads();
-    const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
+    RowSum sum_over_row;
     float top = 0;
-    bool odd_row = false;  // whether this thread has had an odd number of rows
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y;
-        auto live = [&](int c) { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < C; };
-
-        // Load the thread's part of the row. The weight is read again where it is needed, from the cache.
-        typename Layout::Raw raw_x[ROW_CHUNKS] = {};
-        typename Dense<Element>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
-        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            raw_x[c] = input.from(row * C).load(row_column(c));
-            raw_dy[c] = dy_in.from(row * C).load(row_column(c));
-            if (g_in.data) raw_g[c] = g_in.from(row * C).load(row_column(c));
-        }
-        auto dy_and_weight = [&](int c, Values& dy, Values& weight) {
-            dy_in.unpack(raw_dy[c], dy);
-            weights.unpack(weights.load(row_column(c)), weight);
-        };
-        Values x[ROW_CHUNKS];  // it becomes xhat
-        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw_x[c], x[c]);
-        RowStatistics statistics{};
-        if (!RMS) statistics = row_statistics(x, C, false, n.eps);
-
-        // The two sums over the row, from which all its threads compute the means.
-        float sum[2] = {0, 0};
-        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values dy, weight;
-            dy_and_weight(c, dy, weight);
-            if (!RMS) normalize(x[c], statistics);
-            add_to_row_sums<RMS>(x[c], dy, weight, sum);
-        }
-        // Two successive calls of row_sum() need different places. RMSNorm uses the places 1 and 2 in turn;
-        // LayerNorm always place 2, because row_statistics() uses the places 0 and 1 in between.
-        if (RMS && odd_row) row_sum<1>(sum);
-        else row_sum<2>(sum);
-        odd_row = !odd_row;
-        if (RMS) statistics.rstd = inverse_root(sum[0], C, n.eps);
-        if (row < rows && threadIdx.x == 0) n.row_statistics[row] = statistics;
-        const float mean_d = sum[0] * inverse_C;  // LayerNorm's
-        const float mean_d_xhat = sum[1] * inverse_C * (RMS ? statistics.rstd : 1.0f);
-
-        // dx, and the sums of dweight and dbias.
-        for (int c = 0; row < rows && c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values dy, weight, g, dweight_of_row;
-            dy_and_weight(c, dy, weight);
-            g_in.unpack(raw_g[c], g);
-            if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            if (RMS) normalize(x[c], statistics);
-            for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
-            add_dx<RMS>(x[c], dy, weight, statistics.rstd, mean_d, mean_d_xhat, g);
-            add_columns(dweight, C, row_column(c), dweight_of_row);
-            g_out.from(row * C).round_in_place_and_store(row_column(c), g, true);
-            top = larger_magnitude(top, g);
-        }
+        const RawRow<Layout> raw = norm.load(row);
+        Values x[ROW_CHUNKS];
+        RowStatistics statistics;
+        const RowMeans means = norm.compute_means(row, raw, sum_over_row, x, statistics);
+        if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = statistics;
+        norm.finish(row, raw, x, statistics, means, dweight, dbias, top);
     }
     if (g_amax_out) update_amax_by_warp(&g_amax_out->amax, magnitude_bits(top));
     __syncthreads();
@@ -333,12 +395,19 @@ void norm_backward(const Norm& n, const TensorRef& dy, const TensorRef& g_in, co
         using Layout = decltype(in);
         using Element = typename Layout::Compute;
         auto run = [&]<int CHUNKS>() {
-            const auto kernel = n.rms ? norm_backward_kernel<Layout, true, CHUNKS>
-                                      : norm_backward_kernel<Layout, false, CHUNKS>;
-            launch("norm_backward", kernel, grid, block, shared, s, n, in, dense<Element>(dy.data),
-                   dense<Element>(g_in.data), dense<Element>(g_out.data), g_amax_out, workspace);
+            auto run_for = [&]<bool RMS>() {
+                const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
+                                                             .input = in,
+                                                             .dy_in = dense<Element>(dy.data),
+                                                             .g_in = dense<Element>(g_in.data),
+                                                             .g_out = dense<Element>(g_out.data)};
+                launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared, s,
+                       norm, g_amax_out, workspace);
+            };
+            if (n.rms) run_for.template operator()<true>();
+            else run_for.template operator()<false>();
         };
-        // The usual widths: 768 has 3 chunks, and powers of two from 1024 on have 4
+        // At the usual widths a thread has 3 chunks (768), or 4 (powers of two from 1024 on).
         if (C == 3 * block.x * CHUNK) run.template operator()<3>();
         else if (C == 4 * block.x * CHUNK) run.template operator()<4>();
         else run.template operator()<0>();
