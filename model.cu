@@ -71,9 +71,9 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    // Of the weights of its norms: indices into Parameters::params (gpu/state.h).
+    // The weights of its norms, as indices into Parameters::params (gpu/state.h).
     size_t norm1_index, norm2_index;
-    std::optional<size_t> head_norm_index;  // Qwen3: of the norms of the heads of q and k
+    std::optional<size_t> head_norm_index;  // Qwen3 has norms of the heads of q and k
     LinearLayer qkv, attention_out, gate_up, down;
     std::vector<TensorRef> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
 };
@@ -98,7 +98,7 @@ class GpuModel final : public Model {
     LinearContext linear_;  // what the linear layers share
     std::vector<Layer> layers_;
 
-    // Of weights: indices into Parameters::params. A tied head has that of the embedding.
+    // Weights, as indices into Parameters::params. A tied head has the index of the embedding.
     const size_t embedding_index_ = parameters_.index("embedding");
     const size_t final_norm_index_ = parameters_.index("final_norm.weight");
     const size_t head_index_ = parameters_.index(config_.tied ? "embedding" : "head");
@@ -121,15 +121,15 @@ class GpuModel final : public Model {
     const bool dgate_up_in_place_ =
         info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
-    // Later dqkv, if its rows are not longer. Nobody reads dgate_up any more then.
+    // Later dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.nonlinear.bytes(1, config_.gate_up_cols());
 
-    // Of the step that runs. finish_bucket(), at the bottom of its calls, reads these three.
+    // The step that runs. These three are read at the bottom of its calls, in finish_bucket().
     AdamWStep adamw_;          // the settings of its update: a copy, set by step()
-    int64_t micro_batch_ = 0;  // its number in the step, set by micro_batch()
-    QuantReport report_;       // what measure_quantization() has measured so far; emptied by it
-    // Of the pass that runs: B sequences of T tokens, N = B * T in all. Set by load_batch().
+    int64_t micro_batch_ = 0;  // the number of its micro-batch that runs, set by micro_batch()
+    QuantReport report_;       // what has been measured so far; measure_quantization() empties it first
+    // The pass that runs has B sequences of T tokens, N = B * T tokens in all. load_batch() sets these.
     int64_t B_ = 0, T_ = 0, N_ = 0;
     // The residual stream (N, C) in the compute dtype, during forward, in recipes that save the inputs of
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
@@ -565,10 +565,10 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Backward. dX is the gradient of X; that of a linear layer's output is g, and g8 as an operand.
+    // Backward. dX is the gradient of X. The gradient of a linear layer's output is g, and g8 as an operand.
     //
     // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
-    // part. Where backward is between two norms, it is the g of the linear layer that backward comes to next.
+    // part. Between two norms it is the g of the linear layer to which backward comes next.
     // The argument dresidual_amax_out is where the norm leaves its amax for that linear layer.
     //
     // Gradients of parameters are computed by bucket. begin_bucket() clears those to which kernels add.
@@ -676,8 +676,8 @@ private:
         until_dresidual.end();
         n.reader->wgrad(g8, lazy_norm(n.norm));
     }
-    // dresidual() = g_in + the gradient of the norm's input, where dy is that of its output. g_in is
-    // dresidual(), too, or no tensor at the head, where the residual stream ends.
+    // dresidual() = g_in + the gradient of the norm's input. dy: the gradient of the norm's output. g_in:
+    // dresidual(), too; no tensor at the head, where the residual stream ends.
     void backward_of_norm(const ResidualNorm& n, const TensorRef& dy, const TensorRef& g_in,
                           TensorScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
@@ -729,9 +729,9 @@ private:
         store_loss_or_nan(&outcome()->loss_or_nan);
         parameters_.update(adamw_, bucket, bucket + 1, *sharding_);
     }
-    // Where GEMMs overwrite gradients, other kernels still add theirs, those of norms, biases and embeddings:
-    // so these begin at zero. Not that of the head's weight: a GEMM has written it before, also if the weight
-    // is a tied embedding.
+    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
+    // these begin at zero. The gradient of the head's weight does not: a GEMM has written it before, also if
+    // the weight is a tied embedding.
     void clear_added_gradients(int64_t bucket) const {
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first; i < range.last; i++) {

@@ -3,9 +3,9 @@
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along the
 // reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no E5M2 x E5M2.
-// The layouts of scales are those of Operand. cuBLAS is column-major: what is a row-major matrix here is its
-// transpose there. So for out = left right it computes out^T = right^T left^T, and its operand A is our right
-// one, its B our left one.
+// Operand has the layouts of scales that it wants. cuBLAS is column-major: a row-major matrix of this program
+// is for cuBLAS the transpose of that matrix. So for out = left right it computes out^T = right^T left^T: its
+// operand A is our right one, its B our left one.
 #include "gemm.h"
 
 #include <algorithm>

@@ -53,7 +53,7 @@ struct BucketRange {
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 // How many elements of gradients exist at one time, at most.
 struct BucketElements {
-    int64_t largest = 0;  // elements of the largest bucket, not counting that of a tied embedding
+    int64_t largest = 0;  // elements of the largest bucket; the bucket of a tied embedding does not count
     // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their
     // own, because the head adds to them at the beginning of backward, and the embedding at the end.
     int64_t embedding = 0;

@@ -64,9 +64,9 @@ public:
     // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
     // memory.
     Operand make_g8(const LazyTensor& g, AmaxIs amax);
-    // The same in two parts (only dgate_up: it outlives dact, from which it is computed, and memory is a
-    // stack). take_g8() takes the memory of g8, before that of dact; write_g8() writes it, when g can be
-    // computed. codes: where the row-major codes go; null: into memory that is taken, too.
+    // The same in two parts, for dgate_up alone: it outlives dact, from which it is computed, and memory is a
+    // stack. take_g8() takes the memory of g8 before the memory of dact is taken. write_g8() writes g8 when g
+    // can be computed. codes: where the row-major codes go; null: into memory that is taken, too.
     Operand take_g8(int64_t N, void* codes = nullptr) const;
     void write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8);
 

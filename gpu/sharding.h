@@ -1,6 +1,6 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
 // small values (step by step: dev/WALK2.md). Sharding is the interface that a step calls, and with one GPU
-// also the implementation, in which nothing travels. sharding.cpp derives that of several GPUs from it:
+// also the implementation, in which nothing travels. sharding.cpp derives the one for several GPUs from it:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
@@ -18,7 +18,7 @@
 namespace coat::gpu {
 
 // -----------------------------------------------------------------------------------------------------------
-// Sharding. This class itself is for a run on one GPU: weights and gradients are those of Parameters.
+// Sharding. This class itself is for a run on one GPU: it returns the weights and gradients of Parameters.
 // Stages are counted in the order of forward: the embeddings, each linear layer, the head.
 
 enum class Pass : uint8_t { Forward, Backward };
@@ -53,8 +53,8 @@ public:
     // Makes the computation's stream wait until the gradients of a bucket may be written there.
     virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
-    // Adds those of all ranks to the sums of the step, each on the rank that owns it. The first micro-batch
-    // begins the sums.
+    // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
+    // micro-batch begins the sums.
     virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
     // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
     // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.

@@ -69,11 +69,12 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
 }
 
 // With one rank and one micro-batch a step, gradients that are kept lie over saved activations. With more
-// micro-batches they lie behind these, because their sums must outlive the next forward pass. Gradients that
-// are not kept (--gradients none) share one place, which each bucket uses in turn. With several ranks, sums
-// of gradients lie where those of one rank do, and the gradients of one micro-batch alternate by bucket
-// between two places: those of one bucket travel while the next are computed. In these last two cases the
-// gradients of a tied embedding have a place of their own, because the head writes them before all others.
+// micro-batches they lie behind the activations, because sums must outlive the next forward pass. Gradients
+// that are not kept (--gradients none) share one place, which each bucket uses in turn. With several ranks,
+// sums of gradients lie where the gradients of one rank do, and the gradients of one micro-batch alternate by
+// bucket between two places: those of one bucket travel while the next are computed. In these last two cases
+// the gradients of a tied embedding have a place of their own, because the head writes them before all
+// others.
 static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                            const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
@@ -301,8 +302,8 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
-// The norm of the gradients, for clipping, is that of all ranks. So each rank adds up the squares of what it
-// owns by shard unit, and these sums travel, behind the loss: `units` + 1 numbers from each rank.
+// Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns by
+// shard unit, and these sums travel, behind the loss: `units` + 1 numbers from each rank.
 void Parameters::update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
@@ -349,7 +350,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
     return all;
 }
 
-// Computes the amax of weights that were written. (The optimizer leaves the amax of those that it updates.)
+// Computes the amax of weights that were written. (The update leaves the amax of weights that it writes.)
 void Parameters::recompute_weight_amax(size_t i) {
     if (!params[i].role.linear) return;
     TensorScale* const scale = scales_.of_parameter(i);

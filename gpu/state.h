@@ -25,8 +25,8 @@ class Sharding;
 // Memory
 
 // The allocation, from which memory is taken as from a stack: a Scope gives back at its end what was taken in
-// it. A step takes the same in the same order every time, so its addresses stay, also those that CUDA graphs
-// hold. How much a run needs is found out by a dry run (gpu/cuda.h), whose addresses are never used.
+// it. Every step takes the same sizes in the same order, so it gets the same addresses, also those that CUDA
+// graphs hold. How much a run needs is found out by a dry run (gpu/cuda.h), whose addresses are never used.
 class Arena {
 public:
     explicit Arena(int64_t bytes);  // of the allocation; 0: a dry run
@@ -80,7 +80,7 @@ struct Scalars {
     // From the host: the weight of one target's loss in the loss of the step, which is a mean: 1 / the number
     // of targets that count.
     double loss_weight;
-    // The errors of quantization, where they are measured: one for each ReportKind that comes before moments.
+    // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
@@ -110,7 +110,7 @@ struct Memory {
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
-    // Of the pass that runs, with room for a whole micro-batch of N tokens
+    // For the pass that runs. There is room for a whole micro-batch of N tokens
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
@@ -201,7 +201,7 @@ private:
     TensorScale* const scales_;
     float* const histories_;
 
-    // The number of an operand among those of all linear layers.
+    // The place of an operand among the operands of all linear layers.
     int64_t index_of(LinearOperand o, int64_t linear_layer) const {
         return int(o) * linear_layer_count + linear_layer;
     }
