@@ -107,6 +107,44 @@ def scale():
     errors.minorticks_off()
 
 
+def landing():
+    """Lesson 3: the values of lesson 2 in a tensor that has a 30,000, too. Where each falls with three kinds of scale."""
+    magnitudes = np.abs(GROUP).astype(np.float32)
+    of_tensor, of_group = np.float32(30000), np.float32(24)
+    rows = (("E4M3, one scale for the tensor", coat.E4M3, coat.scales_of(coat.E4M3, of_tensor)),
+            ("E5M2, one scale for the tensor", coat.E5M2, coat.scales_of(coat.E5M2, of_tensor)),
+            ("E4M3, a scale for these 16 values", coat.E4M3, coat.bf16(coat.scales_of(coat.E4M3, of_group))))
+    zero, low, high = 2.0**-7.6, 2.0**-8.2, 2.0**6  # where 0 is drawn, and the ends of the axis
+    _, axes = plt.subplots(3, 1, figsize=(6.6, 6.4), sharex=True)
+    for ax, (name, f, s) in zip(axes, rows):
+        subnormal, normal = s * f.min / 2, s * 2.0 ** (1 - f.bias)  # where the zones begin
+        for begin, end, color, words in ((low, subnormal, "red", "becomes 0"), (subnormal, normal, "gold", "subnormal"),
+                                         (normal, s * f.max, "blue", "normal, up to 30,000" if s * f.max > high else "normal")):
+            begin, end = max(begin, low), min(end, high)
+            if end > 2 * begin:
+                ax.text((begin * end)**0.5, -0.27, words, ha="center", va="center", fontsize=9.5, color=theme[color])
+            if end > begin:
+                ax.axvspan(begin, end, 0, 0.5, color=theme[color], alpha=0.13, linewidth=0)
+        codes = s * coat.decode(f, np.arange(1, 124 if f is coat.E5M2 else 127))
+        shown = codes[(codes > low * 1.5) & (codes < high)]
+        ax.vlines(shown, 0, 0.24, color=theme["soft"], linewidth=0.8)
+        stored = coat.decode(f, coat.encode(f, magnitudes / s)) * s
+        for x, y in zip(magnitudes, stored):
+            color = theme["green" if y else "red"]
+            ax.plot([x, y or zero], [1, 0.24], color=color, linewidth=1, marker="o", markersize=4)
+        errors = np.abs(stored / magnitudes - 1)
+        ax.set_title(f"{name}: mean error {errors.mean():.1%}, {np.sum(stored == 0) or 'none'} become 0")
+        ax.set(xscale="log", xlim=(low, high), ylim=(-0.5, 1.2), yticks=[])
+        ax.spines["left"].set_visible(False)
+        if np.any(stored == 0):
+            ax.text(zero, 0.04, "0", ha="center", va="center", fontsize=9.5, color=theme["red"])
+    ticks = (0.02, 0.1, 0.31, 1.1, 4, 24)
+    axes[2].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[2].minorticks_off()
+    axes[2].set_xlabel("|x| (logarithmic). Dots above: the 16 values. Grey ticks: the codes, times the scale.\n"
+                       "A line goes from a value to the code onto which it falls.")
+
+
 def staircase():
     """What is stored for x in a tensor with amax 1.1, as in lesson 7: from nearby, and the whole range."""
     _, axes = plt.subplots(1, 2, figsize=(6.4, 3.6))
@@ -160,7 +198,7 @@ def expansion(v):
     group = np.sort(v[np.argsort(ranges)[len(v) // 2]])[None, :]  # the one with the median range
     stored = coat.store_moment(group, True)
     codes, s = coat.quantize_tensor(coat.E4M3, group)
-    ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["grey"], 1),
+    ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["soft"], 1),
             (f"expanded, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(*stored), theme["blue"], -1))
     _, grid = plt.subplot_mosaic([["values", "errors"], ["codes", "codes"]], figsize=(6.4, 5.4))
     axes = [grid[name] for name in ("values", "codes", "errors")]
@@ -168,9 +206,13 @@ def expansion(v):
     axes[0].set(yscale="log", title="a moment group of v", xlabel="sorted by size", ylabel="value")
     for name, code, decoded, color, side in ways:
         error = (decoded / group - 1)[0]
-        axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color,
-                       label=f"{name}: {len(np.unique(code))} codes in use")
-        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5, label=f"{name}:\n{100 * coat.rms(error):.1f}% RMS")
+        axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color)
+        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5)
+        for ax, left, words in ((axes[1], 0.1, f"{name}: {len(np.unique(code))} codes in use"),
+                                (axes[2], 0.16, f"{name}:\n{100 * coat.rms(error):.1f}% RMS")):
+            upper, lower = (0.98, 0.86) if ax is axes[1] else (1.0, 0.82)
+            ax.text(left, upper if side > 0 else lower, words, color=color, weight="bold", fontsize=9.5, va="top",
+                    transform=ax.transAxes)
     axes[1].axhline(0, color=theme["soft"], linewidth=0.8)
     in_subnormal = np.count_nonzero(stored[0] < 8)  # of the expanded values; the smallest come first
     axes[1].axvspan(0, 8, color=theme["gold"], alpha=0.25, linewidth=0)
@@ -179,9 +221,8 @@ def expansion(v):
     axes[1].set_yticks([-10, 0, 10], ["10", "0", "10"])
     axes[2].set(title="error of each value", xlabel="sorted by size", ylabel="relative error, %")
     axes[2].set_yticks([0, 2, 4, 6])
-    for ax in axes[1:]:
-        ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 1.6)
-        ax.legend(loc="upper left", handlelength=1)
+    for ax in axes[1:]:  # room for the words
+        ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 1.7)
 
 
 def factors(m, v):
@@ -263,17 +304,18 @@ def tails(gradients):
         for low, high, color, words in ((-36, zero, theme["red"], "becomes 0"), (zero, normal, theme["gold"], "subnormal"),
                                         (normal, 0, theme["blue"], "normal: full precision")):
             ranges.barh(y, high - low, 0.62, low, color=color, alpha=0.6, label=words if y else None)
-        ranges.text(0.4, y, f"{np.mean(ratios < 2.0**zero):.1%} become 0", va="center", fontsize=9.5)
+        lost = np.format_float_positional(100 * np.mean(ratios < 2.0**zero), precision=1, fractional=False)
+        ranges.text(0.4, y, f"{lost}% become 0", va="center", fontsize=9.5)
     ranges.set(ylim=(-0.5, 1.5), title="what becomes of a value, if the amax gets the largest code")
     ranges.set_yticks([1, 0], ["E4M3", "E5M2"])
     ranges.spines[["left", "bottom"]].set_visible(False)
     ranges.tick_params(bottom=False, left=False, labelcolor=theme["text"])
-    ranges.legend(loc="upper center", bbox_to_anchor=(0.44, -0.02), ncols=3, handlelength=1)
+    ranges.legend(loc="upper center", bbox_to_anchor=(0.42, -0.02), ncols=3, handlelength=1)
     edges = np.arange(-36, 1)
     share, _ = np.histogram(np.log2(ratios), edges)
     counts.stairs(100 * share / len(ratios), edges, fill=True, color=theme["green"])
-    counts.axvline(np.log2(float(coat.E4M3.min) / 2 / 448), color=theme["soft"], linewidth=1, linestyle=":")
-    counts.set(yscale="log", xlim=(-36, 7.5), ylim=(1e-5, 100), ylabel="% of the values", xlabel="|g| / amax of its tensor",
+    counts.axvline(np.log2(float(coat.E4M3.min) / 2 / 448), color=theme["text"], linewidth=1.2, linestyle=":")
+    counts.set(yscale="log", xlim=(-36, 9), ylim=(1e-5, 100), ylabel="% of the values", xlabel="|g| / amax of its tensor",
                title="gradients of all linear layers of a small model, by powers of two")
     ticks = range(-32, 1, 4)
     counts.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
@@ -321,11 +363,11 @@ FORWARD, SAVED, BACKWARD, STREAM, BACK_STREAM = 3.1, 7.0, 11.0, 0.55, 13.35  # w
 WIDE, TALL, GROUPS = 2.6, 0.56, 1.45  # a box; where the groups of a sum are made
 
 
-def add(ax, y):
-    """The sum of the residual stream and a branch."""
-    ax.plot([STREAM], [y], "o", markersize=12, markerfacecolor=theme["ground"], markeredgecolor=theme["gold"], markeredgewidth=1.4,
+def add(ax, y, x=STREAM):
+    """A sum of the residual stream, or of its gradient, and a branch."""
+    ax.plot([x], [y], "o", markersize=12, markerfacecolor=theme["ground"], markeredgecolor=theme["gold"], markeredgewidth=1.4,
             zorder=3)
-    ax.text(STREAM, y - 0.015, "+", ha="center", va="center", fontsize=11, color=theme["gold"], weight="bold", zorder=4)
+    ax.text(x, y - 0.015, "+", ha="center", va="center", fontsize=11, color=theme["gold"], weight="bold", zorder=4)
 
 
 def groups(ax, x, y):
@@ -334,9 +376,9 @@ def groups(ax, x, y):
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(6.8, 11.15))
+    _, ax = plt.subplots(figsize=(6.8, 10.8))
     top = len(LAYER) - 1
-    ax.set(xlim=(-0.15, 14.1), ylim=(-3.95, top + 1.75))
+    ax.set(xlim=(-0.15, 14.1), ylim=(-3.65, top + 1.75))
     ax.axis("off")
     for x, words in ((FORWARD, "forward"), (SAVED, "waits for backward"), (BACKWARD, "backward")):
         ax.text(x, top + 1.5, words, ha="center", weight="bold", fontsize=11.5)
@@ -378,7 +420,8 @@ def flow_operator(ax, row, y, colors):
         path(ax, (STREAM + 0.12, sum_at - 0.12), (GROUPS - 0.43, made), color=theme["green"])
         groups(ax, GROUPS, made)
         path(ax, (GROUPS, made), (FORWARD, made), (FORWARD, y + TALL / 2), color=theme["green"])
-        path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM, y), color=theme["gold"])
+        path(ax, (BACKWARD + WIDE / 2, y), (BACK_STREAM - 0.18, y), color=theme["gold"])
+        add(ax, y, BACK_STREAM)
     if name.startswith("SiLU"):
         made = y + 0.5
         groups(ax, FORWARD, made)
@@ -413,19 +456,19 @@ def flow_saved(ax, y, words, made):
 
 
 def flow_legend(ax, colors):
-    legend = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dw goes to the optimizer"),
-              ("norm", "a norm or activation function: reads groups, which are saved, too"),
-              ("bf16", "computed in BF16")]
-    for i, (kind, words) in enumerate(legend):
-        box(ax, 0.5, -1.15 - 0.36 * i, 0.8, 0.22, "", colors[kind])
-        note(ax, 1.1, -1.15 - 0.36 * i, words, color=theme["text"])
-    add(ax, -2.25)
-    note(ax, 1.1, -2.25, "a sum in FP32, rounded to BF16 for the stream, and to groups for a norm", color=theme["text"])
-    groups(ax, 0.5, -2.62)
-    note(ax, 1.1, -2.62, "here groups are made: 16 values with one scale. Red: the x of wgrad", color=theme["text"])
-    note(ax, 0.1, -3.0, "amax of an x: taken at the 1x16 in front of its norm or SiLU; in attention", color=theme["text"])
-    note(ax, 0.1, -3.36, "amax of a g: taken in the gradient of norm or attention; that of SiLU x up in a pass", color=theme["text"])
-    note(ax, 0.1, -3.72, "saved: 16.3 C bytes a token (BF16: 22.8 C)", color=theme["text"], weight="bold")
+    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dw goes to the optimizer"),
+            ("norm", "a norm or activation function: reads groups, which are saved, too"),
+            ("bf16", "computed in BF16"),
+            ("saved", "filled: saved for backward, 16.3 C bytes a token in all (BF16: 22.8 C)"),
+            ("again", "dashed: not kept; backward makes it from the box above. It is wgrad's x (red)")]
+    for i, (kind, words) in enumerate(rows):
+        y = -1.15 - 0.37 * i
+        box(ax, 0.5, y, 0.8, 0.22, "", colors.get(kind, theme["soft"]), filled=kind == "saved", dashed=kind == "again")
+        note(ax, 1.1, y, words, color=theme["text"])
+    groups(ax, 0.5, -3.0)
+    note(ax, 1.1, -3.0, "here groups are made: 16 values with one scale", color=theme["text"])
+    add(ax, -3.4, 0.5)
+    note(ax, 1.1, -3.4, "a sum in FP32, rounded to BF16 for the stream, and to groups for a norm", color=theme["text"])
 
 
 # --- Where an amax comes from
@@ -435,7 +478,7 @@ def amax():
     lesson 2 stand for the 32 of a warp."""
     codes, _ = coat.quantize_tensor(coat.E4M3, GROUP[None, :])
     _, ax = plt.subplots(figsize=(6.6, 7.6))
-    ax.set(xlim=(0, 13.2), ylim=(-0.1, 15.2))
+    ax.set(xlim=(0, 13.75), ylim=(-0.1, 15.2))
     ax.axis("off")
     threads, words_at = (1.4, 3.7, 6.0, 8.3), 9.65
     middle = (threads[0] + threads[3]) / 2
@@ -448,7 +491,7 @@ def amax():
         ax.text(0.4, high - 0.45, title, weight="bold", fontsize=10.5, va="center", color=color)
     for y, words in ((12.8, "values that it has\nin registers"), (10.95, "largest magnitude\nof each thread"),
                      (9.3, "largest of the warp:\n__reduce_max_sync"), (5.85, "atomicMax: the larger\nstays, in any order"),
-                     (3.3, "every thread reads\nthe same scale"), (1.05, "codes of x (1 / s)")):
+                     (3.3, "every thread reads\nthe same scale"), (0.6, "codes of x (1 / s)")):
         note(ax, words_at, y, words)
     note(ax, words_at, 13.85, "4 of the warp's 32")
     for i, (x, values, of_thread) in enumerate(zip(threads, GROUP.reshape(4, 4), codes.reshape(4, 4))):
@@ -468,6 +511,9 @@ def amax():
     box(ax, middle, 5.85, 8.95, 1.0, f"amax, one number in memory:  {np.abs(GROUP).max():g}", gold)
     path(ax, (threads[2], 5.35), (threads[2], 3.7))
     box(ax, middle, 3.3, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
+    red = theme["red"]
+    path(ax, (13.1, 12.8), (13.55, 12.8), (13.55, 1.3), (9.35, 1.3), color=red)
+    note(ax, 12.85, 1.95, "x: read, or\ncomputed again", "right", color=red)
 
 
 def residual_add():
@@ -537,8 +583,8 @@ def granularity(x):
     x = x[:48, 32:96].copy()
     x[:, 39] *= 10000
     x = x[np.argsort(np.abs(x[:, 39]))]
-    ways = {"one scale in all": coat.gemm_operand(coat.E4M3, x),
-            "one for a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
+    ways = {"one scale": coat.gemm_operand(coat.E4M3, x),
+            "one a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
             "one for 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
     magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12,
                                interpolation="none")
@@ -571,8 +617,8 @@ def weight_bytes():
     ax.set(xlim=(-3.1, 10.15), ylim=(-1.6, 7.6))
     ax.axis("off")
     green, blue, red, grey, gold = (theme[color] for color in ("green", "blue", "red", "soft", "gold"))
-    rows = {"BF16 weight": (6.35, "2", grey), "remainder": (5.45, "2", grey), "m, in E4M3": (4.4, "1.06", green),
-            "v, in E4M3": (3.5, "1.06", green), "codes, E4M3": (1.9, "1", blue), "gradient, BF16": (0.8, "2", red)}
+    rows = {"m, in E4M3": (6.35, "1.06", green), "v, in E4M3": (5.45, "1.06", green), "remainder": (4.4, "2", grey),
+            "BF16 weight": (3.5, "2", grey), "codes, E4M3": (1.9, "1", blue), "gradient, BF16": (0.8, "2", red)}
     for begin, end, words in ((0, 4, "forward"), (4, 8.4, "backward"), (8.4, 10, "update")):
         ax.text((begin + end) / 2, 7.25, words, ha="center", weight="bold", fontsize=10.5)
         ax.plot([end, end], [0.35, 7.5], color=theme["line"], linewidth=1)
@@ -586,18 +632,22 @@ def weight_bytes():
     for name, (y, size, _) in rows.items():
         note(ax, -3.1, y, name, color=theme["text"])
         note(ax, -0.2, y, size, "right", color=theme["text"])
-    for name, words in zip(rows, ("the FP32 master, rounded", "what rounding took from it", "and max, k (lesson 9)", "and max, k (lesson 9)")):
+    for name, words in zip(rows, ("and max, k (lesson 9)", "and max, k (lesson 9)", "what rounding took from the master",
+                                  "the FP32 master, rounded")):
         bar(name, 0, 10)
         ax.text(3.55, rows[name][0], words, ha="center", va="center", fontsize=9.5, color=theme["ground"], zorder=5)
     bar("codes, E4M3", 1.2, 2.4, "fprop")
     bar("codes, E4M3", 5.6, 6.8, "dgrad")
     bar("gradient, BF16", 6.8, 10)
     for x, words in ((1.35, "is quantized"), (5.75, "again, transposed")):
-        path(ax, (x, 6.04), (x, 2.21), color=blue)
+        path(ax, (x, 3.19), (x, 2.21), color=blue)
         note(ax, x + 0.12, 2.6, words, color=theme["text"])
     note(ax, 6.65, 1.35, "wgrad", "right", color=theme["text"])
     path(ax, (6.9, 1.35), (7.25, 1.35), (7.25, 1.11), color=red)
-    path(ax, (9.2, 1.11), (9.2, 6.04), color=gold)
+    below = 1.11  # the upper edge of what the arrow comes from
+    for name in list(rows)[3::-1]:
+        path(ax, (9.2, below), (9.2, rows[name][0] - 0.31), color=gold)
+        below = rows[name][0] + 0.31
     note(ax, 9.05, 1.9, "adamw", "right", color=theme["text"])
     for i, words in enumerate(("Golden: adamw reads the gradient and all four, and writes all four anew.",
                                "The upper four are always in memory: 6.1 bytes a weight. The others come and go;",
@@ -607,10 +657,12 @@ def weight_bytes():
 
 # --- Several GPUs
 
+OWNED, RECEIVED, COMPUTED = 1.0, 0.3, 0.0  # what a half of a matrix is, and how opaque its color is then
+
 def ranks():
     """One matrix of a layer on two GPUs, from update to update."""
-    _, ax = plt.subplots(figsize=(6.6, 8.6))
-    ax.set(xlim=(0, 13.2), ylim=(-0.5, 16.7))
+    _, ax = plt.subplots(figsize=(6.6, 8.9))
+    ax.set(xlim=(0, 13.2), ylim=(-1.1, 16.7))
     ax.axis("off")
     blue, red, green, gold = (theme[color] for color in ("blue", "red", "green", "gold"))
     left, right, wide, tall = 0.3, 10.1, 2.8, 0.75
@@ -618,12 +670,12 @@ def ranks():
         ax.text(x + wide / 2, 16.3, words, ha="center", weight="bold", fontsize=11.5)
 
     def halves(x, y, upper, lower):
-        """A matrix: its half of rank 0 above, that of rank 1 below. Each is (words, color, whether it is filled)."""
-        for words, color, filled, bottom in ((*upper, y), (*lower, y - tall)):
+        """A matrix: its half of rank 0 above, that of rank 1 below. Each is (words, color, opacity)."""
+        for words, color, opacity, bottom in ((*upper, y), (*lower, y - tall)):
             ax.add_patch(plt.Rectangle((x, bottom), wide, tall, edgecolor=color, linewidth=1.3, linestyle="-" if words else ":",
-                                       facecolor=color if filled else "none"))
+                                       facecolor=(color, opacity)))
             ax.text(x + wide / 2, bottom + tall / 2, words, ha="center", va="center", fontsize=9.2,
-                    color=theme["ground"] if filled else theme["text"])
+                    color=theme["ground"] if opacity == OWNED else theme["text"])
 
     def row(y, title, says, halves_left, halves_right):
         ax.text(6.6, y + 1.05, title, ha="center", weight="bold", fontsize=10)
@@ -636,30 +688,31 @@ def ranks():
         path(ax, *(ends if to_right else ends[::-1]), color=gold)
         note(ax, 6.6, y + 0.22, words, "center", color=theme["text"])
 
-    nothing = ("", theme["grey"], False)
-    kept = ("master, m, v", green, True)
+    nothing = ("", theme["grey"], COMPUTED)
+    kept = ("master, m, v", green, OWNED)
     row(14.4, "each keeps half of a matrix", "6.1 bytes for each weight of its half:\nmaster 4, moments 2.1", (kept, nothing), (nothing, kept))
-    own, got = ("codes", blue, True), ("codes", blue, False)
+    own, got = ("codes", blue, OWNED), ("codes", blue, RECEIVED)
     row(10.9, "forward: codes are gathered", "each GPU receives 1 byte for each weight\nof the other half, and again in backward", (own, got), (got, own))
     travels(10.9 + tall / 2, "E4M3 codes of this half", True)
     travels(10.9 - tall / 2, "E4M3 codes of this half", False)
-    gradient = ("gradient", red, False)
+    gradient = ("gradient", red, COMPUTED)
     row(7.4, "backward: gradients go to the owner", "each GPU receives 2 bytes\nfor each weight of its own half",
         (gradient, gradient), (gradient, gradient))
     travels(7.4 + tall / 2, "BF16 gradient of this half", False)
     travels(7.4 - tall / 2, "BF16 gradient of this half", True)
-    added = ("sum of both", red, True)
+    added = ("sum of both", red, OWNED)
     row(3.9, "update: the owner adds in FP32 and moves its half", "a few numbers: clipping needs the norm of all gradients,\nand both halves need one scale",
         (added, nothing), (nothing, added))
     path(ax, (left + wide, 3.9), (right, 3.9), color=gold)
     path(ax, (right, 3.9), (left + wide, 3.9), color=gold)
     note(ax, 6.6, 4.12, "sums of squares, amaxes", "center", color=theme["text"])
-    for i, (filled, words) in enumerate(((True, "its own half"), (False, "computed by this GPU for its own tokens, or received"))):
+    for i, (opacity, words) in enumerate(((OWNED, "the half that this GPU owns"), (RECEIVED, "received from the owner"),
+                                          (COMPUTED, "computed by this GPU for its own tokens"))):
         ax.add_patch(plt.Rectangle((left, 1.05 - 0.6 * i), 0.7, 0.34, edgecolor=theme["soft"], linewidth=1.3,
-                                   facecolor=theme["soft"] if filled else "none"))
+                                   facecolor=(theme["soft"], opacity)))
         note(ax, left + 0.95, 1.22 - 0.6 * i, words, color=theme["text"])
-    path(ax, (left, 0.02), (left + 0.7, 0.02), color=gold)
-    note(ax, left + 0.95, 0.02, "travels", color=theme["text"])
+    path(ax, (left, -0.58), (left + 0.7, -0.58), color=gold)
+    note(ax, left + 0.95, -0.58, "travels", color=theme["text"])
 
 
 # --- Memory of a step
@@ -714,6 +767,7 @@ def main(train, folder):
     m, v = (x.reshape(-1, 128) for x in (values.m, values.v))
     draw(folder, "formats", formats)
     draw(folder, "scale", scale)
+    draw(folder, "landing", landing)
     draw(folder, "staircase", staircase)
     draw(folder, "delayed", delayed)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
