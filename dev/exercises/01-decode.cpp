@@ -4,9 +4,7 @@
 // Lesson 1 says what value the three stand for, and how that differs where the exponent field is 0. E4M3 has
 // M = 3, bias 7 and 4 bits of exponent. E5M2 has M = 2, bias 15 and 5 bits.
 //
-// Find out: which codes are NaN, and which infinite? In E5M2 the largest exponent field is for infinity
-// (mantissa 0) and NaN, as in FP32. E4M3 has no infinity, and only one NaN of each sign: the largest mantissa
-// there.
+// Find out: which codes are NaN, and which infinite? The two formats differ here.
 //
 // std::ldexp(x, e) is x 2^e; INFINITY and NAN are in <cmath>.
 #include "judge.h"

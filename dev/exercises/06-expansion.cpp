@@ -12,7 +12,7 @@
 //   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.
 //   max is above 0. With equal magnitudes log(max / min) is 0, and k infinite before it is limited.
 //   |x| / max and max / min may underflow or overflow: subtract logarithms in place of dividing.
-//   In contract the power may underflow: with r = 2^(log2(|y| / 448) / (2k)), take (max r) r, not max (r r).
+//   In contract the power may underflow although max times the power does not.
 //   expand(0) and contract(0) are 0.
 // Float is precise enough: std::log2, std::exp2, std::rint, std::fabs, std::min, std::copysign.
 #include "judge.h"

@@ -28,6 +28,11 @@ template <class... Parts> std::string text(const Parts&... parts) {
     (out << ... << parts);
     return out.str();
 }
+// What stands below a wrong value: the reader looks for the cause alone before a hint names it.
+inline std::string hint_line(int exercise, const std::string& hint) {
+    if (hint_wanted) return "\n  hint      " + hint + "\n";
+    return text("\n  Look for the cause. A hint: make exercise N=", exercise, " HINT=1\n");
+}
 inline std::string hex(int code) { return text("0x", std::hex, std::setw(2), std::setfill('0'), code); }
 
 // What may be wrong. With values, it is a mistake and the results that it makes of the inputs; without, it is
@@ -187,9 +192,13 @@ public:
             std::cout << "passed, " << count_ << " values agree with the reference.\n"
                       << (answer.empty() ? "" : "  " + answer + "\n");
         else if (!written) std::cout << "nothing is computed yet: write the body of the function.\n";
-        else
-            std::cout << wrong << " of " << count_ << " values differ. The first:" << shown_
-                      << "\n  hint      " << hint(results_.at(first_)) << "\n";
+        else {
+            const Result& first = results_.at(first_);
+            std::cout << wrong << " of " << count_ << " values differ. The first:" << shown_;
+            if (first.past_the_end) std::cout << "\n  You write past the end of " << first_ << ".\n";
+            else if (!first.written) std::cout << "\n  This is not computed yet: " << first_ << ".\n";
+            else std::cout << hint_line(number_, hint(first));
+        }
         return !right || !failure.empty();
     }
 
@@ -250,8 +259,6 @@ private:
     // common. A mistake that makes only the wrong values may be chance: where a value is extreme, many
     // mistakes look alike.
     std::string hint(const Result& result) const {
-        if (result.past_the_end) return "You write past the end of " + first_ + ".";
-        if (!result.written) return "This is not computed yet: " + first_ + ".";
         std::string perhaps, partly;
         for (const Explanation& e : result.explanations) {
             const bool all = e.wrong == result.wrong;

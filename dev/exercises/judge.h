@@ -1,7 +1,9 @@
 // judge.h - what an exercise is compared with; need not be read to solve one. A function of `judge` calls the
-// reader's, prints "passed", or the first value that differs and a hint, and returns the exit code.
+// reader's, prints "passed" or the first value that differs, with HINT=1 also a hint, and returns the exit
+// code.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <vector>
 
@@ -64,6 +66,7 @@ Matrix product(const Matrix& a, const Matrix& b);  // a b
 namespace judge {
 
 inline std::string failure;  // why a call could not compute anything: then nothing is compared
+inline bool hint_wanted = std::getenv("HINT") != nullptr;  // make exercise N=3 HINT=1
 
 template <class F> using Function = std::function<F>;
 using Expand = float(float, float, float);
@@ -77,6 +80,12 @@ struct Choice {  // how a tensor is stored
     const Fp8* format;
     bool groups;  // a scale for each 1x16 group; else one for the tensor
 };
+enum class SavedAs { UNKNOWN, NO, BF16, GROUPS };
+enum class OperandIn { UNKNOWN, NO, E4M3, E5M2 };
+struct Use {  // of a tensor of a layer
+    SavedAs saved;
+    OperandIn operand;
+};
 
 int decode(const Function<float(const Fp8&, uint8_t)>&);
 int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
@@ -85,12 +94,13 @@ int amax(const Function<float(int, const float*, float*)>&);
 int encode(const Function<uint8_t(const Fp8&, float)>&);
 int expansion(const Function<float(float, float)>& factor, const Function<Expand>& expand,
               const Function<Expand>& contract);
-int adamw(const Function<AdamW>&, int number = 7);  // 7 on the CPU, with one group a call, or 14 on a GPU
+int adamw(const Function<AdamW>&, int number = 7);  // 7 and 17 on the CPU, one group a call; 14 on a GPU
 int linear(const Function<Gemm>& gemm, const Function<Linear>&);
 int linear_in_blocks(const Function<Linear>&);
 int norm_backward(const Function<Norm>&);
 int swiglu_backward(const Function<SwiGLU>&);
 int quantize_transpose(const Function<Transpose>&);
 int choose(const Choice (&choices)[6]);
+int saved(const Use (&uses)[7]);
 
 }  // namespace judge

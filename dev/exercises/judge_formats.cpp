@@ -1,4 +1,5 @@
-// judge_formats.cpp - exercise 15: six tensors, and the best way to store each of them.
+// judge_formats.cpp - exercise 15: six tensors, and the best way to store each of them; exercise 16: tensors
+// of a layer, and how each of them is used.
 #include <array>
 
 #include "comparison.h"
@@ -82,12 +83,68 @@ int judge::choose(const Choice (&choices)[6]) {
         }
         if (mine.format->mantissa == best.format->mantissa && mine.groups == best.groups) continue;
         std::cout << "exercise 15: " << tensor << " is stored better in another way than " << name_of(mine)
-                  << ". RMS of the relative errors:" << errors.str() << "\n  hint      " << why(mine, best)
-                  << "\n";
+                  << "." << hint_line(15, why(mine, best) + " RMS of the relative errors:" + errors.str());
         return 1;
     }
     std::cout
         << "exercise 15: passed, each tensor is stored in the best way. E5M2 has the range for F, but where "
            "outliers are smaller, as in D, it loses a bit of every value.\n";
+    return 0;
+}
+
+// --- 16 ---
+
+namespace {
+
+struct Answer {
+    Use use;
+    const char* why_saved;
+    const char* why_operand;
+};
+constexpr Answer ANSWERS[7] = {
+    {{SavedAs::GROUPS, OperandIn::NO},
+     "Backward of a norm needs its input.",
+     "A norm reads it, and no GEMM does."},
+    {{SavedAs::NO, OperandIn::E4M3},
+     "It follows from the norm's input by a few operations for each element.",
+     "It is x of the gate and up projection, in fprop and in wgrad."},
+    {{SavedAs::BF16, OperandIn::NO},
+     "Attention's backward reads it, and COAT leaves attention in BF16.",
+     "Attention multiplies it, which is no linear layer."},
+    {{SavedAs::BF16, OperandIn::E4M3},
+     "To compute it again costs all of attention, and COAT leaves attention in BF16.",
+     "It is x of the output projection."},
+    {{SavedAs::GROUPS, OperandIn::NO},
+     "Backward of SiLU(gate) x up needs its inputs.",
+     "SiLU(gate) x up reads it, and no GEMM does."},
+    {{SavedAs::NO, OperandIn::E4M3},
+     "It follows from gate and up by a few operations for each element.",
+     "It is x of the down projection, in fprop and in wgrad."},
+    {{SavedAs::NO, OperandIn::E5M2},
+     "Backward makes it, and uses it at once.",
+     "It is g of the gate and up projection: COAT's format of gradients."}};
+
+}  // namespace
+
+int judge::saved(const Use (&uses)[7]) {
+    const bool decided = std::any_of(uses, uses + 7, [](const Use& use) {
+        return use.saved != SavedAs::UNKNOWN || use.operand != OperandIn::UNKNOWN;
+    });
+    if (!decided) {
+        std::cout << "exercise 16: nothing is computed yet: write your answers.\n";
+        return 1;
+    }
+    for (int t = 0; t < 7; t++) {
+        const auto& [use, why_saved, why_operand] = ANSWERS[t];
+        const bool saved = uses[t].saved == use.saved;
+        if (saved && uses[t].operand == use.operand) continue;
+        std::cout << "exercise 16: tensor " << char('A' + t) << ": look again at "
+                  << (saved ? "operand." : "saved.") << hint_line(16, saved ? why_operand : why_saved);
+        return 1;
+    }
+    std::cout
+        << "exercise 16: passed, all seven tensors are used so. Groups hold inputs of norms and of SiLU, for "
+           "which small values count; a GEMM multiplies their outputs, and can take one scale only out of "
+           "its sum.\n";
     return 0;
 }

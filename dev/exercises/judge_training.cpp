@@ -190,7 +190,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         const bool zeros = round % 4 == 2, small = round % 4 == 3;
         if (zeros) c.special = "groups with zeros";
         else c.special = small ? "groups with fewer than 128 parameters" : "";
-        const int n = 128 * (number == 7 ? 1 : 1 + round % 5) - (small ? 91 : 0);
+        const int n = 128 * (number == 14 ? 1 + round % 5 : 1) - (small ? 91 : 0);
         reference::Moment before[2], mine[2];
         const AdamWInputs in = adamw_inputs(c, n, round, zeros, before);
         Floats my_w = in.w, stored[2] = {in.m, in.m};

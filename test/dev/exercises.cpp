@@ -24,6 +24,10 @@ namespace blocks {
 #include "../../dev/exercises/10-norm-backward.cpp"
 #include "../../dev/exercises/11-swiglu-backward.cpp"
 #include "../../dev/exercises/15-choose.cpp"
+#include "../../dev/exercises/16-saved.cpp"
+namespace bugs {
+#include "../../dev/exercises/17-find-the-bugs.cpp"
+}
 }  // namespace empty
 #undef main
 
@@ -215,6 +219,11 @@ const std::vector<Mistake> MISTAKES = {
     {15, "one scale for D", "Groups win here"},
     {15, "E5M2 for E", "E4M3 has a bit more precision"},
     {15, "groups for F", "lose precision: how many are there"},
+
+    {16, "norm outputs saved", "It follows from the norm's input"},
+    {16, "gate and up are operands", "SiLU(gate) x up reads it"},
+    {16, "gradients in E4M3", "COAT's format of gradients"},
+    {16, "A is missing", "tensor A: look again at saved"},
 };
 
 auto decode(const Words& mistake) {
@@ -624,6 +633,19 @@ int choose(const Words& mistake) {
     return judge::choose(choices);
 }
 
+int saved(const Words& mistake) {
+    using judge::OperandIn, judge::SavedAs;
+    judge::Use uses[7] = {{SavedAs::GROUPS, OperandIn::NO}, {SavedAs::NO, OperandIn::E4M3},
+                          {SavedAs::BF16, OperandIn::NO},   {SavedAs::BF16, OperandIn::E4M3},
+                          {SavedAs::GROUPS, OperandIn::NO}, {SavedAs::NO, OperandIn::E4M3},
+                          {SavedAs::NO, OperandIn::E5M2}};
+    if (mistake == "norm outputs saved") uses[1].saved = SavedAs::GROUPS;
+    if (mistake == "gate and up are operands") uses[4].operand = OperandIn::E4M3;
+    if (mistake == "gradients in E4M3") uses[6].operand = OperandIn::E4M3;
+    if (mistake == "A is missing") uses[0].saved = SavedAs::UNKNOWN;
+    return judge::saved(uses);
+}
+
 int judge_linear(const Words& mistake) {
     const char* const OF_CODES[] = {"y quantized", "dx quantized", "dw quantized", "w as it is in dgrad",
                                     "x as it is in wgrad"};
@@ -646,7 +668,9 @@ int judged(int exercise, const Words& mistake) {
         case 9: return judge::linear_in_blocks(linear_in_blocks(mistake));
         case 10: return judge::norm_backward(norm_backward(mistake));
         case 11: return judge::swiglu_backward(swiglu_backward(mistake));
-        default: return choose(mistake);
+        case 15: return choose(mistake);
+        case 16: return saved(mistake);
+        default: return judge::adamw(adamw(mistake), exercise);
     }
 }
 
@@ -666,10 +690,11 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
     is_empty([] { return judge::norm_backward(empty::norm_backward); });
     is_empty([] { return judge::swiglu_backward(empty::swiglu_backward); });
     says("nothing is computed yet", [] { return judge::choose(empty::CHOICES); });
+    says("nothing is computed yet", [] { return judge::saved(empty::USES); });
 }
 
 TEST_CASE("exercises: a solution passes") {
-    for (int exercise : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15})
+    for (int exercise : {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 16, 17})
         says("exercise " + std::to_string(exercise) + ": passed, ", [=] { return judged(exercise, ""); });
 }
 
@@ -685,7 +710,8 @@ TEST_CASE("exercises: what a header asks is answered when the exercise is solved
         {9, "x and g are quantized twice"},
         {10, "r d - r^3 x mean(d x)"},
         {11, "s (1 + a (1 - s))"},
-        {15, "E5M2 has the range for F"}};
+        {15, "E5M2 has the range for F"},
+        {16, "can take one scale only out of its sum"}};
     for (const auto& [exercise, answer] : answers) {
         CAPTURE(exercise);
         std::ostringstream out;
@@ -763,6 +789,27 @@ TEST_CASE("exercises: the hint points at the cause of a typical mistake") {
         CAPTURE(mistake);
         says(hint, [&, &number = exercise, &words = mistake] { return judged(number, words); });
     }
+}
+
+// 17-find-the-bugs.cpp is given with two bugs, and with either of them alone it is wrong, too.
+TEST_CASE("exercises: the judge finds both bugs of 17" * doctest::skip(exercises_are_solved())) {
+    says("values differ", [] { return judge::adamw(empty::bugs::adamw, 17); });
+    says("Zeros do not count", [] { return judged(17, "zeros count in min"); });
+    says("Update the weight before", [] { return judged(17, "moments quantized first"); });
+}
+
+TEST_CASE("exercises: the first run shows what differs and how to get a hint") {
+    judge::hint_wanted = false;
+    std::ostringstream out;
+    std::streambuf* const before = std::cout.rdbuf(out.rdbuf());
+    judged(3, "signed amax");
+    judged(15, "groups for A");
+    std::cout.rdbuf(before);
+    CHECK_MESSAGE(contains(out.str(), "  expected  "), out.str());
+    CHECK(contains(out.str(), "A hint: make exercise N=3 HINT=1"));
+    CHECK(contains(out.str(), "A hint: make exercise N=15 HINT=1"));
+    CHECK_FALSE(contains(out.str(), "take |x|"));
+    CHECK_FALSE(contains(out.str(), "Groups win little here"));
 }
 
 }  // namespace
