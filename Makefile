@@ -4,7 +4,7 @@
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
 # make build/ladder_adamw   a ladder: a kernel built up step by step (dev/ladders), to be run on a GPU
-# make exercise N=3   what the judge says of dev/exercises/03-...: passed, or a hint
+# make exercise N=3   what the judge says of dev/exercises/03-...; HINT=1 adds a hint
 # make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page
 # make figures    draws the figures of the course again, into build/figures/drawn (needs Python's matplotlib)
 # make clean      removes what was built
