@@ -147,6 +147,77 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
     });
 }
 
+// The bytes of what lasts for the run, by the row of --plan to which they belong. A tensor ends where the
+// next one begins: `begins` has where each begins, with its row; "": in no row of its own.
+static std::map<std::string, int64_t> bytes_taken(const Setup& s) {
+    gpu::Device device(s, 0);  // a dry run
+    const gpu::Memory m = gpu::take_memory(device);
+    std::map<const void*, std::string> begins{{m.weights.values, "weights"},
+                                              {m.shards, ""},
+                                              {m.scales, ""},
+                                              {m.histories, "amaxes and delayed scales"},
+                                              {m.moments_begin, ""},
+                                              {m.saved, "activations"},
+                                              {m.tokens, ""},
+                                              {m.dresidual, "final norm input"},
+                                              {m.norm_partials, ""}};
+    if (m.weights.remainder) begins[m.weights.remainder] = "remainder of the FP32 masters";
+    for (const bool second : {false, true})
+        for (const gpu::MomentRef& moment : m.moments[second]) {
+            begins[moment.data] = second ? "second moments" : "first moments";
+            if (moment.max) begins[moment.max] = "scales per";
+            if (moment.k) begins[moment.k] = "scales per";
+        }
+    if (!s.keep_gradients || s.ranks > 1) {
+        // The gradients of one micro-batch. In a run of several ranks they are working memory
+        const void* const first =
+            std::min_element(m.gradients_to_write.begin(), m.gradients_to_write.end())[0];
+        begins[first] = s.keep_gradients ? "" : "gradients of the largest bucket";
+    }
+    std::map<std::string, int64_t> bytes;
+    for (auto at = begins.begin(); std::next(at) != begins.end(); at++)
+        bytes[at->second] +=
+            static_cast<const uint8_t*>(std::next(at)->first) - static_cast<const uint8_t*>(at->first);
+    return bytes;
+}
+
+// --plan counts these bytes without a GPU, because it also runs in programs that were built without nvcc.
+static void check_rows_of_plan(const Setup& s) {
+    std::map<std::string, int64_t> taken = bytes_taken(s);
+    // The delayed scales are among all scales, which have no row
+    for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
+        if (t.name.ends_with(".scale")) taken["amaxes and delayed scales"] += t.total_bytes();
+    std::map<std::string, int64_t> planned;
+    for (const MemoryRow& row : gpu_memory_plan(s)) {
+        if (row.category == Category::Workspace) continue;
+        std::string name = "activations";  // and gradients, which lie over them
+        for (const auto& [other, bytes] : taken)
+            if (!other.empty() && row.name.starts_with(other)) name = other;
+        planned[name] += row.bytes;
+    }
+    // More is taken to align tensors, and for what ranks cannot share evenly
+    const int64_t most_tensors = 4 * std::ssize(parameters(s.config));
+    for (const auto& [name, bytes] : planned) {
+        INFO(name);
+        CHECK(taken[name] >= bytes);
+        CHECK(taken[name] <= bytes + bytes / 1000 + most_tensors * GPU_ALIGNMENT);
+    }
+}
+
+TEST_CASE("gpu_memory_plan: each row has the bytes that the GPU takes for it") {
+    for (const char* model : {"llama-30m", "gpt2", "qwen3-0.6b"})
+        for (const Recipe& recipe : recipes())
+            for (const std::string flags : {"", " attention", " master", " gradients", " lean"})
+                for (const int64_t ranks : {1, 3}) {
+                    Setup s = setup_of(recipe.name + flags, find_row(models(), model, "--model"), 2, 1024);
+                    s.ranks = ranks;
+                    s.rank = ranks - 1;
+                    if (!supported(s)) continue;
+                    INFO(text(s), ", ", ranks, " ranks");
+                    check_rows_of_plan(s);
+                }
+}
+
 TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
     Setup s = setup_of("coat", tiny_config(LLAMA, true), 1, 16);
     s.config.L = 4096;
