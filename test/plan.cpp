@@ -115,6 +115,34 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
     }
 }
 
+// The table of operators is written by hand. What it can be compared with are the lists that a step follows.
+TEST_CASE(
+    "precision plan: a layer saves what saved_per_layer() lists and has as many projections as weights") {
+    for (const Recipe& recipe : recipes())
+        for (const Architecture& arch : {LLAMA, QWEN3, GPT2}) {
+            const Setup s = setup_of(recipe.name, tiny_config(arch, arch.bias), 1, 32);
+            if (!supported(s)) continue;
+            INFO(text(s));
+            const LinearFormats linear = linear_formats(s);
+            int64_t projections = 0;
+            std::string saves;
+            const std::vector<PrecisionPart> plan = precision_plan(s);
+            for (const Operator& o : plan[1].second) {  // of a layer, in forward
+                if (o.saves != "-") saves += (saves.empty() ? "" : "; ") + o.saves;
+                if (!contains(o.name, "projection")) continue;
+                projections++;
+                CHECK((o.reads == linear.x.text() && o.weights == linear.w.text()));
+            }
+            std::string expected;
+            for (const SavedTensor& t : saved_per_layer(s))
+                expected += concat(expected.empty() ? "" : "; ", t.name, " ", t.storage.text());
+            CHECK(saves == expected);
+            const std::vector<Param> params = parameters(s.config);
+            CHECK(projections == std::count_if(params.begin(), params.end(),
+                                               [](const Param& p) { return p.role.linear && p.layer == 0; }));
+        }
+}
+
 // Plays a step of training through, in the order of model.cu, with gradients that begin so many bytes behind
 // the first saved activation. Returns whether no layer's activations meet gradients while they are needed.
 static bool activations_stay_whole(const Setup& s, int64_t offset) {
@@ -125,8 +153,8 @@ static bool activations_stay_whole(const Setup& s, int64_t offset) {
     auto write_gradients = [&](const auto& chosen) {
         for (size_t i = 0; i < params.size(); i++)
             if (chosen(params[i]))
-                gradients.push_back({offset + shards[i].rank_offset * gradient_bytes,
-                                     shards[i].own.count * gradient_bytes});
+                gradients.push_back(
+                    {offset + shards[i].rank_offset * gradient_bytes, shards[i].own.count * gradient_bytes});
     };
     auto layer_is_whole = [&](int64_t layer) {
         const int64_t first = layer * layer_bytes, end = first + layer_bytes;
