@@ -5,7 +5,7 @@
 //
 //   step()
 //     begin_step_or_evaluation()     clears what the step will find out, and sends 1 / the number of targets
-//     micro_batch()                  for each micro-batch of the step
+//     run_micro_batch()              for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
 //           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
@@ -95,7 +95,7 @@ class GpuModel final : public Model {
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
     const std::unique_ptr<Sharding> sharding_;          // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    LinearContext linear_;  // what the linear layers share
+    LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
 
     // Weights, as indices into Parameters::params. A tied head has the index of the embedding.
@@ -119,7 +119,7 @@ class GpuModel final : public Model {
     //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
     const bool dgate_up_in_place_ =
-        info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
+        info(linear_context_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
     // Later dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
@@ -127,7 +127,7 @@ class GpuModel final : public Model {
 
     // The step that runs. These three are read at the bottom of its calls, in finish_bucket().
     AdamWStep adamw_;          // the settings of its update: a copy, set by step()
-    int64_t micro_batch_ = 0;  // the number of its micro-batch that runs, set by micro_batch()
+    int64_t micro_batch_ = 0;  // the index of its micro-batch that runs, set by run_micro_batch()
     QuantReport report_;       // what has been measured so far; measure_quantization() empties it first
     // The pass that runs has B sequences of T tokens, N = B * T tokens in all. load_batch() sets these.
     int64_t B_ = 0, T_ = 0, N_ = 0;
@@ -150,12 +150,12 @@ public:
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : device_(s, bytes),
           sharding_(make_sharding(device_, memory_, parameters_, scales_, std::move(transport))),
-          linear_{.device = device_,
-                  .parameters = parameters_,
-                  .scales = scales_,
-                  .sharding = *sharding_,
-                  .gemms = gemms_,
-                  .caches_weights = cache_weights} {
+          linear_context_{.device = device_,
+                          .parameters = parameters_,
+                          .scales = scales_,
+                          .sharding = *sharding_,
+                          .gemms = gemms_,
+                          .caches_weights = cache_weights} {
         clear(memory_.scalars, sizeof(Scalars), stream_);
         after_weight_change();
         layers_.reserve(static_cast<size_t>(config_.L));
@@ -174,7 +174,7 @@ public:
         adamw_ = adamw;
         begin_step_or_evaluation(static_cast<double>(counted));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
-            micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
+            run_micro_batch(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             // The amaxes tell whether codes hide infinity or NaN, and the next micro-batch clears them
             if (setup_.keep_gradients) store_loss_or_nan(&outcome()->loss_or_nan);
         }
@@ -204,7 +204,7 @@ private:
         clear(outcome(), sizeof(StepOutcome), stream_);
         device_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
-        if (linear_.caches_weights) make_cached_weights();
+        if (linear_context_.caches_weights) make_cached_weights();
     }
     // Delayed scaling: this step takes the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
@@ -229,13 +229,13 @@ private:
 
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
     // CUDA graph replays: its launch depends on the tokens.
-    void micro_batch(int64_t number, const int32_t* tokens, const int32_t* targets) {
-        micro_batch_ = number;
+    void run_micro_batch(int64_t index, const int32_t* tokens, const int32_t* targets) {
+        micro_batch_ = index;
         // With several ranks every micro-batch overwrites gradients: they are sent, and their sums lie
         // elsewhere
-        linear_.overwrites_gradients = number == 0 || sharding_->sends_gradients();
+        linear_context_.overwrites_gradients = index == 0 || sharding_->sends_gradients();
         load_batch(tokens, targets, setup_.B, setup_.T);
-        CudaGraph& graph = linear_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
+        CudaGraph& graph = linear_context_.overwrites_gradients ? first_micro_batch_ : later_micro_batch_;
         if (repeats_launches()) graph.run(stream_, [&] { forward_and_backward(); });
         else forward_and_backward();
         backward_of_embedding(tokens);
@@ -384,7 +384,7 @@ private:
     void forward() {
         const Arena::Scope scope(arena_);
         if (recipe_.nonlinear.fp8()) residual_buffer_ = take_tensor(N_, config_.C);
-        // Scaling just in time: the amaxes of each micro-batch are its own
+        // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
@@ -514,7 +514,7 @@ private:
         // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
-        if (in_fp32 && !linear_.overwrites_gradients) convert(dweight, sum, stream_);
+        if (in_fp32 && !linear_context_.overwrites_gradients) convert(dweight, sum, stream_);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) head_slice_backward(first, dy, sum);
         add_up_losses();
         if (in_fp32) convert(sum, dweight, stream_);
@@ -534,7 +534,7 @@ private:
         cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
                       memory_.losses + first, stream_);
         const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
-        const bool overwrites = linear_.overwrites_gradients && first == 0;
+        const bool overwrites = linear_context_.overwrites_gradients && first == 0;
         gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_index_)},
                    row_slice(dy, first, y.rows), stream_);
@@ -711,7 +711,7 @@ private:
     // To be called before the first kernel that adds to the gradients of a bucket (gpu/layout.h).
     void begin_bucket(int64_t bucket) {
         sharding_->wait_for_gradient_buffer(bucket);
-        if (linear_.overwrites_gradients) clear_added_gradients(bucket);
+        if (linear_context_.overwrites_gradients) clear_added_gradients(bucket);
     }
     // To be called when all is launched that adds to the gradients of a bucket in this micro-batch, or reads
     // its weights.
@@ -772,7 +772,7 @@ public:
         report_ = {};
         clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
         begin_step_or_evaluation(divisor_of_mean(targets, batch_tokens()), quant_stats);
-        micro_batch(0, tokens, targets);
+        run_micro_batch(0, tokens, targets);
         sharding_->wait_for_transfers();
         device_.copy_to_host(report_.kinds, quant_stats, sizeof(Scalars::quant_stats));
         report_.k_m = parameters_.expansion_factors(/*second=*/false);
@@ -812,7 +812,7 @@ private:
     Layer make_layer(int64_t l) {
         const int64_t N = padded_tokens(setup_);
         auto index = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
-        auto linear = [&](const char* of) { return LinearLayer(linear_, index(of)); };
+        auto linear = [&](const char* of) { return LinearLayer(linear_context_, index(of)); };
         Layer layer{.norm1_index = index("norm1.weight"),
                     .norm2_index = index("norm2.weight"),
                     .head_norm_index = {},

@@ -102,7 +102,7 @@ public:
     // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
     // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
     void send(const std::vector<Transfer>& transfers, cudaStream_t) override {
-        number_++;
+        exchange_number_++;
         const int64_t me = setup_.rank, count = setup_.ranks;
         auto other = [&](int64_t i) { return (me + i) % count; };  // each rank begins with another one
         for (int64_t i = 1; i < count; i++) flag(write_, memory_->at(other(i), ready_ + me), 0);
@@ -122,7 +122,7 @@ private:
     cudaStream_t comm_stream_ = nullptr;
     uint32_t *ready_ = nullptr, *arrived_ = nullptr;  // flags, by the rank that sets them
     std::unique_ptr<MappedMemory> memory_;
-    uint32_t number_ = 0;  // of the exchange; flags only grow
+    uint32_t exchange_number_ = 0;  // of the exchange; flags only grow
     // What other GPUs have written before the flag must be visible after it: where a GPU reorders such
     // writes, it has this option of waiting.
     static constexpr unsigned AT_LEAST = CU_STREAM_WAIT_VALUE_GEQ;
@@ -135,7 +135,8 @@ private:
     StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", CURE_OLD_DRIVER);
 
     void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
-        if (operation(comm_stream_, reinterpret_cast<CUdeviceptr>(at), number_, options) != CUDA_SUCCESS)
+        if (operation(comm_stream_, reinterpret_cast<CUdeviceptr>(at), exchange_number_, options) !=
+            CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }
 };
