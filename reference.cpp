@@ -130,7 +130,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //
 // If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
 // value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
-// (reference_model.cpp, note_finite). Its scale is then 1.
+// (reference_model.cpp, check_finite). Its scale is then 1.
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -364,7 +364,7 @@ void Moment::load(float* x) const {
 
 // Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
 // codes.
-void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second) {
+void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment) {
     float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
     for (int64_t i = first; i < end; i++) {
         largest = std::max(largest, std::abs(x[i]));
@@ -380,12 +380,13 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
         // per-tensor one (fp8lm) is in FP16, in which only less than about 2^-40 of the largest becomes
         // zero: that may stay so.
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
-        if (second && !per_tensor && vanished) write_element(format, codes.data(), i, info(format).min);
+        if (is_second_moment && !per_tensor && vanished)
+            write_element(format, codes.data(), i, info(format).min);
     }
 }
 
 // Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
-void Moment::store(const float* x, bool second, QuantStats* stats) {
+void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!moments_need_scaling(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
@@ -394,7 +395,7 @@ void Moment::store(const float* x, bool second, QuantStats* stats) {
     const int64_t size = group_size();
 #pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += size)
-        store_group(first / size, first, std::min(n, first + size), x, second);
+        store_group(first / size, first, std::min(n, first + size), x, is_second_moment);
     for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
 }
 

@@ -90,16 +90,15 @@ struct Moment {
     // A moment of n zeros. expansion, per_tensor: as in coat.h, OptimizerFormat.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
-    // x: (n). second: x are second moments. A positive one in a moment group of 128 gets at least the
-    // smallest code: if it became zero, the next update would explode. If `stats` is given, the errors are
-    // added to it.
-    void store(const float* x, bool second, QuantStats* stats = nullptr);
+    // Stores x (n). A positive second moment in a moment group of 128 gets at least the smallest code: if it
+    // became zero, the next update would explode. If `stats` is given, the errors are added to it.
+    void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
 
 private:
     float value(int64_t i) const;
-    void store_group(int64_t g, int64_t first, int64_t end, const float* x, bool second);
+    void store_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment);
 };
 
 struct AdamWConstants {
@@ -111,9 +110,10 @@ struct AdamWConstants {
     float clip_factor;                              // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
-AdamWConstants adamw_constants(const AdamWStep& a, bool decays, double grad_norm);
+AdamWConstants adamw_constants(const AdamWStep& options, bool decays, double grad_norm);
 // gradient, master, m, v: (n)
-void adamw(const AdamWConstants& f, int64_t n, const float* gradient, float* master, float* m, float* v);
+void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
+           float* v);
 
 // --- Operators, forward and backward ---
 // Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.

@@ -52,55 +52,56 @@ public:
     };
 
     const Setup setup_;
-    const ModelConfig& config = setup_.config;
-    const Recipe& recipe = setup_.recipe;
-    const LinearFormats formats = linear_formats(setup_);
-    const std::vector<Param> params = parameters(config);
-    std::map<std::string, size_t> param_index;  // of a parameter in params, by its name
-    std::vector<Tensor> weights;                // by parameter (rows, cols), in the compute dtype
-    std::vector<Tensor> gradients;              // by parameter (rows, cols), in gradient_format()
+    const ModelConfig& config_ = setup_.config;
+    const Recipe& recipe_ = setup_.recipe;
+    const LinearFormats formats_ = linear_formats(setup_);
+    const std::vector<Param> params_ = parameters(config_);
+    std::map<std::string, size_t> param_index_;  // of a parameter in params, by its name
+    std::vector<Tensor> weights_;                // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> gradients_;              // by parameter (rows, cols), in gradient_format()
     // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
-    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
-    QuantStats* stats = nullptr;  // one for each ReportKind; null: errors are not measured
-    bool finite = true;           // whether the loss and all tensors that were quantized to FP8 are, so far
+    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales_;
+    QuantStats* stats_ = nullptr;  // one element for each ReportKind; null: errors are not measured
+    bool finite_ = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
 
-    // Of the pass that runs: its size, and what its layers have saved.
-    int64_t B = 0, T = 0, N = 0;
-    std::vector<SavedLayer> saved_layers;
+    // The size of the micro-batch in the current pass, and what its layers have saved.
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+    std::vector<SavedLayer> saved_layers_;
 
     // --- The whole network ---
 
-    explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
-        for (size_t i = 0; i < params.size(); i++) {
-            param_index[params[i].name] = i;
-            weights.emplace_back(params[i].size());
-            gradients.emplace_back(params[i].size());
-            if (!params[i].role.linear || recipe.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe.history_steps);
+    explicit Network(const Setup& s) : setup_(s), delayed_scales_(params_.size()) {
+        for (size_t i = 0; i < params_.size(); i++) {
+            param_index_[params_[i].name] = i;
+            weights_.emplace_back(params_[i].size());
+            gradients_.emplace_back(params_[i].size());
+            if (!params_[i].role.linear || recipe_.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales_[i]) d.history.resize(recipe_.history_steps);
         }
     }
 
     // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
     void forget_observations() {
-        finite = true;
-        for (auto& operands : delayed_scales)
+        finite_ = true;
+        for (auto& operands : delayed_scales_)
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
     // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
     // residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t sequences, int64_t length) {
-        B = sequences;
-        T = length;
-        N = B * T;
-        saved_layers.clear();
-        const int64_t C = config.C;
-        Tensor residual(N * C);
-        for (int64_t n = 0; n < N; n++) {
+        B_ = sequences;
+        T_ = length;
+        N_ = B_ * T_;
+        saved_layers_.clear();
+        const int64_t C = config_.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
             std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+            if (!config_.arch.rope)
+                add_scaled(C, Real(1), &weight("positions")[n % T_ * C], &residual[n * C]);
         }
-        for (int64_t l = 0; l < config.L; l++) residual = layer_forward(l, residual);
+        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(l, residual);
         return rounded(residual);
     }
 
@@ -113,14 +114,14 @@ public:
         const Tensor y = rounded(norm("final_norm", x));      // (N, C)
         Tensor logits = head_forward(y);                      // (N, padded_V)
         const double loss =
-            cross_entropy(N, config.V, config.padded_V(), logits.data(), targets, Real(loss_weight));
-        finite = finite && std::isfinite(loss);
+            cross_entropy(N_, config_.V, config_.padded_V(), logits.data(), targets, Real(loss_weight));
+        finite_ = finite_ && std::isfinite(loss);
         if (!backward) return loss;
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
-        for (int64_t l = config.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
+        Tensor dresidual = rounded(backward_of_norm("final_norm", x, dy));
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
         return loss;
     }
@@ -131,98 +132,98 @@ public:
     // rounded yet, because they have two readers: the groups of the next norm's input are made from the exact
     // sum, so that they are rounded once; and the residual stream goes on as the sum rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
-        const std::string layer = "layers." + std::to_string(l) + ".";
-        SavedLayer& s = saved_layers.emplace_back();
+        const std::string prefix = "layers." + std::to_string(l) + ".";
+        SavedLayer& s = saved_layers_.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
-        s.norm1_input = save_for_backward(residual_sum, config.C, recipe.nonlinear, ReportKind::NormInput);
+        s.norm1_input = save_for_backward(residual_sum, config_.C, recipe_.nonlinear, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
-        const Tensor norm1 = norm(layer + "norm1", forward_input(residual_sum, s.norm1_input));
-        Tensor qkv = linear_forward(layer + "qkv", norm1);
-        if (config.arch.rope && !config.arch.qk_norm) rope(config, B, T, qkv.data(), false);
-        s.qkv = save_for_backward(rounded(qkv), config.qkv_cols(), recipe.attention, ReportKind::Attention);
+        const Tensor norm1 = norm(prefix + "norm1", forward_input(residual_sum, s.norm1_input));
+        Tensor qkv = linear_forward(prefix + "qkv", norm1);
+        if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), false);
+        s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.attention, ReportKind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
         // that are dequantized from groups are FP32; attention reads them rounded to BF16.
-        qkv = attention_input(layer, rounded(load_saved(s.qkv)));
-        Tensor attention_output(N * config.q_cols());
-        s.lse.resize(N * config.NH);
-        attention_forward(config, B, T, qkv.data(), attention_output.data(), s.lse.data());
-        s.attention_output = save_for_backward(rounded(attention_output), config.q_cols(), recipe.attention,
+        qkv = attention_input(prefix, rounded(load_saved(s.qkv)));
+        Tensor attention_output(N_ * config_.q_cols());
+        s.lse.resize(N_ * config_.NH);
+        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data());
+        s.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(), recipe_.attention,
                                                ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
-        const Tensor branch = linear_forward(layer + "attention_out", load_saved(s.attention_output));
+        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(s.attention_output));
         const Tensor residual_sum2 = add(rounded(residual_sum), branch);
-        s.norm2_input = save_for_backward(residual_sum2, config.C, recipe.nonlinear, ReportKind::NormInput);
+        s.norm2_input = save_for_backward(residual_sum2, config_.C, recipe_.nonlinear, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(layer + "norm2", forward_input(residual_sum2, s.norm2_input));
-        const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
-        s.gate_up =
-            save_for_backward(gate_up, config.gate_up_cols(), recipe.nonlinear, ReportKind::ActivationInput);
+        const Tensor norm2 = norm(prefix + "norm2", forward_input(residual_sum2, s.norm2_input));
+        const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
+        s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.nonlinear,
+                                      ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
         const Tensor act = activation(forward_input(gate_up, s.gate_up));
-        return add(rounded(residual_sum2), linear_forward(layer + "down", act));
+        return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
     // Layer l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
     // branch two gradients are added: that which comes along the stream, and that which comes through the
     // branch. dX is the gradient of X.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
-        const std::string layer = "layers." + std::to_string(l) + ".";
-        const SavedLayer& s = saved_layers[l];
+        const std::string prefix = "layers." + std::to_string(l) + ".";
+        const SavedLayer& s = saved_layers_[l];
 
         // Down; act = SiLU(gate) x up is computed again
         const Tensor gate_up = load_saved(s.gate_up);
-        const Tensor dact = linear_backward(layer + "down", activation(gate_up), dresidual);
+        const Tensor dact = linear_backward(prefix + "down", activation(gate_up), dresidual);
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config.arch.gated, N, config.F, gate_up.data(), dact.data(),
+        activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
                                   dgate_up.data());
         const Tensor norm2_input = load_saved(s.norm2_input);
-        const Tensor norm2 = norm(layer + "norm2", norm2_input);
-        const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, norm_backward(layer + "norm2", norm2_input, dnorm2)));
+        const Tensor norm2 = norm(prefix + "norm2", norm2_input);
+        const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
+        dresidual = rounded(add(dresidual, backward_of_norm(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
         const Tensor dattention_output =
-            linear_backward(layer + "attention_out", load_saved(s.attention_output), dresidual);
+            linear_backward(prefix + "attention_out", load_saved(s.attention_output), dresidual);
 
         // Attention -> RoPE
         const Tensor attention_output = rounded(load_saved(s.attention_output));
         const Tensor qkv = rounded(load_saved(s.qkv));
         Tensor dqkv(qkv.size());
-        attention_backward(config, B, T, attention_input(layer, qkv).data(), attention_output.data(),
+        attention_backward(config_, B_, T_, attention_input(prefix, qkv).data(), attention_output.data(),
                            s.lse.data(), dattention_output.data(), dqkv.data());
         dqkv = rounded(dqkv);
-        if (config.arch.rope) {
-            rope(config, B, T, dqkv.data(), true);
+        if (config_.arch.rope) {
+            rope(config_, B_, T_, dqkv.data(), true);
             dqkv = rounded(dqkv);
         }
-        if (config.arch.qk_norm) {
-            const std::string name = layer + "qk_norm.weight";
-            Tensor dweight(2 * config.HS());
-            head_norm_backward(config, N, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+        if (config_.arch.qk_norm) {
+            const std::string name = prefix + "qk_norm.weight";
+            Tensor dweight(2 * config_.HS());
+            head_norm_backward(config_, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
         }
 
         // qkv -> norm 1 -> residual gradient
         const Tensor norm1_input = load_saved(s.norm1_input);
-        const Tensor norm1 = norm(layer + "norm1", norm1_input);
-        const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, norm_backward(layer + "norm1", norm1_input, dnorm1)));
+        const Tensor norm1 = norm(prefix + "norm1", norm1_input);
+        const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
+        return rounded(add(dresidual, backward_of_norm(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
 
-    // An FP8 code saturates and so hides an infinity: this is called with the amax of every tensor that is
-    // quantized to FP8.
-    void note_finite(float amax) { finite = finite && std::isfinite(amax); }
+    // An FP8 code saturates and so hides an infinity. So the amax of every tensor that is quantized to FP8 is
+    // checked here.
+    void check_finite(float amax) { finite_ = finite_ && std::isfinite(amax); }
 
     // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the values that were
     // saved.
@@ -230,13 +231,13 @@ public:
                                       ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (storage.fp8()) note_finite(compute_amax(x.data(), int64_t(x.size())));
-            return quantize(x.data(), N, cols, storage, stats_of(kind));
+            if (storage.fp8()) check_finite(compute_amax(x.data(), int64_t(x.size())));
+            return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
     // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
     Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
-        return recipe.forward_reads_groups ? load_saved(saved) : rounded(x);
+        return recipe_.forward_reads_groups ? load_saved(saved) : rounded(x);
     }
     static Tensor load_saved(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
@@ -251,16 +252,16 @@ public:
     Tensor make_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            const Storage& storage = storage_of(formats, which);
+            const Storage& storage = storage_of(formats_, which);
             const int64_t rows = int64_t(x.size()) / cols;
             QuantStats* const stats = stats_of(report_kind(which));
             if (!storage.fp8()) return fake_quantize(x, rows, cols, storage, over);
             const float amax = compute_amax(x.data(), rows * cols);
-            note_finite(amax);
+            check_finite(amax);
             if (storage.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, storage, over, stats);
             float scale = scale_of(storage, amax);  // just in time
-            if (recipe.scaling == Scaling::Delayed) {
-                DelayedScale& delayed = delayed_scales[i][int(which)];
+            if (recipe_.scaling == Scaling::Delayed) {
+                DelayedScale& delayed = delayed_scales_[i][int(which)];
                 delayed.amax = std::max(delayed.amax, amax);
                 scale = delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
             }
@@ -271,37 +272,37 @@ public:
     // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
     // of the operand can hold, which is FP8 in most recipes.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t i = param_index.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
+        const size_t i = param_index_.at(name);
+        const int64_t in = params_[i].cols, out = params_[i].rows;
         const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w8 = make_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
-        Tensor y(N * out);
-        matmul<Real>(N, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
+        const Tensor w8 = make_operand(LinearOperand::W, i, weights_[i], in, ReduceOver::Columns);
+        Tensor y(N_ * out);
+        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
         if (has_bias(name))
-            for (int64_t n = 0; n < N; n++)
+            for (int64_t n = 0; n < N_; n++)
                 add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
         return rounded(y);
     }
 
     // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t i = param_index.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
+        const size_t i = param_index_.at(name);
+        const int64_t in = params_[i].cols, out = params_[i].rows;
         const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w8 = make_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
+        const Tensor w8 = make_operand(LinearOperand::W, i, weights_[i], in, ReduceOver::Rows);
         const Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
-        Tensor dx(N * in), dw(out * in);
-        matmul<Real>(N, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
+        Tensor dx(N_ * in), dw(out * in);
+        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
         // wgrad reduces over tokens. Where scale blocks are not symmetric, g is quantized along these.
-        const bool again = !formats.g.granularity.symmetric();
+        const bool again = !formats_.g.granularity.symmetric();
         const Tensor g8_wgrad = again ? make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows) : g8;
-        matmul<Real>(out, in, N, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
+        matmul<Real>(out, in, N_, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
         add_gradient(name, dw);
         // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
         if (has_bias(name)) {
             Tensor dbias(out);
-            const Tensor& g = formats.g.fp8() ? dy : g8;
-            for (int64_t n = 0; n < N; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
             add_gradient(name + ".bias", dbias);
         }
         return rounded(dx);
@@ -311,39 +312,39 @@ public:
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
     Tensor norm(const std::string& name, const Tensor& x) const {
-        const int64_t C = config.C, rows = int64_t(x.size()) / C;
-        const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
+        const int64_t C = config_.C, rows = int64_t(x.size()) / C;
+        const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
         Tensor y(x.size());
-        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
+        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows, C, x.data(),
                            weight(name + ".weight").data(), bias, y.data());
         return y;
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
-        reference::norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N, config.C, x.data(),
+    Tensor backward_of_norm(const std::string& name, const Tensor& x, const Tensor& dy) {
+        Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
+        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
                                        weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
                                        dbias.data());
         add_gradient(name + ".weight", dweight);
-        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
+        if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
     }
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
     Tensor activation(const Tensor& gate_up) const {
-        Tensor act(N * config.F);
-        activation_forward<Real>(config.arch.gated, N, config.F, gate_up.data(), act.data());
+        Tensor act(N_ * config_.F);
+        activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
         return act;
     }
 
     // q, k, v (N, qkv_cols) as attention reads them, from what is saved. Qwen3 saves them before the norms of
     // their heads and RoPE; the others save them after RoPE.
-    Tensor attention_input(const std::string& layer, Tensor qkv) const {
-        if (!config.arch.qk_norm) return qkv;
-        head_norm_forward(config, N, weight(layer + "qk_norm.weight").data(), qkv.data());
+    Tensor attention_input(const std::string& prefix, Tensor qkv) const {
+        if (!config_.arch.qk_norm) return qkv;
+        head_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config, B, T, qkv.data(), false);
+        rope(config_, B_, T_, qkv.data(), false);
         return rounded(qkv);
     }
 
@@ -351,7 +352,7 @@ public:
 
     // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
     Tensor head_forward(const Tensor& y) const {
-        const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
+        const int64_t rows = int64_t(y.size()) / config_.C, V = config_.padded_V(), C = config_.C;
         Tensor logits(rows * V);
         matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
         return rounded(logits);
@@ -359,11 +360,11 @@ public:
 
     // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
-        const int64_t V = config.padded_V(), C = config.C;
+        const int64_t V = config_.padded_V(), C = config_.C;
         const Tensor& w = weight(head());  // (V, C)
-        Tensor dhead(V * C), dy(N * C);
-        matmul<Real>(V, C, N, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
         add_gradient(head(), dhead);
         return rounded(dy);
     }
@@ -371,12 +372,12 @@ public:
     // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
     // of its token, or of its position. dresidual: (N, C).
     void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
-        const int64_t C = config.C;
-        const bool positions = !config.arch.rope;
-        Tensor dembedding(config.padded_V() * C), dpositions(positions ? config.max_T * C : 0);
-        for (int64_t n = 0; n < N; n++) {
+        const int64_t C = config_.C;
+        const bool positions = !config_.arch.rope;
+        Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
+        for (int64_t n = 0; n < N_; n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -387,7 +388,7 @@ public:
     // x, rounded to the compute dtype.
     Tensor rounded(Tensor x) const {
         for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
+            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
         return x;
     }
 
@@ -396,15 +397,15 @@ public:
         return x;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[param_index.at(name)];
+        Tensor& gradient = gradients_[param_index_.at(name)];
         gradient = add(gradient, contribution);
-        if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
+        if (gradient_format(setup_) == recipe_.compute) gradient = rounded(gradient);
     }
 
-    bool has_bias(const std::string& linear) const { return param_index.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[param_index.at(name)]; }
-    std::string head() const { return config.tied ? "embedding" : "head"; }
-    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
+    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights_[param_index_.at(name)]; }
+    std::string head() const { return config_.tied ? "embedding" : "head"; }
+    QuantStats* stats_of(ReportKind k) const { return stats_ ? stats_ + int(k) : nullptr; }
 };
 
 // ===========================================================================================================
@@ -412,9 +413,9 @@ public:
 //
 // Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
 
-class Reference : public Model, Network<float> {
-    // The state of one parameter. weight and remainder have all its elements, but only those that this rank
-    // owns are kept up to date. The moments have only the elements that this rank owns.
+class ReferenceModel : public Model, Network<float> {
+    // The state of one parameter. weight and remainder have all elements of the parameter, but only the
+    // elements that this rank owns are kept up to date. The moments have only these.
     struct ParamState {
         std::vector<uint16_t> weight;    // BF16
         std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
@@ -424,26 +425,27 @@ class Reference : public Model, Network<float> {
     std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
 
 public:
-    explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
+    explicit ReferenceModel(const Setup& setup)
+        : Network(setup), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
-            const Param& p = params[i];
+            const Param& p = params_[i];
             const OptimizerFormat& o = setup.optimizer;
-            const int64_t used = used_elements(setup.config, p), own = owned(setup, p).count;
+            const int64_t used = used_elements(setup.config, p), owned_count = owned(setup, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment_format(o.m), o.expansion, own, o.per_tensor);
-            s.v.init(p.moment_format(o.v), o.expansion, own, o.per_tensor);
+            s.m.init(p.moment_format(o.m), o.expansion, owned_count, o.per_tensor);
+            s.v.init(p.moment_format(o.v), o.expansion, owned_count, o.per_tensor);
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float first = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
                 if (!setup.has_master) s.remainder[e] = 0;
-                weights[i][e] = weight_of(s, e);
+                weights_[i][e] = weight_of(s, e);
             }
         }
     }
 
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) override {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& options) override {
         forget_observations();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t counted = 0;  // targets of the step that count
@@ -453,12 +455,12 @@ public:
         const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
         const double grad_norm = gradient_norm();
         // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
-        for (char theirs : all_gather(char(finite))) finite = finite && theirs;
+        for (char theirs : all_gather(char(finite_))) finite_ = finite_ && theirs;
         // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
         const double clipped_norm =
-            grad_norm * adamw_constants(adamw, /*decays=*/false, grad_norm).clip_factor;
-        const bool skipped = !finite || !(clipped_norm < 0x1p62);
-        if (!skipped) update_all(adamw, grad_norm);
+            grad_norm * adamw_constants(options, /*decays=*/false, grad_norm).clip_factor;
+        const bool skipped = !finite_ || !(clipped_norm < 0x1p62);
+        if (!skipped) update_all(options, grad_norm);
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = counted};
     }
 
@@ -467,21 +469,23 @@ private:
     // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
-        const int64_t batch_tokens = setup_.B * setup_.T, own = setup_.micro_batches_per_rank;
+        const int64_t batch_tokens = setup_.B * setup_.T;
+        const int64_t micro_batches = setup_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(counted);
         std::vector<double> losses;  // by micro-batch
-        for (int64_t a = 0; a < own; a++) {
+        for (int64_t a = 0; a < micro_batches; a++) {
             // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
             if (a == 0 || setup_.communicator) clear_gradients();
-            losses.push_back(run_micro_batch(tokens + a * batch_tokens, targets + a * batch_tokens, setup_.B,
-                                             setup_.T, loss_weight,
-                                             /*backward=*/true));
+            const int64_t first = a * batch_tokens;
+            const bool backward = true;
+            losses.push_back(
+                run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T, loss_weight, backward));
             if (setup_.communicator) reduce_gradients(a == 0);
         }
-        if (setup_.communicator) gradients.swap(sums_);
+        if (setup_.communicator) gradients_.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
-        for (int64_t a = 0; a < own; a++)
+        for (int64_t a = 0; a < micro_batches; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return loss;
     }
@@ -490,7 +494,7 @@ private:
     // the same sum with any number of ranks, each of which has whole shard units.)
     double gradient_norm() const {
         double sum = 0;
-        for (const Floats& gradient : gradients)
+        for (const Floats& gradient : gradients_)
             for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
                 double unit = 0;
                 for (size_t e = first; e < std::min<size_t>(gradient.size(), first + SHARD_UNIT); e++)
@@ -500,11 +504,11 @@ private:
         return std::sqrt(sum);
     }
 
-    // grad_norm: of all gradients, before clipping.
-    void update_all(const AdamWStep& adamw, double grad_norm) {
-        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
-        for (size_t i = 0; i < params.size(); i++) {
-            update(states_[i], i, adamw_constants(adamw, params[i].role.decays, grad_norm), key);
+    // Updates all parameters. grad_norm: of all gradients, before clipping.
+    void update_all(const AdamWStep& options, double grad_norm) {
+        const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped);
+        for (size_t i = 0; i < params_.size(); i++) {
+            update(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
             gather_weight(i);
         }
         update_delayed_scales();
@@ -512,59 +516,59 @@ private:
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
     // and quantizes the moments again. s is the state of the parameter, or a copy of it.
-    void update(ParamState& s, size_t i, const AdamWConstants& f, uint64_t key) const {
-        const auto [first, n] = owned(setup_, params[i]);
+    void update(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
+        const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
-        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), /*second=*/false, stats_of(ReportKind::Moment1));
-        s.v.store(v.data(), /*second=*/true, stats_of(ReportKind::Moment2));
+        adamw(constants, n, gradients_[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), /*is_second_moment=*/false, stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), /*is_second_moment=*/true, stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (setup_.has_master) split_master(master[e], &s.weight[at], &s.remainder[at]);
-            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
+            else s.weight[at] = round_stochastically(master[e], key, params_[i].offset + at);
         }
     }
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         forget_observations();
-        const double divisor =
-            divisor_of_mean(targets, setup_.B * setup_.T);  // step() divides likewise: the same bits
-        const double loss =
-            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false) / divisor;
-        return finite ? loss : NAN;
+        const bool backward = false;
+        const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
+        const double sum = run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, backward);
+        return finite_ ? sum / divisor : NAN;  // a quotient, as in step(), so that both have the same bits
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         forget_observations();
         const auto x = forward(tokens, 1, n);
-        const Floats last(x.end() - config.C, x.end());
+        const Floats last(x.end() - config_.C, x.end());
         const auto row = head_forward(rounded(norm("final_norm", last)));
-        std::copy(row.begin(), row.begin() + config.V, logits);
+        std::copy(row.begin(), row.begin() + config_.V, logits);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
         forget_observations();
         clear_gradients();
         QuantReport report;
-        stats = report.kinds;
-        run_micro_batch(tokens, targets, setup_.B, setup_.T,
-                        1.0 / divisor_of_mean(targets, setup_.B * setup_.T),
-                        /*backward=*/true);
-        // k_m and k_v are those of the moments stored now. The errors are those of the moments that
-        // a step with these gradients, unclipped, would store: it runs with lr = 0 and a copy of the state.
-        for (size_t i = 0; i < params.size(); i++) {
+        stats_ = report.kinds;
+        const bool backward = true;
+        const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
+        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, backward);
+        // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
+        // with these gradients, unclipped, would store: it runs with lr = 0 and a copy of the state.
+        for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
             report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
             const AdamWStep nothing_moves{.step = 1, .lr = 0};
-            const auto factors = adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update(s, i, factors, /*key=*/0);
+            const AdamWConstants constants =
+                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
+            update(s, i, constants, /*key=*/0);
         }
-        stats = nullptr;
+        stats_ = nullptr;
         return report;
     }
 
@@ -575,19 +579,19 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        gather_weight(param_of(params, name));
+        gather_weight(param_of(params_, name));
     }
 
     const Setup& setup() const override { return setup_; }
 
 private:
     void clear_gradients() {
-        for (size_t i = 0; i < params.size(); i++) gradients[i].assign(params[i].size(), 0.0f);
+        for (size_t i = 0; i < params_.size(); i++) gradients_[i].assign(params_[i].size(), 0.0f);
     }
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float weight_of(const ParamState& s, int64_t e) const {
-        const bool bf16 = recipe.compute == Format::BF16;
+        const bool bf16 = recipe_.compute == Format::BF16;
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
@@ -601,10 +605,10 @@ private:
     // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
     // additions are in FP32 and in the order of the ranks.
     void reduce_gradients(bool first) {
-        for (size_t i = 0; i < params.size(); i++) {
+        for (size_t i = 0; i < params_.size(); i++) {
             Floats& sum = sums_[i];
-            if (first) sum.assign(params[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
+            if (first) sum.assign(params_[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(gradients_[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(setup_), sum[e]);
@@ -616,11 +620,11 @@ private:
     // parameter: each rank gives those of the part that it owns.
     void gather_weight(size_t i) {
         const ParamState& s = states_[i];
-        const Range own = owned(setup_, params[i]);
+        const Range own = owned(setup_, params_[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
-        const bool is_sharded = params[i].rows > 1;  // a vector is whole on every rank
-        auto to = weights[i].begin();
+        const bool is_sharded = params_[i].rows > 1;  // a vector is whole on every rank
+        auto to = weights_[i].begin();
         for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
     }
@@ -629,12 +633,12 @@ private:
     // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
-        for (auto& operands : delayed_scales)
+        for (auto& operands : delayed_scales_)
             for (LinearOperand o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.update_history_and_scale(storage_of(recipe, o).format);
+                d.update_history_and_scale(storage_of(recipe_, o).format);
             }
     }
 
@@ -654,22 +658,22 @@ private:
 
     // The memory of the tensor with this name. Gradients can only be read.
     Memory find(const std::string& name, bool to_write = false) {
-        const size_t i = param_of(params, name);
-        const Range own = owned(setup_, params[i]);
+        const size_t i = param_of(params_, name);
+        const Range own = owned(setup_, params_[i]);
         ParamState& s = states_[i];
         std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
                                                 {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
                                                 {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.has_master) places[".remainder"] = part(s.remainder, own);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients_[i], own);
         for (LinearOperand o : LINEAR_OPERANDS) {
-            DelayedScale& d = delayed_scales[i][int(o)];
+            DelayedScale& d = delayed_scales_[i][int(o)];
             if (d.history.empty()) continue;
             places[concat(suffix_of(o), ".history")] = whole(d.history);
             places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
         }
-        const auto place = places.find(name.substr(params[i].name.size()));
+        const auto place = places.find(name.substr(params_[i].name.size()));
         if (place == places.end()) no_such_tensor(name);
         return place->second;
     }
@@ -683,11 +687,11 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({c, recipe, optimizer, B, T});
-    network.weights = weights;
+    network.weights_ = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
         network.run_micro_batch(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
-    if (gradients) *gradients = network.gradients;
+    if (gradients) *gradients = network.gradients_;
     return loss;
 }
 
@@ -698,5 +702,5 @@ std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
     // system, or a third of the time goes into fresh pages.
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 2147483647);
-    return std::make_unique<reference::Reference>(setup);
+    return std::make_unique<reference::ReferenceModel>(setup);
 }

@@ -36,14 +36,16 @@ void MappedFile::copy(const uint8_t* from, int64_t bytes, uint8_t* to) const {
     const bool found = file >= 0 && ::fstat(file, &status) == 0;
     const bool same = found && status.st_dev == device_ && status.st_ino == number_;
     int64_t got = 0;
-    while (same && got < bytes) {
-        const ssize_t n = ::pread(file, to + got, bytes - got, from - data() + got);
-        if (n <= 0) break;
-        got += n;
+    ssize_t n = 1;  // 0 at the end of the file, -1 after an error
+    while (same && got < bytes && n > 0) {
+        n = ::pread(file, to + got, bytes - got, from - data() + got);
+        if (n > 0) got += n;
     }
+    const int error = errno;
     if (file >= 0) ::close(file);
     // A file that was removed, or whose name another one has, stays as long as it is mapped.
     if (!same) std::memcpy(to, from, bytes);
+    else if (n < 0) throw Error("Cannot read ", path_, " (", std::strerror(error), "); check the disk.");
     else if (got < bytes) throw Error(path_, " became shorter while it was in use; restore the file.");
 }
 

@@ -87,8 +87,7 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
                    std::find_if(swapped.begin(), swapped.end(), [&](uint32_t t) { return t != tokens[0]; }));
     std::rotate(parts.begin(), parts.begin() + (1 << 18), parts.begin() + (2 << 18));  // two whole parts
     longer.push_back(0);
-    for (const Words& other : {swapped, parts, shorter, longer})
-        CHECK(stream_of(other).scan().hash != hash);
+    for (const Words& other : {swapped, parts, shorter, longer}) CHECK(stream_of(other).scan().hash != hash);
     for (const int64_t at : {int64_t(0), N - 1}) {
         Words other = tokens;
         other[at] = 50'001 | 1u << 31;
@@ -187,6 +186,14 @@ TEST_CASE("load_corpus: text that is not copied into memory is the same text; a 
     std::ofstream(paths[2], std::ios::trunc) << "short";
     CHECK(text_of(copied) == text);
     check_error([&] { text_of(mapped); }, paths[2], "became shorter");
+}
+
+TEST_CASE("MappedFile::copy: an error of the system is reported as what it is") {
+    Folder folder;
+    const std::string path = folder.write("text", "12345678");
+    const MappedFile file(path);
+    // The system cannot write to address 0, so the read fails although the file has all bytes.
+    check_error([&] { file.copy(file.data(), file.bytes(), nullptr); }, path, "Bad address");
 }
 
 TEST_CASE("load_corpus: thousands of files take no descriptors and reading them takes no long search") {

@@ -220,7 +220,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
     }
 }
 
-TEST_CASE("end_step: the scale is the largest amax of the history / FMAX unless that is 0 or not finite") {
+TEST_CASE("update_history_and_scale: the scale is the largest amax of the history / FMAX unless that is 0 or not finite") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2})
         for (size_t length : {1u, 3u, 16u}) {
