@@ -1,5 +1,5 @@
 // architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, their
-// parameters with the first values, and which targets count in the loss. The words are those of coat.h.
+// parameters with the initial values, and which targets count in the loss. It uses the words of coat.h.
 #pragma once
 #include "coat.h"
 
@@ -15,7 +15,7 @@ struct Architecture {
     bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
     bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
     bool qkv_bias = false;  // the linear layer of q, k and v has a bias
-    bool bias = false;      // the other linear layers have one
+    bool bias = false;      // the other linear layers have a bias
     bool qk_norm = false;   // each head of q and of k passes an RMSNorm before RoPE
 };
 // clang-format off
@@ -34,10 +34,10 @@ inline constexpr Architecture GPT2{
 // clang-format on
 
 // RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
-// scale f_i, so that it can read longer texts than those of its first training. Names are from config.json.
+// scale f_i, so that it can read longer texts than in its first training. The names are those of config.json.
 struct RopeScaling {
-    // Llama3 counts how often pair i turns within original_positions. With fewer than low_freq_factor, f_i
-    // is divided by the factor. With more than high_freq_factor it stays. Between, it is interpolated.
+    // Llama3 counts the turns of pair i within original_positions. If these are fewer than low_freq_factor,
+    // f_i is divided by the factor; if more than high_freq_factor, f_i stays; between, it is interpolated.
     enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int64_t original_positions = 8192;
@@ -47,9 +47,9 @@ struct ModelConfig {
     std::string name;
     Architecture arch;
     int64_t L, C, NH, NKV, F;
-    int64_t V;      // in models(), 0 means: as many as the data has
-    int64_t max_T;  // positions
-    bool tied;      // the head is the embedding
+    int64_t V;      // in models(), 0 means: the vocabulary size of the data
+    int64_t max_T;  // the number of positions
+    bool tied;      // the weight of the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
@@ -61,9 +61,9 @@ struct ModelConfig {
     int64_t kv_cols() const { return NKV * HS(); }
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
-    int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
-    // In tokens. Sliding windows are not implemented: such a model works up to the length of its window,
-    // where the window makes no difference.
+    int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; rows from V on stay zero
+    // The longest --seq. Sliding windows are not implemented: a model that has one works up to the window's
+    // length, for which the window makes no difference.
     int64_t longest_sequence() const { return sliding_window ? std::min(sliding_window, max_T) : max_T; }
 };
 
@@ -119,7 +119,7 @@ inline const std::vector<ModelConfig>& models() {
     return table;
 }
 
-// Throws Error if the shape is not supported, before anything is allocated.
+// Error if the shape is not supported. Nothing is allocated before this check.
 inline void require_supported(const ModelConfig& c) {
     auto require = [&](bool ok, const auto&... what) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
@@ -138,7 +138,7 @@ inline void require_supported(const ModelConfig& c) {
                  {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
-    // Dimensions of FP8 GEMMs are multiples of 16, and no group may hold elements of both q and k.
+    // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
     constexpr int64_t multiple = std::max(16, PER_GROUP.cols);
     require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
             " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
@@ -159,8 +159,8 @@ inline void require_supported(const ModelConfig& c) {
 // which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor has N * cols elements, in the shape (N, cols). The log-sum-exp alone has the shape (B, NH,
-// T).
+// A saved tensor has the shape (N, cols). The log-sum-exp alone has another: (B, NH, T), which are N * cols
+// elements, too.
 struct SavedTensor {
     Saved which;
     const char* name;
@@ -204,27 +204,28 @@ struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
-    float init_std;      // standard deviation of the first values; 0: they are 0, or 1 by the role
-    // Elements before it in the flat order of all parameters, where each is padded to a multiple of 128.
+    float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
+    // The place of its first element in the flat order: all parameters one after the other, each padded to a
+    // multiple of 128 elements.
     int64_t offset;
-    // A bucket is the parameters whose gradients backward completes at the same time. Buckets are counted in
-    // the order of the forward pass.
+    // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
+    // backward completes at the same time.
     int64_t bucket;
-    int64_t layer;  // the layer that it belongs to, counted from 0; -1: none
+    int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
-    // The format of its first or second moments, where `of_optimizer` is the optimizer's.
+    // The format of its first or second moments, for which the optimizer's table has `of_optimizer`.
     Format moment_format(Format of_optimizer) const {
         return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
     }
 };
 
-// The table while it is built. Each function appends to it.
+// The table of parameters while it is built. Each function appends to it.
 struct ParamTable {
     const ModelConfig& c;
     std::vector<Param> params{};
-    int64_t bucket = 0, layer = -1;  // of what is appended next
+    int64_t bucket = 0, layer = -1;  // of the parameters that are appended next
 
     void add(const std::string& name, const Role& role, int64_t rows, int64_t cols, float init_std) {
         const int64_t offset = params.empty() ? 0 : params.back().offset + params.back().padded_size();
@@ -249,24 +250,26 @@ struct ParamTable {
 
 inline std::vector<Param> parameters(const ModelConfig& c) {
     ParamTable table{.c = c};
-    // GPT-2's first weights: those that add to the residual stream, twice a layer, are smaller.
+    // GPT-2's initial weights: the matrices whose outputs are added to the residual stream, two in each
+    // layer, get smaller ones.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * c.L);
     table.add("embedding", EMBEDDING, c.padded_V(), c.C, init_std);
     if (!c.arch.rope) table.add("positions", EMBEDDING, c.max_T, c.C, init_std);
     for (int64_t layer = 0; layer < c.L; layer++) {
         table.layer = layer;
-        const std::string of = concat("layers.", layer, ".");
+        const std::string prefix = concat("layers.", layer, ".");
         table.bucket++;  // each bucket of a layer is a linear layer and the norm before it
-        table.add_norm(of + "norm1");
-        table.add_linear(of + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
-        if (c.arch.qk_norm) table.add(of + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);  // [of q | of k]
+        table.add_norm(prefix + "norm1");
+        table.add_linear(prefix + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
+        if (c.arch.qk_norm)  // [of q | of k]
+            table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);
         table.bucket++;
-        table.add_linear(of + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
+        table.add_linear(prefix + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
         table.bucket++;
-        table.add_norm(of + "norm2");
-        table.add_linear(of + "gate_up", c.gate_up_cols(), c.C, init_std, c.arch.bias);
+        table.add_norm(prefix + "norm2");
+        table.add_linear(prefix + "gate_up", c.gate_up_cols(), c.C, init_std, c.arch.bias);
         table.bucket++;
-        table.add_linear(of + "down", c.C, c.F, residual_std, c.arch.bias);
+        table.add_linear(prefix + "down", c.C, c.F, residual_std, c.arch.bias);
     }
     table.layer = -1;
     table.bucket++;
@@ -275,19 +278,19 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     return table.params;
 }
 
-// The elements of p that belong to the vocabulary. Behind them are padding rows, which stay zero.
+// The number of elements of p without the padding rows that follow the vocabulary's rows and stay zero.
 inline int64_t used_elements(const ModelConfig& c, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
 }
 
-inline int64_t parameter_count(const ModelConfig& c) {  // without padding rows
+inline int64_t parameter_count(const ModelConfig& c) {  // elements, without padding rows
     int64_t n = 0;
     for (const Param& p : parameters(c)) n += used_elements(c, p);
     return n;
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The first values of parameters
+// The initial values of parameters
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
 // four uniform integers of 16 bits is nearly a normal variate.
@@ -302,8 +305,8 @@ COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, fl
     return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
 }
 
-// The first value of element i of parameter number `param`: 1 in norm weights, 0 in biases (init_std
-// is 0) and in the padding rows of the vocabulary (from element `used` on), else random.
+// The initial value of element i of parameter number `param`: 1 in norm weights; 0 in biases, whose init_std
+// is 0, and in the padding rows of the vocabulary, from element `used` on; else random.
 COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
                                    uint64_t param, int64_t i) {
     if (starts_at_one) return 1.0f;
@@ -315,7 +318,7 @@ COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t u
 // Targets of the loss
 
 // A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss is the mean over all targets of the step that count, also those of other micro-batches and ranks.
+// The loss of a step is the mean over the targets that count, in all its micro-batches on all ranks.
 inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);

@@ -1,6 +1,7 @@
 // coat.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
-// 2410.19313) share: number formats, what shares a scale, recipes, optimizers and quantization errors. The
-// models that they are applied to are in architecture.h.
+// 2410.19313) share: number formats, which elements share a scale, recipes and optimizers. The last part has
+// what only the training step needs: stochastic rounding and the statistics of quantization errors. Models
+// are in architecture.h.
 //
 // clang-format off
 // These words are used in all files:
@@ -43,8 +44,8 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Formats. Every format has a sign, an exponent and a mantissa. FP8 is that of the OCP specification in its
-// saturating mode, and E4M3 has no infinity. FP16 is used for moments only.
+// Formats. Every format has a sign, an exponent and a mantissa. E4M3 and E5M2 are the FP8 formats of the OCP
+// specification, in its saturating mode; E4M3 has no infinity. FP16 is used for moments only.
 
 enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
@@ -70,8 +71,8 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format have moment scalings. Unscaled moments would not fit the range of FP8 and
-// FP16.
+// Whether moments in this format have moment scalings. Moments without a scaling would not fit the range of
+// FP8 and FP16.
 constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -112,15 +113,6 @@ struct Storage {
     int64_t bytes(int64_t rows, int64_t cols) const {  // of the codes and the scales
         return code_bytes(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
     }
-    // The scales in memory of a GPU's GEMM operand. A per-tensor scale lies elsewhere, beside its amax.
-    // Hopper reads rows of 128x128 scales that are padded to a multiple of 4.
-    int64_t operand_scale_count(int64_t rows, int64_t cols) const {
-        if (!fp8() || granularity == PER_TENSOR) return 0;
-        return scale_rows(rows) * round_up(scale_cols(cols), granularity == PER_128x128 ? 4 : 1);
-    }
-    int64_t operand_bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) + operand_scale_count(rows, cols) * info(scale_format).bytes;
-    }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         const std::string name = info(format).name;
         if (!fp8()) return name;
@@ -157,15 +149,15 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // In recipes(), below, a Granularity is that of the matrix as the GEMM reads it: cols runs along the
 // reduction. x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block
 // these are different blocks, so fprop and wgrad have different codes of x. With one scale per tensor or per
-// 128x128 block the codes are the same, transposed. (This program makes them twice nevertheless, because it
-// does not keep the codes of x until backward. It makes those of g once, which dgrad and wgrad read one after
-// the other.)
+// 128x128 block wgrad reads the transpose of fprop's codes. (This program computes the codes of x twice
+// nevertheless, because it does not keep them until backward. The codes of g are computed once: dgrad and
+// wgrad read them one after the other.)
 
 // Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
-// For fprop, dgrad and wgrad: whether the GEMM accumulates in Hopper's FP8 tensor cores, which keep about 14
-// bits. Otherwise the sums move to FP32 at intervals, which takes longer.
+// For fprop, dgrad and wgrad: whether the whole sum stays in Hopper's FP8 tensor cores, which keep about 14
+// bits of it. If not, partial sums are added up in FP32, which takes longer.
 using FastAccumulation = std::array<bool, 3>;
 inline constexpr FastAccumulation IN_NO_GEMM{false, false, false};
 inline constexpr FastAccumulation IN_FPROP{true, false, false};
@@ -173,8 +165,8 @@ inline constexpr FastAccumulation IN_ALL_GEMMS{true, true, true};
 
 struct Recipe {
     const char* name;
-    // The compute dtype: that of the residual stream, attention, GEMM outputs and the head. Gradients of
-    // weights have it too, unless many are summed (model.h, gradient_format).
+    // The compute dtype: the format of the residual stream, attention, GEMM outputs and the head. Gradients
+    // of weights have it too, unless many are summed (model.h, gradient_format).
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
     Storage x = BF16, w = BF16, g = BF16;
@@ -188,7 +180,7 @@ struct Recipe {
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether forward computes with the saved groups of `nonlinear` tensors, as in the paper. If not
     // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
-    // cases: so in coat-saved the x of fprop and the x of wgrad differ a little.
+    // cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
     bool forward_reads_groups = true;
     int history_steps = 1024;  // how many steps' amaxes delayed scaling remembers
     const char* about = "";    // a line of --help
@@ -229,8 +221,8 @@ inline const std::vector<Recipe>& recipes() {
 }
 
 // The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
-// multiple of 16. If the N tokens of a micro-batch are not, all linear layers of the run fall back to the
-// compute dtype.
+// multiple of 16. If N, the number of tokens in a micro-batch, is not, all linear layers of the run fall back
+// to the compute dtype.
 struct LinearFormats {
     Storage x, w, g;
     bool fallback;
@@ -243,13 +235,13 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 
 // -----------------------------------------------------------------------------------------------------------
 // Optimizers: how AdamW's moments are stored between steps (section 4). Moments in FP8 and FP16 have a moment
-// scaling for each moment group: for 128 elements, or for the whole parameter (MS-AMP's FP8-LM, arXiv
-// 2310.18313).
+// scaling for each moment group. A moment group is 128 elements or, in MS-AMP's FP8-LM (arXiv 2310.18313), a
+// whole parameter.
 
 inline constexpr int MOMENT_GROUP = 128;
 
-// The number of moment groups, and so of moment scalings, of n elements of a moment in format f. A format
-// that is not scaled has none.
+// The number of moment scalings of n elements of a moment in format f: one for each moment group, none if the
+// format is not scaled.
 constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
     if (!moments_need_scaling(f)) return 0;
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
@@ -266,8 +258,8 @@ struct OptimizerFormat {
     int64_t moment_group_count(Format f, int64_t n) const {
         return coat::moment_group_count(f, per_tensor, n);
     }
-    // Whether m and v are FP8 codes in moment groups of 128, for which adamw.cu has a kernel. In every row of
-    // the table both are, or neither.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
+    // table has one such moment and one other.
     bool fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
@@ -304,32 +296,45 @@ struct AdamWStep {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Stochastic rounding of weights to BF16, where they have no FP32 master
+// Tables by name
 
-// 64 bits that look random, from a number: nearby numbers give unrelated bits.
+// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
+// flag that gave it.
+template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
+    std::string known;
+    for (const auto& row : table) {
+        if (name == row.name) return row;
+        known += (known.empty() ? "" : ", ") + std::string(row.name);
+    }
+    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Needed later, for the training step: stochastic rounding of weights to BF16 if they have no FP32 master
+
+// 64 bits that look random, from a number. Nearby numbers give unrelated bits.
 COAT_HD inline uint64_t mixed_bits(uint64_t number) {
     uint64_t z = number * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-// The random bits of a rounding: bf16 = (bits of the FP32 value + 16 random bits) >> 16. So the expected
-// value is the FP32 value, and updates that are smaller than half a BF16 step count on average.
-// rounding_bits(key, q) has 16 bits for each of the elements 4q .. 4q + 3 of the flat order of all
-// parameters, from the lowest bits on.
+// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value,
+// so that updates which are smaller than half a BF16 step count on average. rounding_bits(key, q) has the
+// random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h, Param::offset):
+// the lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step: its number, with the steps that were skipped (AdamWStep::step + skipped,
-// above).
+// The key of one update, whose number also counts skipped steps: AdamWStep::step + AdamWStep::skipped.
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Quantization errors, by kind of tensor.
+// Needed later: the statistics of quantization errors, by kind of tensor (QuantReport)
 
 struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
     int64_t elements = 0;
-    int64_t saturated = 0;  // elements with |x| clearly above the largest value of the format times the scale
+    int64_t saturated = 0;  // elements with |x| more than half a step above FMAX times the scale
     int64_t flushed = 0;    // elements that were not zero and became zero
 
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
@@ -343,8 +348,8 @@ struct QuantStats {
     }
 };
 
+// The kinds of tensors that the statistics tell apart. Attention: the tensors stored as Recipe::attention.
 // clang-format off
-// Attention: the four tensors that Recipe::attention is the format of.
 enum class ReportKind : uint8_t {
     NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
 };
@@ -355,22 +360,8 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // k of all moment scalings, of the first and of the second moments
-    bool part_of_moments = false;  // of large parameters, only a part of the moments was measured
+    std::vector<float> k_m, k_v;   // k of every moment group, of first and of second moments
+    bool part_of_moments = false;  // only some of the moments of large parameters were measured
 };
-
-// -----------------------------------------------------------------------------------------------------------
-// Tables by name
-
-// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
-// flag that gave it.
-template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
-    std::string known;
-    for (const auto& row : table) {
-        if (name == row.name) return row;
-        known += (known.empty() ? "" : ", ") + std::string(row.name);
-    }
-    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
-}
 
 }  // namespace coat

@@ -33,10 +33,10 @@ struct Setup {
     // each bucket within backward.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
-    Communicator* communicator = nullptr;  // how they exchange values; null with one rank, and for a plan
+    Communicator* communicator = nullptr;  // how ranks exchange values; null with one rank, and for a plan
 };
 
-// On all ranks.
+// The micro-batches of a step on all ranks together.
 inline int64_t micro_batches_of_step(const Setup& s) { return s.micro_batches_per_rank * s.ranks; }
 
 inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
@@ -44,7 +44,7 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
     return saved_per_layer(s.config, s.recipe);
 }
 
-// Error if a run with these settings is refused. A limit of GPUs holds for the CPU, too.
+// Error if a run with these settings is not supported. The CPU has the limits of GPUs, too.
 inline void require_supported(const Setup& s) {
     require_supported(s.config);
     if (s.T > s.config.longest_sequence())
@@ -73,16 +73,16 @@ inline void require_supported(const Setup& s) {
 // of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
 // just before it is used. A vector is small: every rank owns the whole of it, and all compute the same.
 
-// Parts of a matrix are cut only between shard units. So no moment group of 128 is cut, and sums that are
-// added within shard units first are the same for any number of ranks. If a matrix has fewer shard units than
-// there are ranks, some ranks own nothing of it. A matrix that is smaller than a shard unit belongs to the
-// last rank.
+// Matrices are divided between shard units. So no moment group of 128 is divided, and a sum that is taken
+// within shard units first, then over these, is the same for any number of ranks. If a matrix has fewer shard
+// units than there are ranks, some ranks own nothing of it: a single shard unit belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 
 struct Range {  // consecutive elements
     int64_t first, count;
 };
 
+// The elements of a parameter that a rank owns.
 inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     if (p.rows == 1) return {.first = 0, .count = p.size()};
     const int64_t units = ceil_div(p.size(), SHARD_UNIT);
@@ -112,10 +112,10 @@ struct StateTensor {
     int bytes;          // of an element
     std::vector<int64_t> shape;
     Param param;
-    // How many consecutive elements of the parameter share one element of this tensor: the 128 elements of a
-    // moment group share the max of their moment scaling.
+    // How many consecutive elements of the parameter share one element of this tensor; ALL: all of them. For
+    // example, the 128 elements of a moment group share the max of their moment scaling.
     int64_t shared_by = 1;
-    static constexpr int64_t ALL = 0;  // of shared_by: all elements of the parameter
+    static constexpr int64_t ALL = 0;
 
     int64_t size() const {
         return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
@@ -151,25 +151,25 @@ enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
 inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
 
-// Its format: formats is a Recipe or LinearFormats.
+// How the operand is stored. formats is a Recipe or LinearFormats.
 template <class Formats> const Storage& storage_of(const Formats& formats, LinearOperand o) {
     if (o == LinearOperand::X) return formats.x;
     return o == LinearOperand::W ? formats.w : formats.g;
 }
-// What the names of its state tensors begin with, after that of the weight.
+// What follows the weight's name in the names of the operand's state tensors.
 inline const char* suffix_of(LinearOperand o) {
     if (o == LinearOperand::X) return ".x";
     return o == LinearOperand::W ? ".w" : ".g";
 }
-// The row of the quantization report in which it counts.
+// The row of the quantization report in which the operand counts.
 inline ReportKind report_kind(LinearOperand o) {
     if (o == LinearOperand::X) return ReportKind::LinearInput;
     return o == LinearOperand::W ? ReportKind::Weight : ReportKind::Gradient;
 }
 
 // The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest
-// first, and the scale of the next step. Before the first step all of these are 0. While the scale is 0, the
-// operand is scaled just in time.
+// first, and the scale of the next step. All are 0 before the first step. While the scale is 0, the operand
+// is scaled just in time.
 inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
@@ -220,8 +220,8 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     return table;
 }
 
-// The elements of a state tensor that this rank owns: those of its part of the parameter. What all
-// elements of a parameter share, every rank owns. Model::read() and write() pass these elements.
+// The elements of a state tensor that this rank owns: those of its part of the parameter. A value that all
+// elements of a parameter share is owned by every rank. Model::read() and write() pass the owned elements.
 inline Range owned(const Setup& s, const StateTensor& t) {
     if (t.shared_by == StateTensor::ALL) return {.first = 0, .count = t.size()};
     const Range part = owned(s, t.param);
@@ -236,22 +236,22 @@ inline Range owned(const Setup& s, const StateTensor& t) {
 struct StepResult {
     double loss;       // nats per token: the mean over all targets of the step that count
     double grad_norm;  // of all gradients, before clipping
-    // Nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not finite,
-    // because the clipped norm was 2^62 or more, or because no target counts. Without keep_gradients, buckets
-    // that a GPU has updated before it knew stay updated.
+    // Whether nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not
+    // finite, because the clipped norm was 2^62 or more, or because no target counts. (Without keep_gradients
+    // a GPU may learn this after it has updated some buckets: these stay updated.)
     bool skipped;
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
 
 // With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
-// at the same time. Tokens are in [0, V). Targets are in [0, V) or NO_TARGET. The caller has checked this: no
-// function checks it again. A tensor's name that is unknown is an Error.
+// at the same time. Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An
+// unknown name of a tensor is an Error.
 class Model {
 public:
     virtual ~Model() = default;
     // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
     // this rank. The result is that of all ranks.
-    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) = 0;
+    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& options) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
     // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
@@ -260,9 +260,9 @@ public:
     // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
     // that an update would store. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // Copies the elements that this rank owns (owned()) of a tensor of weight_tensors() or
-    // optimizer_tensors() to `out`, or from `in`. read() also knows "<param>.gradient" (FP32), the gradient
-    // of the last step, until the next forward pass; it exists only with keep_gradients.
+    // Copy the elements that this rank owns (owned()) of a tensor of weight_tensors() or optimizer_tensors()
+    // to `out`, or from `in`. With keep_gradients, read() also knows "<param>.gradient" (FP32): the gradient
+    // of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;
@@ -271,7 +271,7 @@ public:
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
 // On a GPU (gpu/state.cpp). It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
-bool built_with_cuda();  // else this program has no GPU part (gpu/none.cpp)
+bool built_with_cuda();  // whether this program has a GPU part (if not: gpu/none.cpp)
 // Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/state.cpp)
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
@@ -287,15 +287,17 @@ class Communicator {
 public:
     virtual ~Communicator() = default;
     virtual int local_rank() const = 0;  // this rank's number among those of its machine
-    bool ranks_are_threads = false;  // ranks are threads of one process, as in tests, and share its addresses
+    // Whether the ranks are threads of one process, as in tests, and share its addresses.
+    bool ranks_are_threads = false;
 
-    // Every rank calls these at the same time. They return what every rank has given, by rank: on every rank,
-    // or with `on_all` false on rank 0 alone. T: a value, or a vector or string of values, of any length.
+    // Every rank calls these at the same time. They return the values that the ranks have given, by rank: on
+    // every rank or, if `on_all` is false, on rank 0 alone. T is a value, or a vector or string of values, of
+    // any length.
     template <class T> std::vector<T> all_gather(const T& mine);
     virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
 
-    // Waits until done() is true, for something that needs the other ranks; done() may sleep for some
-    // milliseconds. If another rank has ended, so does this process.
+    // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so
+    // does this process.
     virtual void wait_until(const std::function<bool()>& done) = 0;
     // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
     [[noreturn]] virtual void fail(const std::string& sentence) = 0;

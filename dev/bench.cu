@@ -89,12 +89,13 @@ public:
     // Room for a tensor in any format, in the orientations that are asked for.
     Operand place(int64_t rows, int64_t cols, const Storage& q, bool plain, bool transposed) {
         const int64_t bytes = q.code_bytes(rows, cols), scale = info(q.scale_format).bytes;
-        const int64_t scales = std::max(q.scale_count(rows, cols), q.operand_scale_count(rows, cols)) * scale;
+        const int64_t scales =
+            std::max(q.scale_count(rows, cols), operand_scale_count(q, rows, cols)) * scale;
         void* codes = plain ? take(bytes) : nullptr;
         TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
-        const int64_t transposed_scales = std::max<int64_t>(q.operand_scale_count(cols, rows), 1) * scale;
+        const int64_t transposed_scales = std::max<int64_t>(operand_scale_count(q, cols, rows), 1) * scale;
         return {{codes, take(scales), rows, cols, q},
                 transposed ? take(bytes) : nullptr,
                 transposed ? take(transposed_scales) : nullptr,

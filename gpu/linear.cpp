@@ -60,9 +60,9 @@ Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form
     const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
     const int64_t cols = which == LinearOperand::G ? out_ : in_;
-    if (!codes && form != Form::Transposed) codes = arena().take(q.operand_bytes(rows, cols));
+    if (!codes && form != Form::Transposed) codes = arena().take(operand_bytes(q, rows, cols));
     void* transposed = nullptr;
-    if (form != Form::RowMajor) transposed = arena().take(q.operand_bytes(cols, rows));
+    if (form != Form::RowMajor) transposed = arena().take(operand_bytes(q, cols, rows));
 
     TensorScale* const scales[] = {x_scale_, w_scale_, g_scale_};
     TensorScale* const scale = scales[int(which)];

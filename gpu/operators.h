@@ -103,6 +103,16 @@ struct Operand {
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
+// The number of scales of an operand's codes (rows, cols), with the padding of 128x128 scales. A per-tensor
+// scale does not count: it lies elsewhere, beside its amax.
+inline int64_t operand_scale_count(const Storage& s, int64_t rows, int64_t cols) {
+    if (!s.fp8() || s.granularity == PER_TENSOR) return 0;
+    return s.scale_rows(rows) * round_up(s.scale_cols(cols), s.granularity == PER_128x128 ? 4 : 1);
+}
+inline int64_t operand_bytes(const Storage& s, int64_t rows, int64_t cols) {
+    return s.code_bytes(rows, cols) + operand_scale_count(s, rows, cols) * info(s.scale_format).bytes;
+}
+
 // Statistics of one input row of a norm. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
 struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)

@@ -31,7 +31,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
             .across = transposed ? step_n : step_k,
-            .count = v.storage.operand_scale_count(N, K)};
+            .count = operand_scale_count(v.storage, N, K)};
 }
 
 // One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.

@@ -143,9 +143,10 @@ public:
     Tensor(Shape s, Storage q, float delayed = 0)  // 0: without a delayed scale
         : rows(s.rows), cols(s.cols), storage(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
-          scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols), q.operand_scale_count(rows, cols)) *
+          scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
+                          gpu::operand_scale_count(q, rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(transposes() ? q.operand_scale_count(cols, rows) * 4 : 0), slot(1),
+          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), slot(1),
           delayed_scaling(delayed > 0) {
         slot.write({TensorScale{0, 0, delayed, 0}});
     }
