@@ -1,6 +1,7 @@
 # make train      the program ./train; with the GPU in it where nvcc is found, for the GPU that is found
 # make test       every test; the last line is "N passed, N failed, N skipped"
-# make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
+# make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU; SANITIZE=thread chooses
+#                 ThreadSanitizer (for which tests, test/README.md says)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
 # make build/ladder_adamw   a ladder: a kernel built up step by step (dev/ladders), to be run on a GPU
@@ -36,8 +37,7 @@ WERROR  := -Werror
 REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 # All of the program but main(), which the tests replace.
 SOURCES   := $(REFERENCE) gpu/layout.cpp $(sort $(filter-out program/main.cpp,$(wildcard program/*.cpp data/*.cpp)))
-# test/data.cpp, dev.cpp and reference.cpp include the tests in the folders of these names.
-TESTS     := $(sort $(wildcard test/*.cpp))
+TESTS     := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
 LINK      := $(CXX) -fopenmp $(OPT)
 
@@ -71,7 +71,7 @@ object  = $(patsubst %,$(O)/%.o,$(1))
 OBJECTS := $(call object,$(SOURCES))
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test exercise figures read bench sanitize clean need-number need-nvcc FORCE
+.PHONY: test exercise figures read bench sanitize clean need-number FORCE
 
 $(PROGRAM): $(call object,program/main.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
@@ -89,20 +89,20 @@ test: $(PROGRAM) $(O)/tests
 # can be drawn, which --only leaves out.
 $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-bench: $(if $(NVCC),$(O)/bench,need-nvcc)
+bench: $(O)/bench
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
-	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg; fi
+	$(if $(filter --only,$(BENCH_ARGS)),,python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg)
 
 # A ladder (dev/ladders): make build/ladder_adamw
 LADDERS := $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu))
-$(LADDERS): $(O)/ladder_%: $(if $(NVCC),,need-nvcc) $(O)/dev/ladders/%.cu.o $(OBJECTS)
+$(LADDERS): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 
 # An exercise needs the reference, but nothing of the GPU implementation.
 EXERCISE := $(firstword $(wildcard dev/exercises/$(N)-* dev/exercises/0$(N)-*))
 $(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp reference_matmul.cpp)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(NVCC),,need-nvcc)) $(O)/exercise_$(N),need-number)
+exercise: $(if $(EXERCISE),$(O)/exercise_$(N),need-number)
 	@$(O)/exercise_$(N)
 
 read:
@@ -134,33 +134,37 @@ $(call object,$(CUDA_HOST)): $(O)/%.o: % Makefile $(O)/settings $(O)/gpu_arch
 # The reference on the CPU is where time is spent.
 $(call object,$(REFERENCE)): private OPT = -O3
 # These tests read files or start programs, and compute little.
-$(call object,test/data.cpp test/dev.cpp $(wildcard test/train_*.cpp)): private OPT = -O0
+$(call object,$(wildcard test/data/*.cpp test/dev/*.cpp test/train_*.cpp)): private OPT = -O0
 # nvcc reads a file twice, for the host and for the device. model.cu and the tests have no kernels: as C++ they are
 # read once, which takes 3 seconds each instead of 8.
 $(call object,model.cu $(filter-out test/dev/%,$(filter %.cu,$(TESTS)))): private NVCCFLAGS += -x c++
 # An exercise that is half written compiles: its warnings are shown, and the judge says what is wrong.
-$(call object,$(wildcard dev/exercises/[0-9]*)): private WERROR :=
+$(call object,$(wildcard dev/exercises/[0-9]*)): private override WERROR :=
 
-# The processor counts, because of -march=native.
-PROCESSOR = $(shell sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)
 # $(call renew,lines) writes the target if it does not consist of these lines already. So the target's time changes
 # only when its lines do.
 renew = @mkdir -p $(@D); printf '%s\n' $(1) | cmp -s - $@ || printf '%s\n' $(1) > $@
+# COMPILER is a checksum of what the compiler says of its version and of the instructions that -march=native allows.
+COMPILER = $(shell $(CXX) -march=native -E -v -x c++ - < /dev/null 2>&1 | cksum | cut -d ' ' -f 1)
+CUDA_RELEASE = $(if $(NVCC),$(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p'))
 $(O)/settings: FORCE | $(O)/found/json
-	$(call renew,'CXX=$(CXX)' 'OPT=$(OPT)' 'NVCC=$(NVCC)' 'CPU=$(PROCESSOR)')
+	$(call renew,'CXX=$(CXX)' 'COMPILER=$(COMPILER)' 'OPT=$(OPT)' 'WERROR=$(WERROR)' 'NVCC=$(NVCC)' \
+	             'CUDA_RELEASE=$(CUDA_RELEASE)')
 
-# The GPU for which kernels are compiled: the one that nvidia-smi finds. BF16 arithmetic begins with compute
-# capability 8.0; where there is no such GPU, it is Hopper, 90a. From 9.0 on, the letter a adds instructions of that
-# one generation. The scales of rows and blocks in cuBLASLt begin with CUDA 12.9.
-FOUND_ARCH    = $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
-arch_of       = $(or $(addsuffix a,$(filter 9% 10% 11% 12%,$(1))),$(filter 8%,$(1)),90a)
-GPU_ARCH     ?= $(call arch_of,$(FOUND_ARCH))
-CUDA_RELEASE  = $(shell $(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
-$(O)/gpu_arch: FORCE
-	@release='$(CUDA_RELEASE)'; printf '12.9\n%s\n' "$$release" | sort -VC || { \
-	  echo "$(NVCC) is of CUDA $${release:-<unknown>}, but the GPU code needs CUDA 12.9 or newer: install a newer" \
-	       "toolkit, choose another nvcc with NVCC=/path/to/nvcc, or build without the GPU with \"make NVCC=\"." >&2; \
-	  exit 1; }
+# The GPU for which kernels are compiled: the one that nvidia-smi finds, which is asked once, and again when the
+# settings change. BF16 arithmetic begins with compute capability 8.0; where there is no such GPU, it is Hopper, 90a.
+# From 9.0 on, the letter a adds instructions of that one generation. The scales of rows and blocks in cuBLASLt begin
+# with CUDA 12.9.
+$(O)/found/gpu: $(O)/settings
+	@mkdir -p $(@D)
+	@nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | head -n 1 | tr -d . > $@
+arch_of   = $(or $(addsuffix a,$(filter 9% 10% 11% 12%,$(1))),$(filter 8%,$(1)),90a)
+GPU_ARCH ?= $(call arch_of,$(file < $(O)/found/gpu))
+$(O)/gpu_arch: $(O)/found/gpu FORCE
+	@printf '12.9\n%s\n' '$(CUDA_RELEASE)' | sort -VC || { \
+	  echo "This needs nvcc of CUDA 12.9 or newer, and there is $(if $(NVCC),$(NVCC) of CUDA $(CUDA_RELEASE),none):" \
+	       "install the CUDA toolkit, or choose another nvcc with NVCC=/path/to/nvcc. \"make NVCC= train\" builds" \
+	       "the program without the GPU." >&2; exit 1; }
 	$(call renew,$(GPU_ARCH))
 
 # Beside each object lies a file that names the headers which its source includes.
@@ -179,8 +183,6 @@ $(O)/found/json:
 $(O)/found/doctest:
 	$(call need,doctest/doctest.h,doctest-dev)
 	@mkdir -p $(@D) && touch $@
-need-nvcc:
-	@echo "This measures or uses a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
 $(call object,$(TESTS)): | $(O)/found/doctest
@@ -189,6 +191,7 @@ $(call object,$(TESTS)): | $(O)/found/doctest
 # Sanitizers
 
 # With the sanitizers' code in it, GCC finds uninitialized values in std::regex where there are none.
+SANITIZE ?= address,undefined
 sanitize:
-	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
-	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-maybe-uninitialized"
+	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize-$(SANITIZE) \
+	    NVCC= OPT="-O1 -g -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -Wno-maybe-uninitialized"

@@ -110,15 +110,6 @@ GIT_TEST_CASE("includes run one way") {
     }
 }
 
-GIT_TEST_CASE("a test in a folder is included by the file that has the folder's name") {
-    for (const std::string& f : tracked()) {
-        const size_t slash = f.rfind('/');
-        if (!in(f, "test/") || in(f, "test/help/") || slash == 4 || !f.ends_with(".cpp")) continue;
-        const std::string includes = read_file(f.substr(0, slash) + ".cpp");
-        CHECK_MESSAGE(contains(includes, "#include \"" + f.substr(5) + "\""), f);
-    }
-}
-
 GIT_TEST_CASE("every run of the tests draws the same inputs") {
     for (const std::string& f : tracked()) {
         if (!in(f, "test/") || f == "test/layout.cpp") continue;
