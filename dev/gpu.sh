@@ -11,8 +11,8 @@
 #                                   it in shared memory, and elsewhere its slower timing may show it
 #   dev/gpu.sh seeds [FIRST LAST]   each kernel test, except the long ones, with the random inputs of these
 #                                   seeds (1 to 20), eight at a time; COAT_SEED=... repeats one
-# Logs go to the folder $OUT, or to build/logs. `python3 dev/results.py tests` runs `gpu` and `seeds`, and records
-# the last line in dev/RESULTS.md, with the commit.
+# Logs go to the folder $OUT, or to build/logs. `python3 dev/results.py tests` runs `gpu` and `seeds` and records
+# what they say in dev/RESULTS.md.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 logs=${OUT:-build/logs}

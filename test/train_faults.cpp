@@ -24,14 +24,13 @@ TEST_CASE(
     "train: a run goes on under nohup and when the reader of its output ends and without a log's disk") {
     RunFolder folder;
     const std::string run = "train" + TINY + "--steps 24 --out out";
-    require_success(shell(folder, run + R"( | head -n 1 > first
-until [ -e out/step-000024 ]; do sleep 0.1; done)"));
+    require_success(shell(folder, run + " | head -n 1 > first"));  // ends when both have ended
     CHECK(last_step(folder) == 24);
     const Ended log = shell(folder, "ulimit -f 1; train" + TINY + "--steps 24 --out '' --log log >/dev/null");
     CHECK((log.code == 0 && std::count(log.error.begin(), log.error.end(), '\n') == 1));
     CHECK(contains(log.error, "train: --log log cannot be written any more"));
     const Ended hangup = shell(folder, "trap '' HUP; train" + TINY + R"(--steps 60 --out '' > printed & pid=$!
-until grep -q 'step  2/' printed; do sleep 0.02; done
+await "grep -q 'step  2/' printed"
 kill -HUP $pid; wait $pid)");
     CHECK((hangup.code == 0 && contains(read_file(folder / "printed"), "Done: 60 steps")));
 }
@@ -96,8 +95,7 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
 }
 
 // For the shell: waits until ./train, whose standard error goes to the file "errors", has failed to save.
-static const std::string UNTIL_A_SAVE_HAS_FAILED =
-    "until grep -q 'tries again' errors; do sleep 0.02; done; ";
+static const std::string UNTIL_A_SAVE_HAS_FAILED = R"(await "grep -q 'tries again' errors"; )";
 
 // A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB,
 // stands for a full disk; no folder has room then. Once the last save has failed twice, the action follows.
@@ -115,7 +113,7 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
         const Ended ended =
             shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp COAT_MINUTE=0.1 train " + flags +
                               " 2> errors & pid=$!\n"
-                              "until [ $(grep -c 'tries again' errors) -ge 2 ]; do sleep 0.02; done\n" +
+                              "await '[ $(grep -c \"tries again\" errors) -ge 2 ]'\n" +
                               action + "; wait $pid; code=$?; rmdir tmp; exit $code");
         const std::string errors = read_file(folder.path / "errors");
         fs::remove(folder.path / "errors");

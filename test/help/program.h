@@ -42,15 +42,18 @@ struct Ended {
     std::string out, error;
 };
 
-// Runs a shell command in the folder, for at most five minutes. In it, `train` is the program. Its output is
-// captured in files outside the folder. One thread: these runs are too small for more.
+// Runs a shell command in the folder, for at most five minutes. In it, `train` is the program, and `await
+// TEST` waits until a test is true; it fails with exit code 79 when the process $pid ends before. The output
+// is captured in files outside the folder. One thread: these runs are too small for more.
 inline Ended shell(const Folder& folder, const std::string& command) {
     const char* const path = std::getenv("COAT_TRAIN");
     const std::string program = fs::absolute(path ? path : "./train").string(),
                       printed = folder.path.string() + "-printed";
-    write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
-                                    small_model() + "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
-                                    command);
+    write_file(printed + ".sh",
+               "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" + small_model() +
+                   "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
+                   "await() { until eval \"$1\"; do kill -0 $pid || exit 79; sleep 0.02; done; }\n" +
+                   command);
     // The program has the default signal handlers, also if the tests run under nohup.
     const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
                                           ".sh' > '", printed, ".out' 2> '", printed, ".err'")
