@@ -6,8 +6,9 @@
 // rows, by columns (transposed), or both, and only for as long as its GEMMs need it (part 3). The scale
 // follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
 //
-// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8
-// elements of it, 8 rows of a chunk of 8 columns: it loads and computes them, and stores their codes by rows.
+// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
+// it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
+// their codes by rows.
 // (Transposed codes pass through shared memory, so other threads store those.) Two neighbouring lanes own a
 // 1x16 group.
 //
@@ -18,8 +19,18 @@
 // other. Its `live` is false for a row behind the tensor's last: that one is computed, but not stored. What
 // gated activations read or write, such as [gate | up], has two planes side by side.
 //
-// Callers begin with quantize() in part 4, which chooses. dev/ladders/quantize_transpose.cu shows how part 3
-// became fast, starting from four lines.
+// Who calls whom. Callers begin with quantize() in part 4, which chooses. For the operand of a GEMM (part 3)
+// it goes on like this; what has no part named is in gpu/device.cuh:
+//
+//   on the host                                        on the GPU
+//   quantize()               part 4                    quantize_kernel()        part 3; a block: one tile
+//     quantize_per_tensor()  part 3                      store_codes()          its codes, both ways
+//       launch_quantizer()   with transposed codes?        for_each_row()       a thread's 8 rows
+//         with_bf16_producer()  from what is x computed?     x.load, compute    the values of a chunk
+//           launch()         starts the kernel               encode()           their codes
+//                                                          TransposeTile        to shared memory, and back
+//
+// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
 #include "gpu/device.cuh"
 
 namespace coat::gpu {
@@ -37,8 +48,8 @@ namespace coat::gpu {
 // The largest magnitude of `top` and of the activation's output for one row of the thread's values.
 template <int PLANES> static __device__ float amax_of_activation(float top, const Values (&v)[PLANES]) {
     for (int j = 0; j < CHUNK; j++) {
-        const float output = activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]);
-        top = larger_magnitude(top, output);
+        if constexpr (PLANES == 2) top = larger_magnitude(top, gated_silu(v[0][j], v[1][j]));
+        else top = larger_magnitude(top, gelu(v[0][j]));
     }
     return top;
 }
@@ -71,8 +82,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             const int64_t first = (at.row * PLANES + p) * x.width + at.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
             // This rounds v to what the group holds, scale * decode(code).
-            groups.from(first).round_in_place_and_store(offset, v[p], live);
-            if (ALSO == Also::WriteBack) x.in.from(first).round_in_place_and_store(offset, v[p], live);
+            groups.starting_at(first).round_in_place_and_store(offset, v[p], live);
+            if (ALSO == Also::WriteBack) x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
         }
         if (ALSO == Also::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
     });
@@ -137,7 +148,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
 // finds the producer that computes it.
 void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s) {
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
+    with_bf16_producer(x, [&](auto producer) {
         launch("amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, s, producer, x.rows, x_amax_out);
     });

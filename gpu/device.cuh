@@ -178,7 +178,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // BF16 scale for 16 elements). Each has two types and four functions:
 //   Compute                     the compute dtype that goes with it;
 //   Raw                         a chunk as it is stored;
-//   from()                      the same tensor, counted from element i on;
+//   starting_at()               the same tensor, counted from element i on;
 //   load()                      fetches a chunk, so that several are in flight before the first is used;
 //   unpack()                    converts a fetched chunk to FP32;
 //   round_in_place_and_store()  rounds the values in the caller's registers and, if `live`, writes them.
@@ -205,7 +205,7 @@ template <class Element, int N = CHUNK> struct Dense {
     };
     Element* data;
 
-    __device__ Dense from(int64_t i) const { return {data + i}; }
+    __device__ Dense starting_at(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
     static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
@@ -244,7 +244,7 @@ struct Groups {
     uint8_t* codes;
     uint16_t* scales;
 
-    __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
+    __device__ Groups starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
     __device__ Raw load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
@@ -364,24 +364,25 @@ inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
     return one_over_1_plus_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
-// GATED: silu(first) * second, of gate and up. Else gelu(first), and there is no second.
-template <bool GATED> __device__ float activated(float first, float second) {
-    if (GATED) return __fmul_rn(__fmul_rn(first, sigmoid(first)), second);
-    return __fmul_rn(first, gelu_sigmoid(first));
+inline __device__ float gelu(float u) { return __fmul_rn(u, gelu_sigmoid(u)); }
+// The gradient of u, from d, that of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s
+// is zero.
+inline __device__ float gelu_backward(float u, float d) {
+    const float s = gelu_sigmoid(u);
+    const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
+    const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
+    return __fmul_rn(d, __fmaf_rn(bend, slope, s));
 }
-// The gradients of first and second, from d, that of the activation's output.
-template <bool GATED>
-__device__ void activated_backward(float first, float second, float d, float& d_first, float& d_second) {
-    if (GATED) {  // silu'(u) = s + u s (1 - s)
-        const float s = sigmoid(first), silu = __fmul_rn(first, s);
-        d_first = __fmul_rn(__fmul_rn(d, second), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
-        d_second = __fmul_rn(d, silu);
-    } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
-        const float s = gelu_sigmoid(first);
-        const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(first, first), 128.0f), GELU_2A);
-        const float bend = __fmul_rn(__fmul_rn(first, s), __fsub_rn(1.0f, s));
-        d_first = __fmul_rn(d, __fmaf_rn(bend, slope, s));
-    }
+
+// SiLU(gate) x up, where silu(u) = u sigmoid(u).
+inline __device__ float gated_silu(float gate, float up) {
+    return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
+}
+// The gradients of gate and up, from d, that of gated_silu(). silu'(u) = s + u s (1 - s).
+inline __device__ void gated_silu_backward(float gate, float up, float d, float& dgate, float& dup) {
+    const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
+    dgate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+    dup = __fmul_rn(d, silu);
 }
 
 // The producer of each LazyTensor whose op is OP and whose input is stored in an ElementLayout. GATED: the
@@ -411,8 +412,9 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor at;
-        for (int p = 0; p < INPUT_PLANES; p++) at.in[p] = in.from((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) at.dact = dense<Compute>(lazy.dact.data).from(row * width + col);
+        for (int p = 0; p < INPUT_PLANES; p++)
+            at.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
+        if (BACKWARD) at.dact = dense<Compute>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
             at.statistics = lazy.norm.row_statistics + row;
             load_parameters<Compute>(lazy.norm, col, at.weight, at.bias);
@@ -431,41 +433,44 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
         for (int p = 0; p < INPUT_PLANES; p++) in.unpack(raw.in[p], x[p]);
         if (BACKWARD) at.dact.unpack(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
-            // With a single plane there is no second one: then `second` and `second_result` are other names
-            // of `first` and `result`, and nothing below uses them for anything else.
-            const float first = x[0][j], second = x[INPUT_PLANES - 1][j];
-            float &result = v[0][j], &second_result = v[PLANES - 1][j];
-            if (NORM) {
-                result = normalized(first, raw.statistics, at.weight[j], at.bias[j]);
-            } else if (ACTIVATION) {
-                result = activated<GATED>(first, second);
-            } else if (BACKWARD) {
-                activated_backward<GATED>(first, second, d[j], result, second_result);
+            if constexpr (NORM) {
+                v[0][j] = normalized(x[0][j], raw.statistics, at.weight[j], at.bias[j]);
+            } else if constexpr (ACTIVATION && GATED) {
+                v[0][j] = gated_silu(x[0][j], x[1][j]);
+            } else if constexpr (ACTIVATION) {
+                v[0][j] = gelu(x[0][j]);
+            } else if constexpr (BACKWARD && GATED) {
+                gated_silu_backward(x[0][j], x[1][j], d[j], v[0][j], v[1][j]);
+            } else if constexpr (BACKWARD) {
+                v[0][j] = gelu_backward(x[0][j], d[j]);
             } else {
-                result = first;
-                second_result = second;
+                v[0][j] = x[0][j];
+                if constexpr (GATED) v[1][j] = x[1][j];
             }
         }
     }
 };
 
-// Calls f with the producer of a lazily computed tensor. with_producer<BF16_ONLY> is for kernels that serve
-// FP8 alone: with FP32 values it is an Error.
-constexpr bool BF16_ONLY = true;
-template <bool ONLY_BF16 = false, class F> void with_producer(const LazyTensor& x, F f) {
-    with_storage(x.input, [&](auto in) {
-        using ElementLayout = decltype(in);
-        const int64_t cols = x.input.cols;
-        if constexpr (ONLY_BF16 && !std::is_same_v<typename ElementLayout::Compute, bf16>)
-            require(false, "FP8 goes with the compute dtype BF16, not with FP32");
-        else if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, ElementLayout>{in, cols, x});
-        else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, ElementLayout>{in, cols, x});
-        else if (x.op == LazyOp::Activation && x.gated)
-            f(LazyProducer<LazyOp::Activation, ElementLayout, true>{in, cols / 2, x});
-        else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, ElementLayout>{in, cols, x});
-        else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, ElementLayout, true>{in, cols / 2, x});
-        else f(LazyProducer<LazyOp::ActivationBackward, ElementLayout>{in, cols, x});
-    });
+// Calls f with the producer of x, whose input is stored as `in`.
+template <class ElementLayout, class F> void with_producer_of(const LazyTensor& x, ElementLayout in, F f) {
+    const int64_t cols = x.input.cols;
+    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, ElementLayout>{in, cols, x});
+    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, ElementLayout>{in, cols, x});
+    else if (x.op == LazyOp::Activation && x.gated)
+        f(LazyProducer<LazyOp::Activation, ElementLayout, true>{in, cols / 2, x});
+    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, ElementLayout>{in, cols, x});
+    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, ElementLayout, true>{in, cols / 2, x});
+    else f(LazyProducer<LazyOp::ActivationBackward, ElementLayout>{in, cols, x});
+}
+// Calls f with the producer of a lazily computed tensor.
+template <class F> void with_producer(const LazyTensor& x, F f) {
+    with_storage(x.input, [&](auto in) { with_producer_of(x, in, f); });
+}
+// The same for kernels that serve FP8 alone: FP32 values are an Error.
+template <class F> void with_bf16_producer(const LazyTensor& x, F f) {
+    require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
+    if (x.input.storage == E4M3_GROUP) with_producer_of(x, groups_of(x.input), f);
+    else with_producer_of(x, dense<bf16>(x.input.data), f);
 }
 
 // ===========================================================================================================
@@ -691,7 +696,7 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
 template <class Kernel, class... Arguments>
 void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
                       cudaStream_t s, Arguments... arguments) {
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
+    with_bf16_producer(x, [&](auto producer) {
         using P = decltype(producer);
         auto chosen = kernel.template operator()<P, false>();
         if (out.transposed) chosen = kernel.template operator()<P, true>();

@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float top = 0;
     if (row < rows) {
-        const Dense<Element, 4> at = qkv.from(row * cols + first * rope.HS + angle);
+        const Dense<Element, 4> at = qkv.starting_at(row * cols + first * rope.HS + angle);
         typename Dense<Element, 4>::Raw raw[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) continue;
@@ -148,7 +148,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int64_t col = head % heads * n.HS;
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
-    const Dense<Element, QUAD> from = qkv.from(head * n.HS), to = out.from(head * n.HS);
+    const Dense<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
     typename Dense<Element, QUAD>::Raw raw[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) raw[i] = from.load(quad_column(i));
@@ -201,8 +201,8 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     auto fetch = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
-            raw_x[i] = qkv.from(row * cols + col).load(quad_column(i));
-            raw_dy[i] = dqkv.from(row * cols + col).load(quad_column(i));
+            raw_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
+            raw_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
         }
     };
     const Dense<Element, QUAD> weights = weight_of_head<Element>(n, col);
@@ -236,7 +236,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
                 const float projection = __fmul_rn(normal, mean_d_normal);
                 dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
             }
-            dqkv.from(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
+            dqkv.starting_at(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
         }
     }
     float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;
@@ -340,7 +340,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const int place = PLACES == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
-        const Dense<Element> in_memory = logits.from(row * stride), in_place{cached + place * stride};
+        const Dense<Element> in_memory = logits.starting_at(row * stride), in_place{cached + place * stride};
         const Dense<Element> for_loss = PLACES == 2 ? in_place : in_memory;
         const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
         const int32_t target = targets[row];

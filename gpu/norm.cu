@@ -278,9 +278,9 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         const int64_t first = row * n.in.cols;
         for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            raw.x[c] = input.from(first).load(row_column(c));
-            raw.dy[c] = dy_in.from(first).load(row_column(c));
-            if (g_in.data) raw.g[c] = g_in.from(first).load(row_column(c));
+            raw.x[c] = input.starting_at(first).load(row_column(c));
+            raw.dy[c] = dy_in.starting_at(first).load(row_column(c));
+            if (g_in.data) raw.g[c] = g_in.starting_at(first).load(row_column(c));
         }
         return raw;
     }
@@ -331,7 +331,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
             for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
             add_dx<RMS>(x[c], dy, weight, statistics.rstd, means, g);
             add_columns(dweight, C, row_column(c), dweight_of_row);
-            g_out.from(row * C).round_in_place_and_store(row_column(c), g, true);
+            g_out.starting_at(row * C).round_in_place_and_store(row_column(c), g, true);
             top = larger_magnitude(top, g);
         }
     }

@@ -85,7 +85,7 @@ static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
-    with_producer<BF16_ONLY>(x, [&](auto producer) {
+    with_bf16_producer(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, s, producer, x.rows, grids[0], grids[1]);
     });

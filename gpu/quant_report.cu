@@ -53,7 +53,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
     auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
-        with_producer<BF16_ONLY>(x, [&](auto producer) {
+        with_bf16_producer(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                    TILE_THREADS, 0, s, producer, x.rows, tensor_scale, blocks, q.format == Format::E5M2,
                    info(q.format).max, quant_stats);
