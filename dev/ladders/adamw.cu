@@ -24,8 +24,10 @@
 //                        every parameter takes. Within 900 us there is room for 12
 //
 // To do the sums again: 2^28 x 14.25 bytes / 4.27e12 = 900 us; 2^28 / (132 x 4 x 32 x 1.8e9) = 8.8 us;
-// 2^28 / (132 x 16 x 1.8e9) = 71 us. A rung's time is at least the largest of the three: that of memory, its
-// instructions times 8.8 us, its special functions times 71 us.
+// 2^28 / (132 x 16 x 1.8e9) = 71 us. At 1.8 GHz a rung takes at least the largest of the three: that of
+// memory, its instructions times 8.8 us, its special functions times 71 us. But 1.8 GHz is a round number.
+// An H200's clock goes up to 1.98 GHz, and down where its power would exceed 700 W. So the last two may be
+// up to 9% less.
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass build/ladder_adamw
 // prints (here that of nvcc 12.9): one follows a thread from the first line of a kernel to EXIT, along the
@@ -191,7 +193,7 @@ __global__ void rung1(State s, Constants c) {
 //
 // Predict: the time. Does it matter now how many bytes a load has?
 
-// The scale of a group of which each lane of the warp has four elements: all of them get it.
+// The scaling (max and k) of a moment's group, of which each lane of the warp has four elements: all get it.
 __device__ MomentScaling scaling_of_warp(const float (&x)[4]) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
@@ -253,7 +255,17 @@ __global__ void rung2(State s, Constants c) {
 // significant bits, so it notices only if a value lies on the edge between two codes: see the last column of
 // the table.
 //
-// Counted: 260 instructions for an element, and 15 special functions.
+// Counted: 260 instructions for an element, and 15 special functions (N = 4 elements of a lane):
+//
+//   for each element   logarithms         4     m and v, when they are loaded and when they are stored
+//                      exponentials       4     likewise
+//                      divisions          5     three in the update, one by max for each of m and v
+//                      root               1     of v
+//   once for a lane    divisions      4 / N     1 / k and equation 4, for each of m and v
+//                      together  14 + 4 / N
+//
+// (y / 448 needs no special function: the reciprocal of a constant is known. Nor does log2f, as equation 4
+// has it still, which consists of multiplications and additions.)
 //
 // Predict: how many times faster does it become?
 //
@@ -315,7 +327,7 @@ struct ScalingOfBoth {  // of a group
     MomentScaling m, v;
 };
 
-// The scale of a group whose elements LANES neighbouring lanes have, N each: all of them get it.
+// The scaling of a moment's group whose elements LANES neighbouring lanes have, N each: all of them get it.
 template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_of_group(const float (&x)[N]) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
@@ -379,15 +391,31 @@ template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constant
 //   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
 //     instructions.
 //
-// A group of zeros needs no branch either, but its numbers go a long way. Its smallest magnitude is that of
-// bits - 1 + 1, which wraps around to 0. So log_ratio is the difference of two -infinity, NaN, and fmaxf
-// takes the other operand, 0. k becomes 64, and 1 because max is 0; max is 2^-100 where a division needs it.
+// A group of zeros needs no branch either:
+//
+//   largest magnitude     0
+//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
+//   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
+//   within_limits         64           because 1 / log_ratio is infinite
+//   k                     1            because max is 0
+//   1 / max               2^100        because 2^-100 takes the place of max there
+//   codes                 0            2^(k log2 0) is 2^-infinity
 //
 // (A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
 // smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
 // fast_log2_of_normal make it 0. For such groups adamw.cu has a second, careful path; the rungs have none.)
 //
-// Counted: 100 instructions for an element, and 12.5 special functions.
+// Counted: 100 instructions for an element, and 12.5 special functions:
+//
+//   for each element   logarithms          4    as before
+//                      exponentials        4    as before
+//                      reciprocal          1    of the update
+//                      root                1
+//   once for a lane    logarithms      4 / N    of the largest and the smallest magnitude, for m and v each
+//                      reciprocals     6 / N    of the old k, of log_ratio and of max, for m and v each
+//                      together  10 + 10 / N
+//
+// Then predict this number for rung 5, where N is 8, and for rung 6, which looks up two of the logarithms.
 //
 // Predict: the times of all three clocks. How well do they overlap?
 struct Reciprocals {
@@ -488,8 +516,9 @@ struct Table : Reciprocals {
 // ===========================================================================================================
 // Rung 7: loads of the next group while this one is computed
 //
-// What changes: a warp takes one pair of groups after another, as many blocks are launched as run at once,
-// and the loads of the next pair are issued before the current one is computed.
+// What changes: two neighbouring groups, one for each half of a warp, are a pair. A warp takes one pair after
+// another, as many blocks are launched as run at once, and the loads of the next pair are issued before the
+// current one is computed.
 //
 //   rung 6   load 0 ...wait... compute 0, store 0           (a new warp) load 1 ...wait... compute 1
 //   rung 7   load 0 ...wait... load 1, compute 0, store 0   load 2, compute 1, store 1   load 3, ...
@@ -558,7 +587,11 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //   group       0      0      0      0      2       4       6         1        3        5        7
 //   pair        0      0      0      0      1       2       3         0        1        2        3
 //
-// So a lane keeps scales of a group that its own half of the warp updates. 17 accesses become 9 and a half.
+// So a lane keeps scales of a group that its own half of the warp updates. Accesses of a warp for a pair:
+//
+//             elements       scales                       together
+//   rung 7    5 + 4          4 + 4                        17           loads + stores
+//   rung 8    5 + 4          (1 + 1) / 4 pairs            9.5
 //
 // Counted: only these accesses, and four shuffles for a lane's eight elements: half an instruction for an
 // element. The arithmetic is that of rung 6 again.
@@ -903,10 +936,11 @@ int main(int argc, char** argv) try {
 //    7       as 6           as 6              900      1,000 to 1,050               1,106     slower
 //    8       as 6           as 6              900      a tenth faster than rung 7     988
 //
-// Rungs 1 to 3: one clock decides by far, and the prediction is its time. How wide a load is does not matter
-// yet. From rung 4 on the three clocks are alike, and how they overlap decides. To see it, copies of rungs 4
-// to 6 were measured in which all groups use the memory of the first 2^20 parameters. These stay in the L2
-// cache, so what is left is the arithmetic:
+// Rungs 1 to 3: one clock decides by far, and the prediction is its time. Rungs 1 and 2 come out 6% and 3%
+// below it: 1.8 GHz is too low for them. They would fit 1.92 and 1.86 GHz, which an H200 reaches; the clock
+// was not recorded. How wide a load is does not matter yet. From rung 4 on the three clocks are alike, and
+// how they overlap decides. To see it, copies of rungs 4 to 6 were measured in which all groups use the
+// memory of the first 2^20 parameters. These stay in the L2 cache, so what is left is the arithmetic:
 //
 //   rung   as it is   arithmetic alone   slowest of its counts
 //    4     1,115        969              890
@@ -932,3 +966,24 @@ int main(int argc, char** argv) try {
 // one would stop there. adamw.cu, which trains, goes through bundles as rung 8 does, and takes 1,031 us, for
 // it does more: several parameters in one launch, groups that are extremely wide or small, other formats, the
 // amax of the new weights. Whether it would be faster in the manner of rung 6 has not been measured.
+
+// ===========================================================================================================
+// On paper: for those without a GPU. Answers follow; cover them.
+//
+//   a   How many sectors of weights does a load of a warp want in rungs 1, 2 and 5?
+//   b   Moments in FP32, without codes and scales: how many bytes a parameter, and how long does memory take?
+//   c   Groups of 64: how many bytes a parameter? How many lanes has a group in rung 5, and how many shuffles
+//       does each of its reductions take then?
+//   d   How many special functions has rung 4's arithmetic with N = 16, and how long do they take? Which
+//       clock decides? What speaks against it?
+//   e   A kernel has 72 registers a thread. How many blocks of 256 threads fit on a multiprocessor?
+//   f   How many registers may a thread of rung 7 have if three blocks are to fit? It has 96: what happens?
+//   g   On a GPU with 8 lanes for special functions in place of 16, which clock decides in rung 6?
+//
+// a Two (32 x 2 bytes), 8 (32 x 8) and 16 (32 x 16). b Weight, remainder and gradient move 4 + 4 + 2 bytes,
+// and two moments 2 x (4 + 4): 26 bytes, 1,630 us. c Scales are 0.5 bytes in place of 0.25: 14.5. Then 8
+// lanes have a group, and 3 shuffles reduce it. d 10 + 10 / 16 = 10.6, 750 us: memory decides, with 900 us.
+// But a lane's 32 bytes of weights take two loads, and its values take more registers, so fewer threads fit.
+// e 65,536 / (256 x 72) = 3.6: three. f 65,536 / 768 = 85, and the compiler takes a multiple of 8, 80. So
+// values are kept in memory (spilling). g Special functions take twice 660 us, 1,320: more than memory's
+// 900.

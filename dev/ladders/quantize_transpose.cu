@@ -15,7 +15,7 @@
 // the codes by rows, and wgrad reads them transposed. The amax is already known.
 //
 // What limits a rung. Four clocks run at the same time, and the slowest decides. An H200 has 132
-// multiprocessors at about 1.8 GHz, so for these 67 million elements
+// multiprocessors at about 1.8 GHz (README.md, "What the machine has"), so for these 67 million elements
 //
 //   memory           2 bytes of BF16 in, 1 + 1 out, at about 4.27 TB/s, the rate of a copy         63 us
 //   instructions     a multiprocessor issues 4 a clock, each for 32 lanes:   2.2 us for each that every
@@ -125,7 +125,8 @@ __global__ void transpose_rung2(Matrix m) {
 // Rung 3: one kernel
 //
 // What changes: a thread stores a code in memory and in the tile when it has computed it. Nothing is read
-// back, and the addresses and the loop of the first kernel go. The kernel below is a template: PADDING is a
+// back: the first kernel goes, with its start, its addresses and its division by the scale, which each thread
+// now does once for four elements. The kernel below is a template: PADDING is a
 // blank that is filled in when it is compiled, with 0 here and with 1 in rung 4.
 //
 // Counted: 51 instructions for an element. 14 of them are for the scale and the start: a thread executes 56,
@@ -533,18 +534,21 @@ int main(int argc, char** argv) try {
 // What limits each rung, and what we predicted before it was measured (rung 3: after):
 //
 //   rung   instructions   shared memory   memory         latency   predicted                      measured
-//    1      230                             79 to 570    200       600 or more                      1,215
-//    2      200            80               79           200       250                                331
+//    1      230                             79 to 570    200+200   600 or more                      1,215
+//    2      200            80               79           200+50    250                                331
 //    3      110            80               63           200       200 (before measuring: 130)        212
 //    4      110            18               63           200       10% faster at most                 204
 //    5       42            35               63            25       75                                  78
 //    6       18            37               63                     72: most of the 35 are hidden       72
 //    7       18             4               63                     70                                  71
 //
-// Latency: 2,048 threads on each of 132 multiprocessors have one load of 2 bytes on its way, 0.54 MB. Loading
-// 134 MB takes 250 times 0.8 us. In rung 5 a load has 16 bytes. Banks: a column of a tile with 32 bytes a row
-// is in 4 banks, so reading it takes 8 x 8.8 us in rungs 2 and 3, and 8.8 in rung 4. In rung 6 the 16 words
-// of one `down` are in one bank: 16 times 2.2 us.
+// Latency: 2,048 threads on each of 132 multiprocessors have one load of an element on its way, 0.54 MB of
+// BF16. Loading 134 MB takes 250 times 0.8 us, and so does loading as many codes of one byte. In rungs 1 and
+// 2 two kernels follow each other, so their latencies add up. The second kernel of rung 2 has four loads of
+// a thread on their way (in the machine code of nvcc 13.0): its stores go to shared memory, where `codes`
+// cannot be. In rung 5 a load has 16 bytes. Banks: a column of a tile with 32 bytes a row is in 4 banks, so
+// reading it takes 8 x 8.8 us in rungs 2 and 3, and 8.8 in rung 4. In rung 6 the 16 words of one `down` are
+// in one bank: 16 times 2.2 us.
 //
 // Rung 1 took twice as long as predicted. Measured alone, its kernels take 177 and 1,026 us. The second one
 // writes 67.1 million sectors, one byte each: 1,026 us x 132 x 1.8e9 / 67.1e6 = 3.6 clocks of a
@@ -558,15 +562,24 @@ int main(int argc, char** argv) try {
 //
 // Rung 2: 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
-// Rung 2 was predicted from instructions, 250 us for both kernels. Measured alone, they take 177 and 153 us.
-// The first one needs 104 us for its 47 instructions, but each thread has one load of 2 bytes on its way:
-// latency, which we learned in rung 3. There the first prediction, 130 us, had seen the instructions alone,
-// too.
+// Rung 2 was predicted from instructions, 250 us for both kernels. Measured alone, they take 177 and 153 us:
+//
+//                     instructions   shared memory   memory   latency   measured
+//   first kernel      104                            47       200       177
+//   second kernel      99            80              31        50       153
+//
+// The first one is limited by latency, which we learned in rung 3. (There the first prediction, 130 us, had
+// seen the instructions alone, too.) It is faster than the 200 us of the rule: a load takes 0.7 us here. The
+// second one does not fit: no clock of its own has 153 us. Its instructions and its shared memory would, one
+// after the other, take 179, and the threads of a block do wait for each other between them, at the barrier.
+// How far the other blocks of a multiprocessor fill that time was not measured.
 //
 // Rung 4 is a good change in the wrong place: eight times fewer clocks of shared memory, 4% of the time.
 
 // ===========================================================================================================
-// On paper: for those without a GPU. Answers follow; cover them.
+// On paper: for those without a GPU. Answers follow; cover them. `python3 dev/ladders/banks.py "8 * lane"`
+// counts sectors and clocks for any such index, and draws the banks: that of a, and of the layout of your
+// rung.
 //
 // How many sectors of 32 bytes does a warp's load want, and how many clocks of shared memory does its access
 // take? Lane is the number of the thread in its warp; x is an array of float in memory, aligned to 128 bytes;
