@@ -6,7 +6,7 @@
 // Watch for:
 //   The largest magnitude may be that of a negative value.
 //   A tensor of zeros has s = 1. Any other s is at least 2^-126 (0x1p-126f), so that 1 / s is finite.
-//   Compute 1 / s once, in FP32, and multiply by it: a GPU does, and x / s may round to another code.
+//   Compute 1 / s once, in FP32, and multiply by it, as a GPU does: x / s may round to another code.
 //
 // given::encode(x) is the E4M3 code of x.
 #include "judge.h"

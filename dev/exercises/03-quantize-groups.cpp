@@ -10,7 +10,7 @@
 //   The last group of a row may be shorter: none crosses to the next row.
 //   The largest magnitude may be that of a negative value.
 //   A group of zeros has s = 1. Any other s is at least 2^-126 (0x1p-126f), so that 1 / s is finite.
-//   Compute 1 / s once, in FP32, and multiply by it: a GPU does, and x / s may round to another code.
+//   Compute 1 / s once, in FP32, and multiply by it, as a GPU does: x / s may round to another code.
 //
 // given::to_bf16(s) is s rounded to the nearest BF16, as a float; given::encode(x) is an E4M3 code.
 #include "judge.h"

@@ -1,7 +1,7 @@
 // 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 25 minutes)
 //
 // gemm: as on a Hopper GPU, both matrices have their codes along the dimension that is summed over:
-//   c (a.rows, b.rows)      c(i, j) = the sum over k of the values of a(i, k) and b(j, k), multiplied
+//   c (a.rows, b.rows)      c(i, j) = the sum over k of a(i, k) b(j, k)
 // The value of a code is its matrix's scale times given::decode(format, code). Add up products of decoded
 // codes, and multiply the sum by both scales once.
 //

@@ -6,8 +6,8 @@
 //
 // Find out: which operands can be shared by two GEMMs now, and which have to be quantized twice?
 //
-// given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. It also has
-// transposed(x), and product(a, b), which sums over a's columns and b's rows.
+// given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. given:: also
+// has transposed(x), and product(a, b), which sums over a's columns and b's rows.
 #include "judge.h"
 
 void linear(const Matrix& x, const Matrix& w, const Matrix& g, Matrix& y, Matrix& dx, Matrix& dw) {
