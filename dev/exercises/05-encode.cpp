@@ -1,7 +1,7 @@
 // 5 - Encode: the nearest code of a value (lesson 1; about 30 minutes)
 //
-// Write the inverse of exercise 1. M = f.mantissa, and bias = f.bias. Count |x| in steps of the distance between the
-// codes near it, round the count, and put the exponent in front.
+// Write the inverse of exercise 1. M = f.mantissa, and bias = f.bias. Count |x| in steps of the distance
+// between the codes near it, round the count, and put the exponent in front.
 //
 // Find out: how far apart are codes between 2^e and 2^(e + 1)? How far apart are they where values are
 // subnormal, and from which e on is that so? What becomes of the mantissa if rounding reaches the next power

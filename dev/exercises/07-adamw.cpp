@@ -1,8 +1,9 @@
 // 7 - A step of AdamW with FP8 moments (lessons 8 and 9; about 30 minutes)
 //
 // n <= 128 parameters share max and k of each moment. Load both moments of each parameter, update them and
-// the weight as lesson 8 says (s has the constants; s.bias1 is 1 - beta1^t, s.bias2 is 1 - beta2^t), and store
-// both moments again: max, the largest magnitude of the group; k, equation 4 of lesson 9; and the codes.
+// the weight as lesson 8 says (s has the constants; s.bias1 is 1 - beta1^t, s.bias2 is 1 - beta2^t), and
+// store both moments again: max, the largest magnitude of the group; k, equation 4 of lesson 9; and the
+// codes.
 //
 // Find out: does the weight move by the moments before or after they are quantized again?
 //

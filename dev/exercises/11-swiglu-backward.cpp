@@ -6,8 +6,8 @@
 //
 // Find out: what is the derivative of silu, written with s and a?
 //
-// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16). In a row of each, what belongs to gate comes first, and
-// then what belongs to up. given::decode(code) is the value of a code.
+// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16). In a row of each, what belongs to gate comes
+// first, and then what belongs to up. given::decode(code) is the value of a code.
 #include "judge.h"
 
 void swiglu_backward(int N, int F, const uint8_t* codes, const float* scales, const float* dact,
