@@ -24,7 +24,7 @@ class MappedFile;  // files.h
 // -----------------------------------------------------------------------------------------------------------
 // Streams of tokens
 
-// Consecutive tokens of several places in memory, such as files. Copies share the memory.
+// A sequence of tokens that lie in several places in memory, such as files. Copies share the memory.
 class TokenStream {
 public:
     // Tokens that lie one after the other in memory, at any alignment.
@@ -48,7 +48,7 @@ public:
         int64_t largest = -1;  // token; -1 if there are none
         uint64_t hash = 0;     // of every token and of whether it counts, in this order
     };
-    // Reads all tokens, and remembers the largest: from then on read() takes a larger one for an Error.
+    // Reads all tokens and remembers the largest. If read() finds a larger token later, that is an Error.
     Facts scan();
 
 private:
@@ -80,11 +80,12 @@ struct Corpus {
 };
 
 struct CorpusOptions {
-    // Files and folders that the run itself writes. They are no data.
+    // Files and folders that the run itself writes: these are no data.
     std::vector<std::string> written{};
     // The files of the run that is continued: other files are new, and left out. Empty: a new run.
     std::vector<DataFile> known{};
-    // Text of up to so many bytes is copied into memory, and may change meanwhile. More stays on the disk.
+    // The largest number of bytes of text that are copied into memory: copied text may change on the disk
+    // meanwhile. Text beyond this number is read from the disk when it is needed.
     int64_t copied_bytes = int64_t{1} << 30;
 };
 
@@ -96,8 +97,9 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
 // -----------------------------------------------------------------------------------------------------------
 // Micro-batches
 
-// Cuts a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random order,
-// another in each epoch. The order is a function of the seed and the epoch: there is no state to save.
+// Divides a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random
+// order, which differs between epochs. The order is a function of the seed and the epoch: there is no state
+// to save.
 class Loader {
 public:
     // Error if the stream has fewer tokens than one batch needs.

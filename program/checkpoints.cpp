@@ -155,18 +155,24 @@ void create_and_lock_output_folder(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // Saving
 
+void note_checkpoint(Run& run, const std::string& checkpoint) {
+    run.last_checkpoint = checkpoint;
+    run.processes->advice_after_error =
+        checkpoint.empty() ? ""
+                           : "The last complete checkpoint is " + checkpoint + "; continue it with --resume.";
+}
+
 // Saves a checkpoint in a folder. Returns false on all ranks if that cannot be done, say because the disk is
 // full. Then rank 0 says why.
 static bool save_in(Run& run, const std::string& folder) {
     try {
-        run.processes->last_checkpoint =
-            save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep);
+        note_checkpoint(run, save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep));
     } catch (const Error& error) {
         if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
     run.at_savable_step = false;
-    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.processes->last_checkpoint).c_str());
+    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.last_checkpoint).c_str());
     return true;
 }
 
@@ -184,8 +190,8 @@ static void save_elsewhere(Run& run) {
         if (folder.empty()) continue;
         if (save_in(run, folder)) {
             if (run.is_rank_0())
-                print_error("--out " + run.flags.out + " could not be written; move " +
-                            run.processes->last_checkpoint + " there when it can be.");
+                print_error("--out " + run.flags.out + " could not be written; move " + run.last_checkpoint +
+                            " there when it can be.");
             return;
         }
         if (run.is_rank_0()) ::rmdir(folder.c_str());

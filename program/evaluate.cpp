@@ -80,7 +80,7 @@ Sample draw_sample(const Run& run) {
 }
 
 // The values of all ranks, one after the other.
-static std::vector<float> of_all_ranks(const Run& run, const std::vector<float>& mine) {
+static std::vector<float> values_on_all_ranks(const Run& run, const std::vector<float>& mine) {
     std::vector<float> all;
     for (const std::vector<float>& theirs : run.processes->all_gather(mine))
         all.insert(all.end(), theirs.begin(), theirs.end());
@@ -98,8 +98,8 @@ QuantReport measure_quantization(Run& run) {
         report.kinds[int(kind)] = trained ? sum : QuantStats();
     }
     report.part_of_moments = report.part_of_moments && trained;
-    report.k_m = trained ? of_all_ranks(run, report.k_m) : std::vector<float>();
-    report.k_v = trained ? of_all_ranks(run, report.k_v) : std::vector<float>();
+    report.k_m = trained ? values_on_all_ranks(run, report.k_m) : std::vector<float>();
+    report.k_v = trained ? values_on_all_ranks(run, report.k_v) : std::vector<float>();
     return report;
 }
 

@@ -1,6 +1,7 @@
 // flags.cpp - the table of flags, and how the command line is read by it (flags.h).
 #include "flags.h"
 
+#include <cfloat>
 #include <charconv>
 #include <variant>
 
@@ -15,9 +16,8 @@ namespace {
 enum OnResume : uint8_t {
     NOT_SAVED,      // a checkpoint does not keep its value
     MAY_CHANGE,     // another value may be given
-    CHANGES_STEPS,  // likewise, and checkpoints say that it was changed, since the steps that follow depend
-                    // on it
-    MUST_MATCH,     // another value is an error, since it would change what the saved tensors mean
+    CHANGES_STEPS,  // another value may be given; checkpoints record it, because later steps depend on it
+    MUST_MATCH,     // another value is an error, because it would change what the saved tensors mean
 };
 
 struct Flag {
@@ -26,8 +26,8 @@ struct Flag {
     OnResume on_resume;
     const char* about;                     // its line of --help
     const char* words = "";                // the texts that may be given, separated by spaces; "": any text
-    const char* gpu_default = nullptr;     // the default on a GPU, if it is not that of Flags
-    const char* folder_default = nullptr;  // the default where --model is a folder, also on a GPU
+    const char* gpu_default = nullptr;     // the default on a GPU; null: the default of Flags
+    const char* folder_default = nullptr;  // the default if --model is a folder; null: none
     int64_t least = 0;                     // the smallest number that may be given
 
     bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
@@ -38,7 +38,7 @@ struct Flag {
 // clang-format off
 static const Flag FLAGS[] = {
     {.name = "device", .member = &Flags::device, .on_resume = NOT_SAVED,
-     .about = "auto, cpu or gpu; auto is the GPU if there is one", .words = "auto cpu gpu"},
+     .about = "auto is the GPU if there is one", .words = "auto cpu gpu"},
     {.name = "ranks", .member = &Flags::ranks, .on_resume = NOT_SAVED,
      .about = "processes, one for each GPU; torchrun sets it itself", .least = 1},
     {.name = "model", .member = &Flags::model, .on_resume = MUST_MATCH,
@@ -110,8 +110,9 @@ static std::string text_of(const Json& value) {
     return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
-// Reads the value of a flag from its text. Error if the text is none of the flag's words, or no number that
-// it may have. Numbers have at most 31 bits, so that batch x seq cannot overflow.
+// Reads the value of a flag from its text. Error if the text is none of the flag's words, or is no number in
+// the flag's range. Whole numbers have at most 31 bits, so that batch x seq cannot overflow. Other numbers
+// are used in FP32, where they must be finite.
 static void read_value(const Flag& flag, const std::string& text, std::string& value) {
     if (*flag.words && !is_one_of(flag.words, text))
         throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
@@ -120,22 +121,25 @@ static void read_value(const Flag& flag, const std::string& text, std::string& v
                     "rename it, or give a link with another name.");
     value = text;
 }
+// Whether the text is a number from `least` to `most`; sets value if so.
 template <class Number>
-static void read_number(const Flag& flag, const std::string& text, const char* kind, Number& value) {
+static bool read_number(const std::string& text, Number least, Number most, Number& value) {
     Number number{};
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
     const bool is_number = error == std::errc() && *end == 0;
-    const bool is_in_range = number >= flag.least && number <= INT32_MAX;  // false for NaN
-    if (!is_number || !is_in_range)
-        throw Error("--", flag.name, " ", text, " is not ", kind, " from ", flag.least, " to ", INT32_MAX,
-                    "; give such a number.");
+    if (!is_number || !(number >= least && number <= most)) return false;  // NaN is not in the range
     value = number;
+    return true;
 }
 static void read_value(const Flag& flag, const std::string& text, int64_t& value) {
-    read_number(flag, text, "a whole number", value);
+    if (!read_number<int64_t>(text, flag.least, INT32_MAX, value))
+        throw Error("--", flag.name, " ", text, " is not a whole number from ", flag.least, " to ", INT32_MAX,
+                    "; give such a number.");
 }
 static void read_value(const Flag& flag, const std::string& text, double& value) {
-    read_number(flag, text, "a number", value);
+    if (!read_number<double>(text, double(flag.least), FLT_MAX, value))
+        throw Error("--", flag.name, " ", text, " is not a number of at least ", flag.least,
+                    " that is finite in FP32; give such a number.");
 }
 static void read_value(const Flag&, const std::string&, bool& value) { value = true; }  // it was given
 
@@ -234,6 +238,7 @@ void print_help() {
         std::string text = flag.is_switch() ? "" : text_of(value(standard, flag));
         if (flag.gpu_default) text += concat(" | ", flag.gpu_default);
         std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
+        if (*flag.words) std::printf("%40sone of: %s\n", "", flag.words);
         if (flag.folder_default)
             std::printf("%40sdefault where --model is a folder: %s\n", "", flag.folder_default);
     }

@@ -60,8 +60,8 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     take_sizes_of_data(run);
     require_supported(run.setup);
     if (!flags.plan) {
-        run.state.settings = settings_to_save(run);
-        require_same_on_ranks(run);
+        run.state.settings = settings_to_save_on_all_ranks(run);
+        require_same_on_all_ranks(run);
         if (run.resumes()) require_data_of_resumed(run);
     }
     print_start(run);

@@ -434,8 +434,7 @@ void ProcessGroup::watch(const std::stop_token& stop) {
 // printed, unless it is empty. Rank 0 ends all other ranks.
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
-    if (!sentence.empty() && !last_checkpoint.empty())
-        print_error("The last complete checkpoint is " + last_checkpoint + "; continue it with --resume.");
+    if (!sentence.empty() && !advice_after_error.empty()) print_error(advice_after_error);
     if (rank_ == 0)
         for (const Peer& peer : peers_) tell(peer.socket, ENDING);
     for (const pid_t child : children) {

@@ -51,8 +51,8 @@ public:
     // In seconds: how much later than a rank one ends that waits elsewhere and looks at no socket.
     inline static double grace = 10;
 
-    // The last complete checkpoint, or empty. After the sentence of an error a second one names it.
-    std::string last_checkpoint;
+    // Printed after the sentence of an error, if it is not empty: how the run can be continued.
+    std::string advice_after_error;
 
     // If several ranks fail, rank 0's sentence is printed, or the first that reaches it. If the process of a
     // rank ends in any other way, all ranks end, too.

@@ -121,7 +121,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
     std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
                 state.first_validation, validation);
     run.write_to_log("end", end);
-    const std::string command = command_to_try(run.processes->last_checkpoint, run.setup.config);
+    const std::string command = command_to_try(run.last_checkpoint, run.setup.config);
     if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
 }
 

@@ -34,6 +34,7 @@ struct Run {
     RunLog log;                            // of rank 0
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool out_is_locked = false;            // --out existed before this run, and is locked
+    std::string last_checkpoint;  // the last complete one in --out; empty: none. Set by note_checkpoint().
     // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
     bool at_savable_step = false;
 
@@ -48,7 +49,9 @@ struct Run {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// start.cpp: from the flags to a model, in this order
+// start.cpp: from the flags to a model, in this order. Every rank calls each of these stages. A function
+// whose name ends with on_all_ranks waits for all ranks, here and in other files: on one rank alone it would
+// never return.
 
 void start_ranks(Run& run);         // starts or finds the other processes; from here on only rank 0 prints
 void choose_device(Run& run);       // --device auto becomes cpu or gpu
@@ -56,11 +59,11 @@ void make_setup(Run& run);          // fills run.setup, but for the model and th
 void choose_model(Run& run);        // fills run.setup.config, and run.weights_folder if --model is a folder
 void load_data(Run& run);           // fills run.corpus; a plan needs no data
 void take_sizes_of_data(Run& run);  // fills run.setup.T, and the vocabulary size of a model without one
-Json settings_to_save(const Run& run);         // what trainer.json keeps of a run
-void require_same_on_ranks(const Run& run);    // Error if ranks differ in a flag, in data or in the model
-void require_data_of_resumed(const Run& run);  // Error if the run that is continued had other data
-void take_other_files(Run& run);               // fills run.other_files
-void make_model(Run& run);                     // fills run.model
+Json settings_to_save_on_all_ranks(const Run& run);  // what trainer.json keeps of a run
+void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
+void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
+void take_other_files(Run& run);                 // fills run.other_files
+void make_model(Run& run);                       // fills run.model
 void log_settings(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ void lock_output_folder(Run& run);        // if it exists; else Error if it coul
 void require_own_folder(const Run& run);  // Error if --out has another run's checkpoints
 void create_and_lock_output_folder(const Run& run);
 
+// Sets run.last_checkpoint, and the advice that follows an error.
+void note_checkpoint(Run& run, const std::string& checkpoint);
 bool save(Run& run);
 int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
 void read_or_save_and_fail(Run& run, const std::function<void()>& read);

@@ -112,7 +112,7 @@ static std::vector<DataFile> data_files(const Json& settings) {
 
 // Which files of --data are no data: what the ranks of this run write, and files that were not there when the
 // run began.
-static CorpusOptions corpus_options(const Run& run) {
+static CorpusOptions corpus_options_on_all_ranks(const Run& run) {
     const Flags& flags = run.flags;
     CorpusOptions options;
     std::vector<std::string> written = run.output_files;
@@ -140,7 +140,8 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
 
 void load_data(Run& run) {
     const Flags& flags = run.flags;
-    if (!flags.plan || flags.given("data")) run.corpus = load_corpus(flags.data, corpus_options(run));
+    if (!flags.plan || flags.given("data"))
+        run.corpus = load_corpus(flags.data, corpus_options_on_all_ranks(run));
 }
 
 // A model without a vocabulary size gets that of the data, or of bytes. If --seq is not given, it becomes the
@@ -170,7 +171,7 @@ void take_sizes_of_data(Run& run) {
 // The settings
 
 // Its flags, what its data are, and how it came about. Every rank calls this at the same time.
-Json settings_to_save(const Run& run) {
+Json settings_to_save_on_all_ranks(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
         return concat(tokens.size(), " tokens, hash ", facts.hash);
     };
@@ -196,7 +197,7 @@ static std::string difference_of_data(const Json& there, const Json& here) {
 
 // Hashes of the files of a model folder. The first rank of each machine makes them, if there are several
 // machines: another one may have other files under the same name.
-static Json hashes_of_weights(const Run& run) {
+static Json hashes_of_weights_on_all_ranks(const Run& run) {
     const std::vector<int> local = run.processes->all_gather(run.processes->local_rank());
     const bool several_machines = std::count(local.begin(), local.end(), 0) > 1;
     Json hashes;
@@ -207,12 +208,12 @@ static Json hashes_of_weights(const Run& run) {
 }
 
 // Every rank compares all others with rank 0.
-void require_same_on_ranks(const Run& run) {
+void require_same_on_all_ranks(const Run& run) {
     Json mine = run.state.settings;
     mine["accumulate"] = run.flags.accumulate;
     mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
-    mine["weights_found"] = hashes_of_weights(run);
+    mine["weights_found"] = hashes_of_weights_on_all_ranks(run);
     // A path may have bytes that are not UTF-8.
     const std::vector<std::string> all =
         run.processes->all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));

@@ -61,7 +61,7 @@ static int finish(Run& run, const Progress& progress);
 int train(Run& run) {
     const Flags& flags = run.flags;
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
-    if (!flags.out.empty()) run.processes->last_checkpoint = find_checkpoint(flags.out);  // errors name it
+    if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = report_validation(run);
     create_and_lock_output_folder(run);
     Progress progress{.first_step = run.state.step,
@@ -77,7 +77,7 @@ int train(Run& run) {
         if (!last && every(flags.eval_every)) report_validation(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
-        if (!last && saves && progress.skipped_in_a_row == 0) {
+        if (!last && saves && run.at_savable_step) {
             save(run);
             progress.saved_at = now();
         }
@@ -123,7 +123,7 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     }
     // A skip may mean that weights have overflowed. They must not replace a good checkpoint. (The last step
     // of the run has a better proof: finish().)
-    run.at_savable_step = progress.skipped_in_a_row == 0 || run.processes->last_checkpoint.empty();
+    run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
 // One optimizer step: reads its micro-batches, updates the model, counts and prints the step.
@@ -160,7 +160,7 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 static int save_and_end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
     std::string what = "; nothing was saved.";
-    const fs::path checkpoint = run.processes->last_checkpoint;
+    const fs::path checkpoint = run.last_checkpoint;
     if (!checkpoint.empty()) what = ": continue with --resume " + checkpoint.parent_path().string();
     std::printf("Interrupted after step %ld%s\n", run.state.step, printable(what).c_str());
     return 128 + signal;

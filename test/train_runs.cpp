@@ -94,6 +94,8 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
         flags += line.rfind("  --", 0) == 0;
     }
     CHECK(flags > 20);
+    for (const char* words : {"one of: compute groups", "one of: exact none", "one of: kept none"})
+        CHECK(contains(help.out, words));
     const Ended ran = tiny(folder, "--steps 0");
     require_success(ran);
     CHECK(number_after(ran.out, "validation | step 0 | loss") == doctest::Approx(std::log(256)).epsilon(.05));
