@@ -2,8 +2,7 @@
 //
 // These are tensors of one layer of Llama, trained with --recipe coat. Say of each, on paper:
 //   saved     does forward keep it until backward has come to its layer? NO, in BF16, or in GROUPS: E4M3
-//   codes
-//             with a scale for each 1x16 group
+//             codes with a scale for each 1x16 group
 //   operand   does a GEMM of a linear layer multiply it, in forward or in backward? NO, in E4M3, or in E5M2,
 //             both with one scale for the tensor
 //
