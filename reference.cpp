@@ -1,6 +1,6 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop: the operators of a training step. Read
 // coat.h first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested against
-// it; ./train uses it where there is no GPU. Each section needs only those before it:
+// it; ./train uses it if there is no GPU. Each section needs only the sections before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling      (the preliminaries, sections 5.1 and 5.2)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -707,7 +707,7 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 
 // The loss and its gradient, which replaces the logits:
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
-// Both are 0 where no target counts. The gradients are multiplied by `loss_weight`.
+// Both are 0 if a target does not count. The gradients are multiplied by `loss_weight`.
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real loss_weight) {

@@ -12,8 +12,8 @@ namespace coat {
 
 // The state of the training loop, as trainer.json has it.
 struct LoopState {
-    int64_t step = 0;             // optimizer steps that are done; the place in the data follows from it
-    int64_t updates = 0;          // those that were not skipped: the step of AdamW's bias correction
+    int64_t step = 0;             // the steps that are done; the place in the data follows from them
+    int64_t updates = 0;          // steps that were not skipped: the step number of AdamW's bias correction
     double first_validation = 0;  // the validation loss before the first step, in nats per token
     // The flags of the run by their names, and what its data were.
     ordered_json settings = ordered_json::object();

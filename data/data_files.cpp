@@ -192,7 +192,7 @@ std::string why_not_text(std::string_view bytes) {
     if (marked || mostly_ascii)
         return "is UTF-16 or UTF-32; convert it to UTF-8, say with iconv -f UTF-16 -t UTF-8";
     if (nul != bytes.npos) return concat("is no text, because it has a NUL byte (byte ", nul, ")");
-    // The last character is cut where some bytes would complete it.
+    // The last character is incomplete if some further bytes would complete it.
     for (const char* rest : {"\x80\x80\x80", "\x90\x80\x80", "\xA0\x80\x80"})
         if (valid + 4 > bytes.size() && utf8_character(concat(bytes.substr(valid), rest)) > 0)
             return concat("ends in the middle of a UTF-8 character; cut it after ", valid, " bytes");

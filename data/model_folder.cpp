@@ -36,7 +36,7 @@ template <class Visit> static void visit_fields(ModelConfig& c, const Visit& vis
     visit("tie_word_embeddings", "tie_word_embeddings", c.tied);
     visit("rope_theta", nullptr, c.rope_theta);
 }
-// Likewise the fields of rope_scaling, where its type is llama3.
+// The fields of rope_scaling if its type is llama3.
 template <class Visit> static void visit_fields(RopeScaling& s, const Visit& visit) {
     visit("factor", nullptr, s.factor, Missing::IsError);
     visit("low_freq_factor", nullptr, s.low_freq_factor, Missing::IsError);

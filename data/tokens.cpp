@@ -145,7 +145,7 @@ static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile
 
 // Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
 static void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& corpus) {
-    constexpr size_t HELD_OUT = 20;  // of so many texts or more, every 20th is held out
+    constexpr size_t HELD_OUT = 20;  // if there are at least 20 texts, every 20th is held out
     const KnownFiles known(options.known);
     std::map<uint64_t, std::string> path_of_hash;
     std::vector<LeftOut> copies;
@@ -274,7 +274,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
 }
 
 // The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
-// result. (coat.h has a cheaper one, mixed_bits(). Each stays: old runs have the bits of both.)
+// result. (mixed_bits() in coat.h is cheaper. Neither replaces the other: that would change the order of data
+// or the rounding of runs that are continued.)
 static uint64_t splitmix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;

@@ -179,8 +179,8 @@ static bool save_in(Run& run, const std::string& folder) {
 // Saves a checkpoint in --out, unless its name is empty. If that fails, the run goes on with the last one.
 bool save(Run& run) { return run.flags.out.empty() || save_in(run, run.flags.out); }
 
-// Saves the last step in a new folder where temporary files belong, or else in the working directory: any
-// place is better than to lose it.
+// Saves the last step in a new folder of $TMPDIR or /tmp or, if that fails, of the working directory: any
+// place is better than losing the step.
 static void save_elsewhere(Run& run) {
     const char* const temporary = std::getenv("TMPDIR");
     for (const std::string place : {temporary ? temporary : "/tmp", "."}) {

@@ -16,7 +16,7 @@ inline constexpr const char* VERSION = "1.0";
 // The value of a flag is the one on the command line; else the one in the checkpoint that the run continues;
 // else the default of the table for a model folder or for a GPU; else the default below.
 struct Flags {
-    // What is trained, and where.
+    // What is trained, and on which device.
     std::string device = "auto";
     int64_t ranks = 1;
     std::string model = "llama-tiny";
@@ -67,7 +67,8 @@ struct Flags {
     // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".
     std::string take_checkpoint(const Json& saved);
 
-    // The values by the names of the flags: of all that have one, and of those that a checkpoint keeps.
+    // The values by the names of the flags: of all flags but switches, and of the flags that a checkpoint
+    // keeps.
     Json all_settings() const;
     Json saved_settings() const;
 

@@ -46,9 +46,9 @@ public:
 
     std::vector<Bytes> gather(const Bytes& mine, bool on_all) override;
     void wait_until(const std::function<bool()>& done) override;
-    // After so many seconds without a sign of a rank, standard error says which one it is. Tests shorten it.
+    // In seconds: if a rank has been silent for longer, standard error names it. Tests shorten this time.
     inline static double patience = 60;
-    // In seconds: how much later than a rank one ends that waits elsewhere and looks at no socket.
+    // In seconds: when a rank has ended, another one that is busy and reads no socket ends this much later.
     inline static double grace = 10;
 
     // Printed after the sentence of an error, if it is not empty: how the run can be continued.

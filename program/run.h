@@ -23,9 +23,9 @@ struct Run {
     std::string why_no_gpu;
     std::vector<std::string> output_files;  // that standard output and error go to
     std::string weights_folder;  // the folder that the run starts from, or continues; empty: random weights
-    // The settings in the checkpoint that --resume continues, as they are there.
+    // The settings in the checkpoint that --resume continues, unchanged.
     Json resumed = Json::object();
-    LoopState state;  // how far this run is, and the settings that its own checkpoints get
+    LoopState state;  // the steps that this run has made, and the settings for its own checkpoints
     // Sentences: which flags that change steps were given with --resume, and after which step.
     Json changes = Json::array();
     FileContents other_files;  // of `weights_folder`, for the checkpoints
@@ -69,14 +69,14 @@ void log_settings(Run& run);
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-// Fills run.weights_folder, run.resumed, run.state and run.changes, and the flags that are not given. Locks
+// Fills run.weights_folder, run.resumed, run.state, run.changes and the flags that are not given. Locks
 // --out, and renames checkpoints in it that are not whole.
 void resume(Run& run);
 bool is_complete(const Run& run);  // whether the run that --resume continues has made all its steps
 void print_complete(const Run& run);
 std::string model_in(const std::string& folder);
 
-void lock_output_folder(Run& run);        // if it exists; else Error if it could not be created
+void lock_output_folder(Run& run);        // if --out exists; if not, Error unless it can be created
 void require_own_folder(const Run& run);  // Error if --out has another run's checkpoints
 void create_and_lock_output_folder(const Run& run);
 
@@ -108,13 +108,13 @@ void report_quantization(Run& run);
 
 struct Validation {
     double loss;      // in nats: the mean over the targets of the evaluated windows that count
-    int64_t targets;  // how many these are
+    int64_t targets;  // the number of these targets
 };
 Validation measure_validation(Run& run);  // Error if no target counts, or if the loss is not finite
 
 struct Sample {
     std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation
-    int64_t prompt;               // so many of them are held-out text, which the model continues
+    int64_t prompt;               // how many of them are held-out text; the model has made the rest
 };
 Sample draw_sample(const Run& run);
 

@@ -21,9 +21,9 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The last step lies at 99% of the cosine at least, where the rate is 0.1002 of the peak. So the cosine
-    // is a little shorter here than in nanoGPT and torchtitan, where it has n steps and would end one step
-    // after the last one: with three steps the last would be at 0.33 of the peak.
+    // The cosine reaches its end at the last step or a little after it: the last step lies at 99% of the
+    // cosine at least, and its rate is 0.1002 of the peak. (A cosine of n steps, as in nanoGPT and
+    // torchtitan, ends one step after the last one: of three steps the last would be at 0.33 of the peak.)
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
