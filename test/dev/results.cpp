@@ -1,4 +1,5 @@
-// results.cpp - dev/results.py: what it finds slower in a bench than in the recorded one.
+// results.cpp - dev/results.py: what it finds slower in a bench than in the recorded one, and what it
+// records.
 #include "../help/program.h"
 
 using namespace coat;
@@ -71,4 +72,34 @@ TEST_CASE("plot.py bench: what is timed only to be compared is no part of a step
                                 "str(plot.draw_bench(bench)))\n");
     const Ended drawn = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
     CHECK_MESSAGE(drawn.out == "2 False\n", drawn.out);
+}
+
+// A copy of dev/ in which make and nvidia-smi do nothing, and dev/gpu.sh passes but for one run.
+TEST_CASE("results.py: a run is recorded when it ends and the next call runs what is missing" *
+          doctest::skip(NO_PYTHON)) {
+    const Folder folder;
+    fs::copy("dev", folder.path / "dev", fs::copy_options::recursive);
+    folder.write("make", "#!/bin/sh\n");
+    folder.write("nvidia-smi", "#!/bin/sh\necho H200\n");
+    folder.write("dev/gpu.sh",
+                 "#!/bin/sh\n[ \"$1 $2\" != 'seeds 11' ] || [ -e good ] || exit 1\necho \"$1: passed\"\n");
+    for (const char* program : {"make", "nvidia-smi", "dev/gpu.sh"})
+        fs::permissions(folder.path / program, fs::perms::owner_all);
+    const std::string measure =
+        "PATH=$PWD:$PATH PYTHONDONTWRITEBYTECODE=1 OUT=out python3 dev/results.py tests";
+    fs::create_directory(folder.path / "out");
+    const std::string last = "kernels, seeds 11 to 20";
+    const Ended first = shell(folder, "COAT_COMMIT=old " + measure);
+    CHECK((first.code == 1 && contains(first.out, "tests: " + last + ": FAILED")));
+    auto tests = nlohmann::json::parse(read_file(folder / "out/results.json")).at("tests");
+    CHECK((tests.at("all").at("says") == "gpu: passed" && tests.at("all").at("commit") == "old"));
+    CHECK((!tests.contains(last) || tests.at(last).at("commit") != "old"));
+
+    folder.write("good", "");
+    const Ended second = shell(folder, "COAT_COMMIT=old " + measure);
+    CHECK(second.code == 0);
+    CHECK((lines_of(second.out).size() == 1 && contains(second.out, "tests: " + last + ": done")));
+    CHECK(contains(read_file(folder / "dev/RESULTS.md"), "| seeds: passed | H200 | old |"));
+    CHECK(read_file(folder / "out/results.json") == read_file(folder / "dev/results.json"));
+    CHECK(lines_of(shell(folder, "COAT_COMMIT=new " + measure).out).size() == 3);  // another commit
 }
