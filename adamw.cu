@@ -39,22 +39,13 @@
 
 namespace coat::gpu {
 
-constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // that own a span: 16
+constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // lanes that own a span: 16
 constexpr int PAIR = 32 / SPAN_LANES;             // spans that a warp updates at a time: 2
-constexpr int PAIRS = 4;                          // of a bundle
+constexpr int PAIRS = 4;                          // pairs of a bundle
 constexpr int BUNDLE = PAIRS * PAIR;              // spans of a bundle: 8
 enum { M_MAX, M_K, V_MAX, V_K, FIELDS };          // the fields of a span, and how many there are
 static_assert(PAIRS * FIELDS == SPAN_LANES, "a lane keeps one field of a bundle");
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
-namespace {
-
-// The moment scaling of a moment group (coat.h).
-struct MomentScaling {
-    float max, k;
-};
-
-}  // namespace
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V> static __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
@@ -65,6 +56,11 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 // x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
 
 namespace {
+
+// The moment scaling of a moment group (coat.h).
+struct MomentScaling {
+    float max, k;
+};
 
 enum class WhichMoment : uint8_t { First, Second };
 
@@ -186,10 +182,10 @@ template <class Traits> static __device__ float with_sign(float magnitude, uint3
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
-// Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. They are
-// not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the operation
-// that decays the moment. The factor is max; on the careful path 1; and the scale max / FMAX where nothing
-// is expanded.
+// Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. The two
+// are not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the
+// operation that decays the moment. With expansion the factor is max on the fast path, and 1 on the careful
+// one. Without expansion it is the scale, max / FMAX.
 template <class Traits, Path PATH>
 static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
                                        Values& x) {
@@ -236,12 +232,12 @@ struct FieldOfLane {
     float* in_memory;  // by span of the shard; null: the moment has no k
     int spans;         // of the shard
 
-    __device__ FieldOfLane(const Shard& s, int number_of_spans) : spans(number_of_spans) {
+    __device__ FieldOfLane(const Shard& shard, int number_of_spans) : spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
         which = lane % FIELDS;
         pair = lane % SPAN_LANES / FIELDS;
         span = pair * PAIR + lane / SPAN_LANES;
-        const MomentRef moment = is_of_v() ? s.v : s.m;
+        const MomentRef moment = is_of_v() ? shard.v : shard.m;
         in_memory = is_k() ? moment.k : moment.max;
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
@@ -296,11 +292,11 @@ template <class W, class M, class V> struct ElementsOfThread {
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
-    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& s)
-        : a(arguments), shard(s), spans(static_cast<int>(spans_of(s.size))),
-          start(s.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(arguments.w, start),
-          codes_m(static_cast<uint8_t*>(s.m.data) + start - s.offset),
-          codes_v(static_cast<uint8_t*>(s.v.data) + start - s.offset) {}
+    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& this_shard)
+        : a(arguments), shard(this_shard), spans(static_cast<int>(spans_of(shard.size))),
+          start(shard.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.w, start),
+          codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.offset),
+          codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.offset) {}
 
     // From the thread's elements of the first span to those of this one; for a span beyond the shard's
     // last, to those of the last.
@@ -312,9 +308,10 @@ template <class W, class M, class V> struct ElementsOfThread {
         return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
                 a.gradients.load(start - a.first_element + i)};
     }
-    // Encodes and stores, unless the span is beyond the last.
-    __device__ void store(int span, Values& w, const Values& m, const Values& v, const MomentScaling& new_m,
-                          const MomentScaling& new_v, uint32_t& top) const {
+    // The codes are stored unless the span is beyond the last.
+    __device__ void encode_and_store(int span, Values& w, const Values& m, const Values& v,
+                                     const MomentScaling& new_m, const MomentScaling& new_v,
+                                     uint32_t& top) const {
         const bool live = span < spans;
         const int64_t i = distance(span);
         uint2 new_codes_m = encode_moments<M, Path::Fast>(new_m, m);
@@ -333,6 +330,9 @@ template <class W, class M, class V> struct ElementsOfThread {
 // A warp updates bundles of a shard: the one that begins with span `first_span`, and then every WARPS-th
 // that begins before `end_span`. If the last span of the shard has no partner in its pair, half of the
 // warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
+//
+// Rung 6 of dev/ladders/adamw.cu is the skeleton of this function: it decodes, updates and encodes a pair.
+// Rung 7 adds the loads ahead, and rung 8 the bundles. The careful path is here alone.
 template <class W, class M, class V>
 static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span,
                                           int end_span, const float* table_m, const float* table_v) {
@@ -383,7 +383,7 @@ static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& 
                 const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
-            elements.store(span, w, m, v, new_m, new_v, top);
+            elements.encode_and_store(span, w, m, v, new_m, new_v, top);
         }
         mine.store(bundle, new_field);
     }
@@ -417,8 +417,8 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
     const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
-    for (int s = shard_with(a, begin * MOMENT_GROUP); s < a.shard_count; s++) {
-        const Shard shard = a.shards[s];
+    for (int i = shard_with(a, begin * MOMENT_GROUP); i < a.shard_count; i++) {
+        const Shard shard = a.shards[i];
         const int64_t shard_begin = shard.offset / MOMENT_GROUP;
         const int64_t shard_end = shard_begin + spans_of(shard.size);
         if (shard_begin >= end) return;

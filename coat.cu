@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 // finds the producer that computes it.
 void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s) {
     with_bf16_producer(x, [&](auto producer) {
-        launch("amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+        launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, s, producer, x.rows, x_amax_out);
     });
 }

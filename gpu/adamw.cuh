@@ -26,9 +26,9 @@ struct AdamWConstants {
     float root_factor, scaled_eps;
 };
 
-// The old first moment is m * factor, where the factor is a scale or the max of a moment group. The caller
-// gives keep_m = b1 * factor, so that one multiplication does both. On return m is the new moment itself. The
-// same holds for v. decay: weight_decay, or 0 for a parameter that does not decay.
+// Updates m, v and w. The old first moment is not m, but m * factor, where the factor is a scale or the max
+// of a moment group. keep_m is b1 * factor, so that one multiplication does both. On return m is the new
+// moment. The same holds for v and keep_v. decay: weight_decay, or 0 for a parameter that does not decay.
 inline __device__ void adamw_element(const AdamWConstants& f, float keep_m, float keep_v, float decay,
                                      float g, float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -138,8 +138,8 @@ inline __device__ bool has_scales(const MomentRef& m) {
     return m.format != Format::FP32 && m.format != Format::BF16;
 }
 
-// How many spans so many elements of a parameter form. A span is 128 consecutive elements: where moments are
-// in FP8 groups, one moment group of m and one of v.
+// The number of spans that these elements of a parameter form. A span is 128 consecutive elements: where
+// moments are in FP8 groups, one moment group of m and one of v.
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamWArguments {
@@ -155,7 +155,9 @@ struct AdamWArguments {
     const GradientState* state;
 
     // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
-    __device__ bool in_fp8_moment_groups(const Shard& s) const { return has_scales(s.m) && !per_tensor; }
+    __device__ bool in_fp8_moment_groups(const Shard& shard) const {
+        return has_scales(shard.m) && !per_tensor;
+    }
 };
 
 // Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether

@@ -97,7 +97,7 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_o
 
 void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
-    launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
+    launch("fill_rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
            static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
 }
 
@@ -429,7 +429,7 @@ void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, c
 }
 
 void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s) {
-    launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, loss_weight, total);
+    launch("add_loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, loss_weight, total);
 }
 
 // ===========================================================================================================
@@ -489,7 +489,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
                      cudaStream_t s) {
     with_producer(x, [&](auto producer) {
-        launch("column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
+        launch("add_column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
                TILE_THREADS, 0, s, producer, x.rows, workspace, amax_out);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);

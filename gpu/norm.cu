@@ -176,7 +176,7 @@ void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& 
         using Element = typename decltype(in)::Compute;
         const auto kernel =
             forward_reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
-        launch("residual", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
+        launch("residual_add", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
                dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax_out);
     });
 }

@@ -19,14 +19,22 @@
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of tensors and of parameters, from small to large:
+//   chunk         8 neighbouring elements of a row: what a thread loads or stores at a time (gpu/device.cuh)
 //   group         16 neighbouring features of a token, which share a scale (coat.h)
+//   piece         16 rows of one column of a tile (gpu/device.cuh, TransposeTile)
 //   moment group  128 elements of a moment, which share (max, k) (coat.h)
+//   span          128 elements of a parameter, which have one moment group of m and one of v (adamw.cu)
+//   bundle        8 spans, which a warp updates (adamw.cu)
+//   tile          128 x 128 elements of a tensor, on which a thread block works (gpu/device.cuh, part 5)
+//   plane         one half of the columns of [gate | up], or all columns of another tensor (gpu/device.cuh,
+//                 part 4)
 //   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
 //   shard         what this rank owns of one parameter (section 3)
 //   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
 //                 norm before it; the final norm and the head; or the embeddings (architecture.h,
 //                 Param::bucket)
-//   stage         the unit in which several GPUs gather weights: the embeddings, a linear layer, or the head
+//   stage         what several GPUs gather at a time of the weights: the embeddings, a linear layer, or the
+//                 head
 //   flat order    all parameters one after the other, each padded to whole moment groups (Param::offset)
 //   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients
 //                 have this order. With one rank it is the flat order.
@@ -42,17 +50,19 @@ namespace coat::gpu {
 // 1. Tensors
 
 // The scale of an FP8 tensor that has a single one, on the device. (It has 16 bytes, because a GEMM wants
-// scales aligned to that.) Who writes what, where scaling is just in time, and where it is delayed (only in
-// the recipe te):
+// scales aligned to that.) A GEMM reads `scale`. Scaling is just in time, or (only in the recipe te) delayed.
+// Which function writes a field:
 //
-//                  just in time                              delayed
-//   amax           a kernel that has the values raises it,   quantize() raises it in passing; after the step
-//                  before quantize() (coat.cu, part 2)       it enters the history
-//   from_history                                             update_delayed_scales(), for the next step
-//   scale          quantize(): amax / FMAX                   quantize() and end of step: from_history
+//                  just in time                       delayed
+//   amax           a kernel that has the values,      quantize()
+//                  before quantize() (coat.cu,
+//                  part 2)
+//   from_history   none                               update_delayed_scales(), after each step
+//   scale          quantize()                         quantize(), and update_delayed_scales()
 //
-// A GEMM reads `scale`. While from_history is 0, delayed scaling is just in time. With several ranks,
-// combine_amaxes() writes the amax and the scale of a weight on all of them.
+// Just in time, scale = amax / FMAX. Delayed, scale = from_history, the scale that follows from the amaxes of
+// earlier steps; while from_history is 0, it is amax / FMAX, too. With several ranks, combine_amaxes() writes
+// the amax and the scale of a weight on all of them.
 struct alignas(16) TensorScale {
     float scale;         // codes are multiplied by it
     float amax;          // the largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN
@@ -184,9 +194,8 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s);
 
 // Computes x and writes its FP8 codes, as out says.
-//   per tensor              The scale is computed from the amax in tensor_scale(out.tensor); if out.delayed,
-//   it
-//                           is that of the history.
+//   per tensor              The scale is computed from the amax in tensor_scale(out.tensor). If out.delayed
+//                           is true, it is that of the history.
 //   per row, 1x128, 128x128 The scales are computed first, from x, and stored with the codes.
 //   1x16 groups             x must be a tensor that is stored in BF16.
 // - x may be computed from BF16 tensors and from groups, but not from FP32 tensors.
@@ -205,7 +214,7 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t s);
 // Computes x and writes it as a GEMM of the recipe reads it: quantize() if out is FP8, else store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
 
-// A sum over rows is first taken in so many partial sums, one in each row of a workspace.
+// A sum over rows is first taken in this many partial sums, one in each row of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as add_column_sums() adds
@@ -218,7 +227,7 @@ void quantize_and_sum(const LazyTensor& x, const Operand& out, const TensorRef& 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
-// next GEMM's operand, and `amax` gets its amax in the same pass: of what the activation computes from the
+// next GEMM's operand, and amax_out gets its amax in the same pass: of what the activation computes from the
 // groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_groups, TensorScale* amax_out, QuantStats* quant_stats,
@@ -322,11 +331,10 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
 //                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
 //                         the compute dtype)
 //   next.in               the norm's input: the sum in groups, or rounded
-//   next.row_statistics   of next.in if forward_reads_saved, else of x_out. forward_reads_saved: the norm
-//   reads
-//                         next.in in forward, too, because the recipe's forward_reads_groups (coat.h) is
-//                         true, or because next.in is not in groups
-//   y_amax_out                the amax of the norm's output, computed from the same values
+//   next.row_statistics   of next.in if forward_reads_saved, else of x_out
+//   y_amax_out            the amax of the norm's output, computed from the same values
+// forward_reads_saved says that the norm reads next.in not only in backward, but also in forward: because the
+// recipe's forward_reads_groups (coat.h) is true, or because next.in is not in groups.
 void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
                   bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);
@@ -337,7 +345,7 @@ void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& 
 //   g_in   (N, C) the gradient of the residual stream, or no tensor
 // Written are
 //   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
-//   g_amax_out             the amax of g_out
+//   g_amax_out         the amax of g_out
 //   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
 //   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
 //   workspace          of norm_backward_workspace(C) bytes
@@ -355,8 +363,8 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
-// Rotates qkv (B*T, qkv_cols) in place, or its gradient by the inverse. Takes the amax of all columns, if
-// amax is not null.
+// Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
+// the amax of all columns.
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t s);
 
 // Qwen3 has an RMSNorm of each head of q and of k.
@@ -393,12 +401,12 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // ===========================================================================================================
 // 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
-// gradient (n) += the sums over the rows of partials (rows, n): the second stage of add_column_sums(),
-// norm_backward() and head_norm_backward(). `second` is another gradient (n), whose partials lie behind those
-// of the first, or no tensor.
+// gradient (n) += the sums over the rows of partials (rows, n), with which add_column_sums(), norm_backward()
+// and head_norm_backward() end. `second` is another gradient (n), whose partials lie behind those of the
+// first, or no tensor.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t s,
                      const TensorRef& second = {});
-// gradient (cols) += the column sums of x. Takes x's amax in the same pass, if amax is not null. workspace:
+// gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
 // (COLUMN_PARTIALS, cols) floats.
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
                      cudaStream_t s);
@@ -410,7 +418,7 @@ struct TokenRows {
 struct EmbeddingOrder {
     std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
     std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent = 0;  // how many of them, the first ones, have so many rows that warps share these
+    int64_t frequent = 0;  // the first tokens, this many: each has enough rows for several warps
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
 // gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the

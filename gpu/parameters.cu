@@ -103,8 +103,8 @@ void compute_gradient_squares(const Shard* shards, int shard_count, const void* 
     clear(sums, (1 + shard_units) * static_cast<int64_t>(sizeof(double)), s);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = blocks(32 * shard_units + 32, THREADS);
-    launch("gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, shards, shard_count,
-           either_dense(gradients, format), first, first_shard_unit, loss, sums);
+    launch("compute_gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, shards,
+           shard_count, either_dense(gradients, format), first, first_shard_unit, loss, sums);
 }
 
 constexpr int STATE_THREADS = 1024;
@@ -136,8 +136,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
 
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t s) {
-    launch("gradient_norm", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks, clip,
-           state);
+    launch("update_gradient_state", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks,
+           clip, state);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -150,7 +150,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t s) {
-    launch("loss_or_nan", loss_or_nan_kernel, 1, THREADS, 0, s, scales, n, loss, loss_or_nan);
+    launch("write_loss_or_nan", loss_or_nan_kernel, 1, THREADS, 0, s, scales, n, loss, loss_or_nan);
 }
 
 // ===========================================================================================================

@@ -4,8 +4,12 @@
 
 namespace coat::gpu {
 
+// Half the distance from FMAX to the value below it (32 in E4M3, 8192 in E5M2). What exceeds FMAX by no more
+// is rounded to FMAX, and so does not saturate.
+constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
+
 // Adds to quant_stats what x loses if it is quantized. An element's scale is that of the tensor, from
-// tensor_scale; or that of its scale block, from `blocks`; or, where both are null, that of its 1x16 group,
+// tensor_scale; or that of its scale block, from `blocks`; or, if both are null, that of its 1x16 group,
 // which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
@@ -27,7 +31,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 if (blocks.scales) scale = *blocks.at(at.row + i, p * x.width + at.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
-                const float half_step = e5m2 ? 4096.0f : 16.0f;  // at FMAX, to which it rounds
+                const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
                 const float limit = (fmax + half_step) * scale;
                 const double error = static_cast<double>(value) - back;
                 signal += static_cast<double>(value) * value;
@@ -54,7 +58,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
     const Storage& q = out.tensor.storage;
     auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
         with_bf16_producer(x, [&](auto producer) {
-            launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+            launch("add_quant_errors", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                    TILE_THREADS, 0, s, producer, x.rows, tensor_scale, blocks, q.format == Format::E5M2,
                    info(q.format).max, quant_stats);
         });
