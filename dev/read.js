@@ -29,7 +29,7 @@ function show(col) {
 }
 function arrange() {  // what is open at first, and again when columns become tabs or tabs columns
   columns.flat().forEach(c => c.classList.toggle("folded", !wide.matches || text_shown));
-  columns.forEach(cols => show(cols[0]));
+  columns.forEach(cols => show(cols.find(c => c.classList.contains(c.parentNode.dataset.open))));
   sections.forEach(s => s.classList.toggle("no-idea", !text_shown && s.querySelector(".cols") !== null));
   all(".whole").forEach(b => b.textContent = text_shown ? "code alone" : "code beside the text");
 }

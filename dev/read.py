@@ -7,7 +7,7 @@ file a line:
     cpu: reference.cpp: encode, decode
     test: test/reference/1_2_codes.cpp: "decode: every code"
 
-Their code is cut out of the sources here, from the comment above a definition to its closing brace. A name that
+The kind that is named first is open at first. Their code is cut out of the sources here, from the comment above a definition to its closing brace. A name that
 is missing, or that two definitions have, is an error; name#2 is the second of several, and the name of a test may
 be cut short. The page's style and script are dev/read.css and dev/read.js.
 """
@@ -205,11 +205,16 @@ class Page:
                         "t" if word in TYPES or word == cut.short and cut.is_type else
                         "f" if word == cut.short else "")
             return f"<i class={kind}>{text}</i>" if kind else text
+        def between(words):
+            """What stands between tokens. A long line may break behind a bracket or :: and before a dot or arrow."""
+            words = html.escape(words, quote=False).replace("-&gt;", "<wbr><u>-&gt;</u>")
+            return re.sub(r"([({]|::)", r"\1<wbr>", re.sub(r"\.$", "<wbr>.", words))
+
         out, at = [], 0
         for match in TOKEN.finditer(line):
-            out += [html.escape(line[at:match.start()], quote=False), mark(match)]
+            out += [between(line[at:match.start()]), mark(match)]
             at = match.end()
-        text = ("".join(out) + html.escape(line[at:], quote=False)).replace("-&gt;", "<u>-&gt;</u>")
+        text = "".join(out) + between(line[at:])
         dent = len(line) - len(line.lstrip())  # kept for who copies it, but shown as padding
         return f"<b style=--n:{dent}><s>{text[:dent]}</s>{text[dent:]}\n</b>" if dent else f"<b>{text}\n</b>"
 
@@ -351,6 +356,10 @@ def lessons(text):
         comment = re.match(r"<!--\n(.*?)-->\n", rest, re.S)
         yield title, FIELD.findall(comment[1]) if comment else [], rest[comment.end():] if comment else rest
 
+def breakable(name):
+    """A name that may break behind each of its words."""
+    return re.sub(r"(_|(?<=[a-z])(?=[A-Z]))", r"\1<wbr>", html.escape(name))
+
 def columns(page, mine):
     out = []
     for kind, name in KINDS.items():
@@ -361,7 +370,7 @@ def columns(page, mine):
             out.append(f'<div class="col {kind}"><button class=head><b>{name}</b> <span>{files}</span></button>'
                        f"<div class=body>{body}</div></div>")
     whole = '<button class=whole title="key 1">code alone</button>'
-    return f'<div class=cols>{"".join(out)}{whole}</div>' if out else ""
+    return f'<div class=cols data-open={mine[0].kind}>{"".join(out)}{whole}</div>' if out else ""
 
 def main(out):
     part_one, part_two = ((ROOT / "dev" / name).read_text() for name in COURSE)
@@ -381,7 +390,7 @@ def main(out):
         number, name = re.match(r"(?:(\d+)\. )?(.*)", title).groups()
         place = f"lesson-{number}" if number else re.sub(r"\W+", "-", name.lower())  # as on GitHub
         places = {c.short: c.id for c in mine[::-1] if not c.test}
-        names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{html.escape(c.short or c.name)}</a></li>' for c in mine)
+        names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{breakable(c.short or c.name)}</a></li>' for c in mine)
         nav.append(f'<li><a href="#{place}"><b>{number or ""}</b>{name}</a><ul>{names}</ul></li>')
         paper = f"<p class=paper>Paper: section {paper}</p>" if paper[:1].isdigit() else ""
         body.append(f'<section id="{place}"><header><span class=no>{number or ""}</span><h2>{name}</h2>{paper}</header>'

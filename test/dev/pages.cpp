@@ -126,6 +126,15 @@ addEventListener("load", () => setTimeout(() => {
     if (innerWidth >= 1300 ? at.left < text.right || at.top > title.bottom : at.top < text.bottom)
       wrong.push("the code of " + lesson.id + " is not where it should be");
   }
+  const open = document.querySelector("#lesson-10 .col:not(.folded) .head b");  // its code is that of a GPU
+  if (open && innerWidth >= 1300 && open.textContent !== "GPU") wrong.push("open in lesson 10: " + open.textContent);
+  const alone = () => dispatchEvent(new KeyboardEvent("keydown", {key: "1"}));  // the code without the text
+  if (open && innerWidth >= 1300) {
+    alone();
+    for (const name of document.querySelectorAll(".code a, .code .f, .code .t"))
+      if (name.getClientRects().length > 1) wrong.push("torn: " + name.textContent);
+    alone();
+  }
   for (const table of document.querySelectorAll(".note pre"))
     if (innerWidth >= 1400 && table.scrollWidth > table.clientWidth + 1)
       wrong.push("cut off: " + table.textContent.slice(0, 40));
@@ -135,6 +144,9 @@ addEventListener("load", () => setTimeout(() => {
     if (buttons.map(button => button.className).join() !== buttons.map((_, i) =>
         i === right ? "right" : i === (right + 1) % buttons.length ? "wrong" : "").join())
       wrong.push("a guess: " + guess.textContent);
+    const told = guess.querySelector(".yours").textContent, now = guess.querySelector(".shown").textContent;
+    if (!told.includes(buttons[(right + 1) % buttons.length].textContent) || !now)
+      wrong.push("the guess beside what is shown: " + told + now);
   }
   const outlier = document.getElementById("outlier");
   const moved = to => (outlier.value = to, outlier.oninput(), document.getElementById("outlierValue").textContent);
@@ -146,10 +158,18 @@ addEventListener("load", () => setTimeout(() => {
     if (!says.includes("Up to here " + zero) || !says.includes(`saturated in ${saturated} of 200 steps`))
       wrong.push(steps + " steps: " + says);
   }
+  const total = () => document.getElementById("layerSays").textContent;
+  if (number) {  // bytes of a layer: as in the course, and with nothing computed again
+    if (!total().includes("16.3 C bytes")) wrong.push("COAT: " + total());
+    document.getElementById("asBF16").click();
+    if (!total().includes("32.2 C bytes")) wrong.push("BF16: " + total());
+  }
   const typed = words => (number.value = words, number.oninput(), document.getElementById("value0").textContent);
   if (number) {
     if (!typed("460").includes("rounds to the largest") || !typed("465").includes("saturates")) wrong.push("448");
     if (typed("abc") !== typed("465") || typed("nan") === typed("465")) wrong.push("a word for a number");
+    const tie = words => (typed(words), document.getElementById("value0").textContent.includes("A tie"));
+    if (!tie("1.0625") || tie("1.06") || tie("1.125") || tie("500")) wrong.push("ties");
   }
   const outcome = "opened: " + wrong.join("; ");
   document.title = outcome;
