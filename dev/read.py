@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Writes build/read.html, one page that shows the course beside the code: `make read`. Standard library only.
 
-The text is that of dev/WALK.md and dev/WALK2.md. A lesson names its functions, types and tests in a comment below its title, one
-file a line:
+The text is that of dev/WALK.md and dev/WALK2.md. A lesson names its functions, types and tests in a comment below
+its title, one file a line:
 
     cpu: reference.cpp: encode, decode
     test: test/reference/1_2_codes.cpp: "decode: every code"
 
-The kind that is named first is open at first. Their code is cut out of the sources here, from the comment above a definition to its closing brace. A name that
-is missing, or that two definitions have, is an error; name#2 is the second of several, and the name of a test may
-be cut short. The page's style and script are dev/read.css and dev/read.js.
+The kind that is named first is open at first. Their code is cut out of the sources here, from the comment above a
+definition to its closing brace. A name that is missing, or that two definitions have, is an error; name#2 is the
+second of several, and the name of a test may be cut short. The page's style and script are dev/read.css and
+dev/read.js.
 """
 import base64
 import collections

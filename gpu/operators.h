@@ -54,9 +54,8 @@ namespace coat::gpu {
 // Which function writes a field:
 //
 //                  just in time                       delayed
-//   amax           a kernel that has the values,      quantize()
-//                  before quantize() (coat.cu,
-//                  part 2)
+//   amax           an earlier kernel, or              quantize()
+//                  compute_amax()
 //   from_history   none                               update_delayed_scales(), after each step
 //   scale          quantize()                         quantize(), and update_delayed_scales()
 //

@@ -67,8 +67,8 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
     if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
-        const bool same =
-            transposed && out.tensor.data && q.granularity.symmetric();  // as the row-major ones
+        // Both forms have the same scale blocks, so one of them is enough.
+        const bool same = transposed && out.tensor.data && q.granularity.symmetric();
         if (grid.scales && !same) with_scales(nullptr, grid);
     }
 }

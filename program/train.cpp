@@ -77,7 +77,7 @@ int train(Run& run) {
         if (!last && every(flags.eval_every)) report_validation(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
-        if (!last && saves && run.at_savable_step) {
+        if (!last && saves && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
         }

@@ -7,7 +7,7 @@
 
 using namespace coat::test;
 
-constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80;
+constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 21;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
@@ -42,6 +42,13 @@ static std::vector<std::string> long_functions(const std::vector<std::string>& l
         if (last < lines.size() && last - first + 1 > limit) found.push_back(lines[first]);
     }
     return found;
+}
+
+GIT_TEST_CASE("entries at the top stay within their limit") {
+    std::set<std::string> top;
+    for (const std::string& f : tracked())
+        if (f[0] != '.') top.insert(f.substr(0, f.find('/')));
+    CHECK(top.size() <= MOST_ENTRIES);
 }
 
 GIT_TEST_CASE("lines and files and functions of C++ and CUDA stay within their limits") {

@@ -116,8 +116,7 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
 }
 
 // The table of operators is written by hand. What it can be compared with are the lists that a step follows.
-TEST_CASE(
-    "precision plan: a layer saves what saved_per_layer() lists and has as many projections as weights") {
+TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a projection for each weight") {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, QWEN3, GPT2}) {
             const Setup s = setup_of(recipe.name, tiny_config(arch, arch.bias), 1, 32);

@@ -187,13 +187,18 @@ for point, extreme in zip(corners, (0.01, 0.02, -0.01, 0.0)):
 // The answers on paper at the end of dev/ladders/quantize_transpose.cu.
 TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(NO_PYTHON)) {
     const Folder folder;
-    auto prints = [&](const std::string& access, int sectors, int clocks) {
+    auto run = [&](const std::string& access) {
         CAPTURE(access);
         const Ended ended = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error '" +
                                               fs::absolute("dev/ladders/banks.py").string() + "' " + access);
         require_success(ended);
-        CHECK(contains(ended.out, concat("memory: ", sectors, " sectors of 32 bytes\n")));
-        CHECK(contains(ended.out, concat("shared memory: ", clocks, " clocks\n")));
+        return ended.out;
+    };
+    auto prints = [&](const std::string& access, int sectors, int clocks) {
+        CAPTURE(access);
+        const std::string out = run(access);
+        CHECK(contains(out, concat("memory: ", sectors, " sectors of 32 bytes\n")));
+        CHECK(contains(out, concat("shared memory: ", clocks, " clocks\n")));
     };
     prints("lane", 4, 1);
     prints("'lane + 1'", 5, 1);
@@ -207,7 +212,5 @@ TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(
     prints("'36 * lane' --bytes 1", 32, 1);
     prints("'lane % 4 + 512 * (lane // 4)' --bytes 1", 8, 8);
     prints("lane --bytes 16", 16, 4);
-    CHECK(contains(
-        shell(folder, "python3 '" + fs::absolute("dev/ladders/banks.py").string() + "' '32 * lane'").out,
-        "bank  0   word 0: lane 0   word 32: lane 1"));
+    CHECK(contains(run("'32 * lane'"), "bank  0   word 0: lane 0   word 32: lane 1"));
 }
