@@ -9,10 +9,10 @@ The template alone makes control tokens, such as <|im_end|>. Where the words of 
 words (Conversation.own_spellings, encode). Control tokens are those that the tokenizer calls special. Other
 tokens that a model's maker has added, such as <think>, are part of what the assistant says.
 """
-import datetime
 import json
 import re
 from bisect import bisect_left
+from datetime import datetime
 
 from messages import are_shown, forms_of, is_empty, replaced, with_other_names, with_other_words
 from records import fail
@@ -22,27 +22,24 @@ BREAK = "\ue000"  # a character for private use, which no token begins or ends w
 DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # which Llama 3's template has if it is told none
 
 
-class FixedTime(datetime.datetime):
-    """The time that chat templates are told. It does not pass: tokens must not depend on the day."""
+class FixedTime(datetime):
+    """The time that chat templates are told."""
 
     @classmethod
     def now(cls, tz=None):
         return cls(*DATE, tzinfo=tz)
 
-    today = utcnow = now
-
-
-class FixedDate(datetime.date):
-    """The same for dates."""
-
-    @classmethod
-    def today(cls):
-        return cls(*DATE)
-
 
 def stop_the_clock():
-    """Must be called before transformers is imported, which keeps the class that it finds."""
-    datetime.datetime, datetime.date = FixedTime, FixedDate
+    """From here on chat templates are told DATE, because tokens must not depend on the day. A template asks with
+    strftime_now(), which uses the name `datetime` in this module of transformers. Other modules keep their
+    datetime: some of them, pandas among them, crash when they are imported with another one."""
+    try:
+        from transformers.utils import chat_template_utils
+        chat_template_utils.datetime  # AttributeError in older versions
+    except (ImportError, AttributeError):
+        fail("this version of transformers is too old for chat templates: run 'pip install -U transformers'.")
+    chat_template_utils.datetime = FixedTime
 
 
 # Comparing texts. ----------------------------------------------------------------------------------------
@@ -121,6 +118,7 @@ class ChatTemplate:
     """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer):
+        stop_the_clock()
         self.tokenizer = tokenizer
         added = list(tokenizer.added_tokens_decoder.values())
         self.control = one_of([token for token in added if getattr(token, "special", True)])

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 
-from conversations import DATE_AS_TEXT, NOT_COUNTED, ChatTemplate, stop_the_clock, tokens_of_record
+from conversations import DATE_AS_TEXT, NOT_COUNTED, ChatTemplate, tokens_of_record
 from records import Report, fail, files_below, has_conversations, read_conversations, read_texts
 
 # All of these but the last are numbers of characters.
@@ -300,7 +300,6 @@ def contents_of_files(streams, seq, pieces, end):
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
-    stop_the_clock()
     run, report = parse_arguments(), Report()
     files = [file for path in run.text for file in files_below(path, report)]
     chats = [file for file in files if has_conversations(file)]

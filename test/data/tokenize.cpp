@@ -13,7 +13,8 @@ const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev
 // lists the special tokens that follow, and model/template is the chat template as an expression of Python.
 // With FIRST_SPACE the tokenizer puts a space before every text. It takes no text of a million characters.
 const char* const TRANSFORMERS = R"py(
-import collections, datetime, json, re
+import collections, json, re
+from transformers.utils import chat_template_utils
 Added = collections.namedtuple("Added", "content special")
 OWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in OWN]
@@ -34,7 +35,7 @@ class AutoTokenizer:
     def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt, date_string):
         assert tokenize is False and date_string and len(messages) > 0
         return eval(self.template, dict(messages=messages, add_generation_prompt=add_generation_prompt,
-                                        tools=tools, datetime=datetime, json=json))
+                                        tools=tools, datetime=chat_template_utils.datetime, json=json))
     def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False,
                  split_special_tokens=False):
         if isinstance(text, list):
@@ -68,7 +69,8 @@ namespace {
 // A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
 struct ChatFolder : Folder {
     ChatFolder() {
-        write("transformers.py", TRANSFORMERS);
+        write("transformers/__init__.py", TRANSFORMERS);
+        write("transformers/utils/chat_template_utils.py", "from datetime import datetime");
         write("model/special", "<|user|>\n<|assistant|>\n<|end|>");
         write("model/template", CHAT);
     }
@@ -339,13 +341,18 @@ PYTHON_TEST_CASE("control tokens come from the template alone; what a message sp
 
 PYTHON_TEST_CASE("a template that asks for the date is told one day every day") {
     const ChatFolder folder;
-    folder.write("model/template",
-                 "str(datetime.date.today()) + datetime.datetime.now().strftime(' %H:%M') + "
-                 "datetime.datetime.today().strftime(' %d %b') + " +
-                     CHAT);
+    folder.write("model/template", "datetime.now().strftime('%Y-%m-%d %H:%M') + " + CHAT);
     const Ended ended = folder.check(chat({"q", "a"}) + HELD, "--seq 64",
-                                     "2024-07-26 00:00 26 Jul<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
+                                     "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
     CHECK(contains(ended.out, "26 Jul 2024"));
+    // Other packages keep the true time. pandas, which transformers may import, crashes without it.
+    folder.write("transformers/utils/chat_template_utils.py",
+                 "from datetime import datetime\nassert datetime.__module__ == 'datetime'");
+    folder.check(chat({"q", "a"}) + HELD, "--seq 64",
+                 "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
+    // A version that has the clock elsewhere would tell templates the day of today.
+    folder.write("transformers/utils/chat_template_utils.py", "");
+    check_failed(folder.tokenize(chat({"q", "a"}) + HELD), "too old", "pip install -U transformers");
 }
 
 PYTHON_TEST_CASE("system prompts and history are used and other columns with text are named") {
@@ -618,7 +625,7 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier da
         check_failed(folder.run(flags), "--tokenizer", "--hold-out");
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
     check_failed(tokenize_py(folder, "--tokenizer model --out tokens text", "ulimit -f 1; "), "too large");
-    folder.write("transformers.py", "raise ImportError()");
+    folder.write("transformers/__init__.py", "raise ImportError()");
     check_failed(folder.tokenize(good), "pip install transformers");
     for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})
         CHECK(read_file(folder / name) == before.at(name));
