@@ -17,8 +17,7 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // --resume
 
-// The folder with the checkpoints of the run that --resume continues.
-static std::string folder_of_resumed(const Flags& flags) {
+std::string folder_of_resumed(const Flags& flags) {
     const std::string last = find_checkpoint(flags.resume);
     if (last.empty())
         throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
@@ -27,68 +26,70 @@ static std::string folder_of_resumed(const Flags& flags) {
 
 // Says which checkpoints are skipped, because they are not whole. If this run saves into their folder, they
 // are renamed, so that they do not stand in the way of later ones.
-static void set_aside_skipped(const Run& run, const std::vector<WholeCheckpoint::Skipped>& skipped) {
+static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipped,
+                              const std::string& locked_out) {
     for (const auto& [path, why] : skipped) {
         print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
-        if (!run.out_is_locked || !fs::equivalent(fs::path(path).parent_path(), run.flags.out)) continue;
+        if (locked_out.empty() || !fs::equivalent(fs::path(path).parent_path(), locked_out)) continue;
         const std::string renamed = set_aside(path);
         print_error(concat(path, " is now ", renamed, "."));
     }
 }
 
 // How the given flags change the steps to come, as a sentence: "after step 4: --lr 1e-4 (before: 3e-3)".
-static std::string sentence_of_change(const Run& run, const std::string& changes) {
-    const Flags& flags = run.flags;
-    const Json& before = run.resumed;
+static std::string sentence_of_change(const Flags& flags, const Resumed& resumed,
+                                      const std::string& changes) {
+    const Json& before = resumed.settings;
+    const int64_t step = resumed.state.step;
     const float planned =  // the learning rate of the next step, without a change
-        learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), run.state.step);
-    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, run.state.step);
+        learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), step);
+    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, step);
     char rates[100] = "";
     if (lr != planned)
         std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
                       planned);
-    return concat("after step ", run.state.step, ": ", changes, rates);
+    return concat("after step ", step, ": ", changes, rates);
 }
 
-// Takes the state of the checkpoint, and its values of the flags that are not given. The micro-batches of a
-// step are divided among the ranks that there are now.
-static void take_checkpoint(Run& run) {
-    Flags& flags = run.flags;
-    run.state = read_loop_state(run.weights_folder);
-    run.resumed = std::exchange(run.state.settings, Json::object());
-    Json saved = run.resumed;
-    const int64_t all = saved.at("accumulate"), ranks = run.setup.ranks;
+// Sets the flags that are not given to the values of the checkpoint. The micro-batches of a step are divided
+// among the ranks that there are now. Returns what the given flags change, as a text.
+static std::string take_flags_of(const Json& settings, int64_t ranks, Flags& flags) {
+    Json saved = settings;
+    const int64_t all = saved.at("accumulate");
     if (all % ranks)
         throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
                     " cannot share; use a number of ranks that divides ", all, ".");
     saved["accumulate"] = all / ranks;
     const std::string changes = flags.take_checkpoint(saved);
-    run.changes = saved.value("changes", Json::array());
-    if (flags.steps > 0 && !changes.empty()) run.changes.push_back(sentence_of_change(run, changes));
     // An evaluation takes no steps, and the log is that of the run.
     if (flags.steps == 0 && !flags.given("log")) flags.log = "";
+    return changes;
 }
 
-// Takes the state and the flags of the checkpoint that --resume names, or of the newest in that folder that
-// is whole. Rank 0 alone reads all of it, and says what it skips; the others wait until it has renamed that.
-void resume(Run& run) {
-    const std::string folder = folder_of_resumed(run.flags);
-    if (!run.flags.given("out")) run.flags.out = folder;
-    lock_output_folder(run);
+// Continues the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone
+// reads all of it, and says what it skips; the others wait until it has renamed that.
+Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool out_is_locked, Flags& flags) {
     WholeCheckpoint found;
-    if (run.is_rank_0()) found = find_whole_checkpoint(run.flags.resume);
-    set_aside_skipped(run, found.skipped);
-    run.weights_folder = run.processes->all_gather(found.path).front();
-    take_checkpoint(run);
+    if (ranks.rank == 0) found = find_whole_checkpoint(flags.resume);
+    set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
+    Resumed resumed;
+    resumed.checkpoint = processes.all_gather(found.path).front();
+    resumed.state = read_loop_state(resumed.checkpoint);
+    resumed.settings = std::exchange(resumed.state.settings, Json::object());
+    resumed.changes = resumed.settings.value("changes", Json::array());
+    const std::string changes = take_flags_of(resumed.settings, ranks.ranks, flags);
+    if (flags.steps > 0 && !changes.empty())
+        resumed.changes.push_back(sentence_of_change(flags, resumed, changes));
+    return resumed;
 }
 
-bool is_complete(const Run& run) {
-    return !run.flags.plan && run.flags.steps > 0 && run.state.step >= run.flags.steps;
+bool is_complete(const Resumed& resumed, const Flags& flags) {
+    return !flags.plan && flags.steps > 0 && resumed.state.step >= flags.steps;
 }
 
-void print_complete(const Run& run) {
+void print_complete(const Resumed& resumed) {
     std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
-                printable(run.weights_folder).c_str(), run.state.step, run.state.step);
+                printable(resumed.checkpoint).c_str(), resumed.state.step, resumed.state.step);
 }
 
 // The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
@@ -126,30 +127,29 @@ static void require_creatable(const std::string& out) {
 // This comes before data are read and a model is made, which can take minutes. A folder that exists is locked
 // until the program ends. One that does not exist is created when the first step begins: so a run that fails
 // at its start leaves none.
-void lock_output_folder(Run& run) {
-    const std::string& out = run.flags.out;
-    if (!run.saves_checkpoints()) return;
-    run.out_is_locked = fs::exists(out);
-    if (run.is_rank_0() && run.out_is_locked) lock_folder(out);
-    else if (run.is_rank_0()) require_creatable(out);
-    run.processes->all_gather(0);  // the others wait for rank 0
+bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes) {
+    if (!flags.saves_checkpoints()) return false;
+    const bool exists = fs::exists(flags.out);
+    if (processes.rank() == 0 && exists) lock_folder(flags.out);
+    else if (processes.rank() == 0) require_creatable(flags.out);
+    processes.all_gather(0);  // the others wait for rank 0
+    return exists;
 }
 
 // A new run must not use the folder of another run's checkpoints.
-void require_own_folder(const Run& run) {
-    const Flags& flags = run.flags;
-    if (!run.saves_checkpoints()) return;
+void require_own_folder(const Flags& flags, const Resumed& resumed) {
+    if (!flags.saves_checkpoints()) return;
     const std::string newest = find_checkpoint(flags.out);
-    if (newest.empty() || (run.resumes() && fs::equivalent(newest, run.weights_folder))) return;
+    if (newest.empty() || (flags.resumes() && fs::equivalent(newest, resumed.checkpoint))) return;
     throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with --resume ",
                 flags.out, ", or choose another folder with --out.");
 }
 
 void create_and_lock_output_folder(const Run& run) {
-    if (!run.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
+    if (!run.flags.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
     create_folders(run.flags.out);
     lock_folder(run.flags.out);
-    require_own_folder(run);  // another run may have come first
+    require_own_folder(run.flags, run.resumed);  // another run may have come first
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ void create_and_lock_output_folder(const Run& run) {
 
 void note_checkpoint(Run& run, const std::string& checkpoint) {
     run.last_checkpoint = checkpoint;
-    run.processes->advice_after_error =
+    run.processes.advice_after_error =
         checkpoint.empty() ? ""
                            : "The last complete checkpoint is " + checkpoint + "; continue it with --resume.";
 }
@@ -186,7 +186,7 @@ static void save_elsewhere(Run& run) {
     for (const std::string place : {temporary ? temporary : "/tmp", "."}) {
         std::string folder = path_in(place, "coat-XXXXXX");
         if (run.is_rank_0() && !::mkdtemp(folder.data())) folder = "";
-        folder = run.processes->all_gather(folder).front();
+        folder = run.processes.all_gather(folder).front();
         if (folder.empty()) continue;
         if (save_in(run, folder)) {
             if (run.is_rank_0())
@@ -215,7 +215,7 @@ int save_last(Run& run) {
             print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
                                "); after the last try, or Ctrl-C, it saves to another folder."));
         ::usleep(useconds_t(seconds_per_minute() * 1e6));  // or less, if a signal comes
-        for (int theirs : run.processes->all_gather(int(interrupted))) signal = std::max(signal, theirs);
+        for (int theirs : run.processes.all_gather(int(interrupted))) signal = std::max(signal, theirs);
     }
     return 0;
 }
@@ -229,7 +229,7 @@ void read_or_save_and_fail(Run& run, const std::function<void()>& read) {
     } catch (const Error& failure) {
         error = failure.what();
     }
-    for (const std::string& found : run.processes->all_gather(error)) {
+    for (const std::string& found : run.processes.all_gather(error)) {
         if (found.empty()) continue;
         if (run.at_savable_step) save_last(run);
         throw Error(found);

@@ -50,7 +50,7 @@ Validation measure_validation(Run& run) {
         const int64_t targets = counted_targets(run.targets.data(), run.batch_tokens());
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const LossSum mine{.loss = mean * double(targets), .targets = targets};
-        for (const LossSum& theirs : run.processes->all_gather(mine)) {
+        for (const LossSum& theirs : run.processes.all_gather(mine)) {
             sum.loss += theirs.loss;
             sum.targets += theirs.targets;
         }
@@ -70,7 +70,7 @@ Sample draw_sample(const Run& run) {
     Sample sample{.tokens = sample_prompt(run.corpus.validation, T), .prompt = 0};
     sample.prompt = std::ssize(sample.tokens);
     if (sample.tokens.empty()) return sample;
-    generate_tokens(*run.model, *run.processes,
+    generate_tokens(*run.model, run.processes,
                     {.temperature = run.flags.temperature,
                      .most = std::min(T - sample.prompt, LONGEST),
                      .end_token = run.corpus.vocabulary.end_token,
@@ -82,7 +82,7 @@ Sample draw_sample(const Run& run) {
 // The values of all ranks, one after the other.
 static std::vector<float> values_on_all_ranks(const Run& run, const std::vector<float>& mine) {
     std::vector<float> all;
-    for (const std::vector<float>& theirs : run.processes->all_gather(mine))
+    for (const std::vector<float>& theirs : run.processes.all_gather(mine))
         all.insert(all.end(), theirs.begin(), theirs.end());
     return all;
 }
@@ -94,7 +94,7 @@ QuantReport measure_quantization(Run& run) {
     QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
     for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
         QuantStats sum;
-        for (const QuantStats& theirs : run.processes->all_gather(report.kinds[int(kind)])) sum += theirs;
+        for (const QuantStats& theirs : run.processes.all_gather(report.kinds[int(kind)])) sum += theirs;
         report.kinds[int(kind)] = trained ? sum : QuantStats();
     }
     report.part_of_moments = report.part_of_moments && trained;

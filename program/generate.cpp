@@ -145,9 +145,8 @@ static int64_t longest_seen(const Flags& flags, const std::string& folder) {
 
 // Prints the prompt, and what the model continues it with: each token as soon as it is drawn, but a character
 // only when all its bytes are.
-static void print_continuation(const Run& run, Model& model, const Vocabulary& vocabulary,
-                               std::vector<int32_t>& tokens) {
-    const Flags& flags = run.flags;
+static void print_continuation(Model& model, const Vocabulary& vocabulary, const Flags& flags,
+                               ProcessGroup& processes, std::vector<int32_t>& tokens) {
     const SamplingOptions drawing{.temperature = flags.temperature,
                                   .most = flags.tokens,
                                   .end_token = vocabulary.end_token,
@@ -160,7 +159,7 @@ static void print_continuation(const Run& run, Model& model, const Vocabulary& v
         pending.erase(0, whole.size());
     };
     print(incomplete_end(pending));
-    generate_tokens(model, *run.processes, drawing, tokens, [&] {
+    generate_tokens(model, processes, drawing, tokens, [&] {
         if (tokens.back() == drawing.end_token) return;
         pending += vocabulary.decode({tokens.back()});
         print(incomplete_end(pending));
@@ -171,15 +170,14 @@ static void print_continuation(const Run& run, Model& model, const Vocabulary& v
 
 // ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
 // folders have their weights.
-void answer_prompt(const Run& run) {
-    const Flags& flags = run.flags;
-    const std::string named = run.resumes() ? flags.resume : flags.model;
+void answer_prompt(const Setup& ranks, const Flags& flags, ProcessGroup& processes) {
+    const std::string named = flags.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))
         throw Error(
             "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",
             "Hugging Face model.");
     const std::string folder = model_in(named);
-    Setup setup = run.setup;
+    Setup setup = ranks;
     setup.recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
     setup.config = read_model_config(folder);
     const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
@@ -190,10 +188,10 @@ void answer_prompt(const Run& run) {
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
     require_weights(folder, setup.config);
-    const std::unique_ptr<Model> model = run.on_gpu() ? make_gpu(setup) : make_reference(setup);
+    const std::unique_ptr<Model> model = flags.on_gpu() ? make_gpu(setup) : make_reference(setup);
     load_weights(folder, setup.config, model.get());
 
-    print_continuation(run, *model, vocabulary, tokens);
+    print_continuation(*model, vocabulary, flags, processes, tokens);
 }
 
 }  // namespace coat

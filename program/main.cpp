@@ -1,5 +1,5 @@
 // main.cpp - the program ./train: flags in, a trained model out. run_program() has all stages of a run; run.h
-// says what each of them does.
+// says what each of them takes and returns.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -24,56 +24,57 @@ static void finish_step_at_signal() {
     }
 }
 
-// All that a run does, stage by stage. Returns the exit code.
-static int run_program(const std::vector<std::string>& arguments, Run& run) {
-    const Flags& flags = run.flags;
-    run.flags.parse(arguments);
-    if (flags.help) {
-        print_help();
-        return 0;
-    }
-    if (flags.version) {
-        print_version();
-        return 0;
-    }
-    start_ranks(run);
-    choose_device(run);
-    if (run.on_gpu()) run.flags.take_gpu_defaults();
-    if (flags.given("prompt")) {
-        answer_prompt(run);
-        return 0;
-    }
-
-    // All that can be refused is refused before make_model(), which may take minutes.
-    if (run.resumes()) {
-        resume(run);
-        if (is_complete(run)) {
-            print_complete(run);
+// Trains, or prints a plan. Returns the exit code. `ranks` is a setup that has the ranks alone. The model
+// belongs to main(), because an error must not destroy it before the other ranks know of it.
+static int run_training(Flags flags, const Setup& ranks, const std::string& why_no_gpu,
+                        const std::vector<std::string>& output_files, ProcessGroup& processes,
+                        std::unique_ptr<Model>& model) {
+    // What is trained, and on which data. All that can be refused is refused before the model is made, which
+    // may take minutes.
+    Resumed resumed;
+    bool out_is_locked = false;
+    if (flags.resumes()) {
+        if (!flags.given("out")) flags.out = folder_of_resumed(flags);
+        out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
+        resumed = resume_on_all_ranks(ranks, processes, out_is_locked, flags);
+        if (is_complete(resumed, flags)) {
+            print_complete(resumed);
             return 0;
         }
     }
-    make_setup(run);
-    choose_model(run);
-    if (!run.resumes()) lock_output_folder(run);
-    require_own_folder(run);
-    load_data(run);
-    take_sizes_of_data(run);
-    require_supported(run.setup);
-    if (!flags.plan) {
-        run.state.settings = settings_to_save_on_all_ranks(run);
-        require_same_on_all_ranks(run);
-        if (run.resumes()) require_data_of_resumed(run);
-    }
-    print_start(run);
+    Setup setup = make_setup(ranks, why_no_gpu.empty(), flags);
+    const std::string weights_folder = find_weights(resumed, flags);
+    setup.config = choose_model(weights_folder, flags);
+    if (!flags.resumes()) out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
+    require_own_folder(flags, resumed);
+    const Corpus corpus = load_data_on_all_ranks(flags, resumed, output_files, processes);
+    take_sizes_of_data(corpus, weights_folder, flags, setup);
+    require_supported(setup);
+
+    Run run{.flags = flags,
+            .setup = setup,
+            .processes = processes,
+            .why_no_gpu = why_no_gpu,
+            .weights_folder = weights_folder,
+            .resumed = resumed,
+            .corpus = corpus,
+            .other_files = find_other_files(weights_folder, corpus),
+            .out_is_locked = out_is_locked,
+            .state = resumed.state};
     if (flags.plan) {
-        print_plan(setup_of_last_rank(run), run.on_gpu());
+        print_start(run);
+        print_plan(setup_of_last_rank(run), flags.on_gpu());
         return 0;
     }
-    if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.setup.config);
-    take_other_files(run);
+    run.state.settings = settings_to_save_on_all_ranks(run);
+    require_same_on_all_ranks(run);
+    if (flags.resumes()) require_data_of_resumed(run);
+    print_start(run);
+    if (!weights_folder.empty()) require_weights(weights_folder, setup.config);
     if (!flags.log.empty() && run.is_rank_0()) run.log.open(flags.log);
 
-    make_model(run);
+    model = make_model(run);
+    run.model = model.get();
     log_settings(run);
     if (flags.steps == 0) {
         report_validation(run);
@@ -82,6 +83,33 @@ static int run_program(const std::vector<std::string>& arguments, Run& run) {
     }
     finish_step_at_signal();
     return train(run);
+}
+
+// All that the program does. Returns the exit code.
+static int run_program(const std::vector<std::string>& arguments, std::unique_ptr<ProcessGroup>& processes,
+                       std::unique_ptr<Model>& model) {
+    Flags flags;
+    flags.parse(arguments);
+    if (flags.help) {
+        print_help();
+        return 0;
+    }
+    if (flags.version) {
+        print_version();
+        return 0;
+    }
+
+    const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
+    const std::vector<std::string> output_files = files_of_output();
+    processes = start_ranks(launch, flags);
+    const std::string why_no_gpu = choose_device(*processes, flags);
+    if (flags.on_gpu()) flags.take_gpu_defaults();
+    const Setup ranks = setup_of_ranks(launch, *processes);
+    if (flags.given("prompt")) {
+        answer_prompt(ranks, flags, *processes);
+        return 0;
+    }
+    return run_training(flags, ranks, why_no_gpu, output_files, *processes, model);
 }
 
 int main(int argc, char** argv) {
@@ -99,19 +127,18 @@ int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // each line appears at once, also in a pipe or a file
     std::signal(SIGXFSZ, SIG_IGN);  // beyond the limit on file sizes a write fails, and gets a message
     std::signal(SIGPIPE, SIG_IGN);  // the run continues when the reader of its output ends
-    Run run;
+    std::unique_ptr<ProcessGroup> processes;
+    std::unique_ptr<Model> model;  // ends before the ranks do: its GPU exchanges with theirs
     std::string sentence;
     try {
-        const int code = run_program({argv + 1, argv + argc}, run);
-        run.model.reset();  // before the ranks end: its GPU exchanges with theirs
-        return code;
+        return run_program({argv + 1, argv + argc}, processes, model);
     } catch (const std::bad_alloc&) {
         sentence = "The machine's memory ran out; choose a smaller --model, --batch, --seq or --accumulate.";
     } catch (const std::exception& error) {
         sentence = error.what();
     }
     // The other ranks learn of the error before the model is destroyed: its GPU may wait for theirs.
-    if (run.processes) run.processes->fail(sentence);
+    if (processes) processes->fail(sentence);
     print_error(sentence);
     return 1;
 }

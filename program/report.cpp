@@ -15,7 +15,7 @@ namespace coat {
 // The end of the start-up line of the log: what becomes of a file that exists, or why a new one begins.
 static const char* log_before(const Run& run) {
     if (fs::exists(run.flags.log)) return "; what the file has stays, new lines follow it";
-    const bool restored = run.resumes() && !run.flags.given("log");
+    const bool restored = run.flags.resumes() && !run.flags.given("log");
     return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
@@ -47,12 +47,12 @@ void print_start(const Run& run) {
         print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
               " is longer than --steps ", run.flags.steps);
     if (!run.flags.plan) {
-        const std::vector<MemoryRow> plan = run.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
+        const std::vector<MemoryRow> plan = run.flags.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
         print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",
-              run.on_gpu() ? "" : ", without working memory", "; --plan lists it");
-        print("checkpoints: ", run.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
+              run.flags.on_gpu() ? "" : ", without working memory", "; --plan lists it");
+        print("checkpoints: ", run.flags.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
-    if (run.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
+    if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
               grouped(text.validation.size()), " held out");
@@ -60,8 +60,8 @@ void print_start(const Run& run) {
         print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
-    for (const Json& change : run.changes) print("changed: ", change.get<std::string>());
-    if (!run.changes.empty())
+    for (const Json& change : run.resumed.changes) print("changed: ", change.get<std::string>());
+    if (!run.resumed.changes.empty())
         print("So the weights are not those of a run that had these flags from its first step.");
     std::printf("\n");
 }

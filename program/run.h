@@ -1,5 +1,5 @@
-// run.h - a run of ./train: what it is made of, and the stages that complete it, in their order. main.cpp
-// calls them; train.cpp has the training loop.
+// run.h - a run of ./train: what it is made of, and the functions that make it, which main.cpp calls.
+// train.cpp has the training loop.
 #pragma once
 #include <memory>
 #include <string>
@@ -15,69 +15,93 @@
 
 namespace coat {
 
-struct Run {
-    Flags flags;
-    Setup setup{};
-    std::unique_ptr<ProcessGroup> processes;  // all ranks, also if there is only this one
-    // Why this process has no GPU; empty if it has one, or if --device cpu asks for none.
-    std::string why_no_gpu;
-    std::vector<std::string> output_files;  // that standard output and error go to
-    std::string weights_folder;  // the folder that the run starts from, or continues; empty: random weights
-    // The settings in the checkpoint that --resume continues, unchanged.
-    Json resumed = Json::object();
-    LoopState state;  // the steps that this run has made, and the settings for its own checkpoints
+// What --resume continues.
+struct Resumed {
+    std::string checkpoint;          // its folder
+    Json settings = Json::object();  // as this checkpoint has them, unchanged
+    LoopState state;                 // the steps that were made, without the settings
     // Sentences: which flags that change steps were given with --resume, and after which step.
     Json changes = Json::array();
-    FileContents other_files;  // of `weights_folder`, for the checkpoints
-    Corpus corpus;
-    std::unique_ptr<Model> model;
-    RunLog log;                            // of rank 0
-    std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
-    bool out_is_locked = false;            // --out existed before this run, and is locked
-    std::string last_checkpoint;  // the last complete one in --out; empty: none. Set by note_checkpoint().
+};
+
+// A run on this rank. main.cpp makes all of it before training begins.
+struct Run {
+    // What stays as it is.
+    const Flags flags;
+    const Setup setup;
+    ProcessGroup& processes;           // all ranks, also if there is only this one
+    const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or need not
+    const std::string weights_folder;  // that the run starts from, or continues; empty: random weights
+    const Resumed resumed;             // empty in a new run
+    const Corpus corpus;
+    const FileContents other_files;  // of `weights_folder`, for the checkpoints
+    const bool out_is_locked;        // --out existed before this run, and is locked
+
+    // What training changes.
+    LoopState state;         // the steps that this run has made, and the settings for its own checkpoints
+    Model* model = nullptr;  // null until it is made, after the start was printed
+    RunLog log{};            // of rank 0
+    std::vector<int32_t> tokens{}, targets{};  // micro-batches (B, T)
+    std::string last_checkpoint{};  // the last complete one in --out; empty: none. Set by note_checkpoint().
     // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
     bool at_savable_step = false;
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
     int64_t step_tokens() const { return micro_batches_of_step(setup) * batch_tokens(); }
-    bool on_gpu() const { return flags.device == "gpu"; }  // also if this is a plan, and there is no GPU
-    bool resumes() const { return flags.given("resume"); }
     bool is_rank_0() const { return setup.rank == 0; }
-    bool saves_checkpoints() const { return !flags.out.empty() && !flags.plan && flags.steps > 0; }
 
     void write_to_log(const char* kind, const Json& fields) { log.write_line(kind, state.step, fields); }
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// start.cpp: from the flags to a model, in this order. Every rank calls each of these stages. A function
-// whose name ends with on_all_ranks waits for all ranks, here and in other files: on one rank alone it would
-// never return.
+// start.cpp: from the flags to a model. main.cpp calls these functions in this order, on every rank. Some of
+// them set flags that were not given: then Flags is not const. A function whose name ends with on_all_ranks
+// waits for all ranks, here and in other files: on one rank alone it would never return.
 
-void start_ranks(Run& run);         // starts or finds the other processes; from here on only rank 0 prints
-void choose_device(Run& run);       // --device auto becomes cpu or gpu
-void make_setup(Run& run);          // fills run.setup, but for the model and the length of sequences
-void choose_model(Run& run);        // fills run.setup.config, and run.weights_folder if --model is a folder
-void load_data(Run& run);           // fills run.corpus; a plan needs no data
-void take_sizes_of_data(Run& run);  // fills run.setup.T, and the vocabulary size of a model without one
-Json settings_to_save_on_all_ranks(const Run& run);  // what trainer.json keeps of a run
+std::vector<std::string> files_of_output();  // that standard output and error go to
+// Starts or finds the other ranks. From here on only rank 0 prints.
+std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags);
+// --device auto becomes cpu or gpu. Returns why this process can use no GPU; empty if it can, or need not.
+std::string choose_device(const ProcessGroup& processes, Flags& flags);
+// A setup that has the ranks alone.
+Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes);
+// All of the setup but the model, and the length of sequences.
+Setup make_setup(const Setup& ranks, bool has_gpu, Flags& flags);
+// The folder that the run starts from: the checkpoint that it continues, or --model; empty if --model names a
+// row of the table.
+std::string find_weights(const Resumed& resumed, Flags& flags);
+ModelConfig choose_model(const std::string& weights_folder, const Flags& flags);
+// Reads --data; nothing for a plan, which needs no data. `output_files` are not read.
+Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
+                              const std::vector<std::string>& output_files, ProcessGroup& processes);
+// Sets setup.T, and the vocabulary size of a model that has none. Error if the model or --seq do not go with
+// the data.
+void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup);
+// What trainer.json keeps of a run: its flags, what its data are, and how it came about.
+Json settings_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
-void take_other_files(Run& run);                 // fills run.other_files
-void make_model(Run& run);                       // fills run.model
+// The tokenizer and other files that checkpoints have besides the model.
+FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
+std::unique_ptr<Model> make_model(const Run& run);
 void log_settings(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: --resume, the folder --out, and what is saved there
 
-// Fills run.weights_folder, run.resumed, run.state, run.changes and the flags that are not given. Locks
-// --out, and renames checkpoints in it that are not whole.
-void resume(Run& run);
-bool is_complete(const Run& run);  // whether the run that --resume continues has made all its steps
-void print_complete(const Run& run);
+std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
+// Finds what --resume continues, and sets the flags that are not given as they were in that run. Renames
+// checkpoints in --out that are not whole, if --out is locked.
+Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool out_is_locked, Flags& flags);
+// Whether the run that --resume continues has made all its steps.
+bool is_complete(const Resumed& resumed, const Flags& flags);
+void print_complete(const Resumed& resumed);
 std::string model_in(const std::string& folder);
 
-void lock_output_folder(Run& run);        // if --out exists; if not, Error unless it can be created
-void require_own_folder(const Run& run);  // Error if --out has another run's checkpoints
+// Locks --out, and returns whether it exists. If not, Error unless it can be created.
+bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes);
+// Error if --out has the checkpoints of another run than `resumed`.
+void require_own_folder(const Flags& flags, const Resumed& resumed);
 void create_and_lock_output_folder(const Run& run);
 
 // Sets run.last_checkpoint, and the advice that follows an error.
@@ -133,6 +157,6 @@ int64_t warmup_steps(int64_t warmup, int64_t steps);
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 int train(Run& run);  // returns the exit code
 
-void answer_prompt(const Run& run);
+void answer_prompt(const Setup& ranks, const Flags& flags, ProcessGroup& processes);
 
 }  // namespace coat

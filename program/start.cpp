@@ -1,5 +1,5 @@
-// start.cpp - the start of a run: from the flags to a model. main.cpp calls the stages in this order; run.h
-// says what each of them fills.
+// start.cpp - the start of a run: from the flags to a model. main.cpp calls these functions in this order;
+// run.h says what each of them returns.
 #include <omp.h>
 #include <unistd.h>
 
@@ -29,35 +29,41 @@ static std::string path_of_descriptor(int descriptor) {
     return fs::read_symlink(concat("/proc/self/fd/", descriptor), none).string();
 }
 
-// Every rank goes on with the next stage.
-void start_ranks(Run& run) {
-    const Flags& flags = run.flags;
-    const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
+std::vector<std::string> files_of_output() {
+    return {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
+}
+
+std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags) {
     const bool several = launch.ranks > 1 && !flags.plan;
     if (several && launch.address.empty()) require_cores(launch.ranks);
-    run.output_files = {path_of_descriptor(STDOUT_FILENO), path_of_descriptor(STDERR_FILENO)};
-    run.processes = ProcessGroup::start(several ? launch : Launch());
-    run.setup.ranks = launch.ranks;
-    run.setup.rank = run.processes->rank();
-    run.setup.communicator = several ? run.processes.get() : nullptr;
-    const bool prints = launch.rank == 0 && run.setup.rank == 0;  // by torchrun, and by --ranks
+    std::unique_ptr<ProcessGroup> processes = ProcessGroup::start(several ? launch : Launch());
+    const bool prints = launch.rank == 0 && processes->rank() == 0;  // by torchrun, and by --ranks
     if (!prints && !std::freopen("/dev/null", "w", stdout))
         throw Error("/dev/null cannot be opened for writing; make it writable for everyone.");
+    return processes;
 }
 
 // A plan for a GPU needs none.
-void choose_device(Run& run) {
-    Flags& flags = run.flags;
-    if (flags.device != "cpu") run.why_no_gpu = why_no_gpu(run.processes->local_rank());
-    if (flags.device == "gpu" && !run.why_no_gpu.empty() && !flags.plan)
-        throw Error("--device gpu cannot be used: ", run.why_no_gpu, ".");
-    if (flags.device == "auto") flags.device = run.why_no_gpu.empty() ? "gpu" : "cpu";
+std::string choose_device(const ProcessGroup& processes, Flags& flags) {
+    const std::string why = flags.device == "cpu" ? "" : why_no_gpu(processes.local_rank());
+    if (flags.device == "gpu" && !why.empty() && !flags.plan)
+        throw Error("--device gpu cannot be used: ", why, ".");
+    if (flags.device == "auto") flags.device = why.empty() ? "gpu" : "cpu";
+    return why;
+}
+
+// A plan has one process, whatever the number of ranks that it is for.
+Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes) {
+    Setup setup{};
+    setup.ranks = launch.ranks;
+    setup.rank = processes.rank();
+    setup.communicator = processes.count() > 1 ? &processes : nullptr;
+    return setup;
 }
 
 // Finds the rows of tables that the flags name. If --optimizer is not given, the flag becomes the recipe's.
-void make_setup(Run& run) {
-    Flags& flags = run.flags;
-    Setup& s = run.setup;
+Setup make_setup(const Setup& ranks, bool has_gpu, Flags& flags) {
+    Setup s = ranks;
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
@@ -70,23 +76,24 @@ void make_setup(Run& run) {
     s.micro_batches_per_rank = flags.accumulate;
     s.seed = uint64_t(flags.seed);
     // Print-outs show what the GPU will run: an older one lacks FP8 GEMMs. make_gpu() asks for itself.
-    if (run.on_gpu() && run.why_no_gpu.empty()) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+    if (flags.on_gpu() && has_gpu) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+    return s;
 }
 
-// A run that continues has the shape of its checkpoint. If --model is a folder, the run starts from the
-// newest checkpoint in it, or from the folder itself.
-void choose_model(Run& run) {
-    Flags& flags = run.flags;
-    if (run.weights_folder.empty() && fs::is_directory(flags.model)) {
-        run.weights_folder = model_in(flags.model);
-        flags.take_folder_defaults();
-        for (const ModelConfig& c : models())
-            if (c.name == flags.model)
-                throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
-    }
-    const bool is_named = run.weights_folder.empty();
-    run.setup.config =
-        is_named ? find_row(models(), flags.model, "--model") : read_model_config(run.weights_folder);
+// If --model is a folder, the run starts from the newest checkpoint in it, or from the folder itself.
+std::string find_weights(const Resumed& resumed, Flags& flags) {
+    if (flags.resumes()) return resumed.checkpoint;
+    if (!fs::is_directory(flags.model)) return "";
+    flags.take_folder_defaults();
+    for (const ModelConfig& c : models())
+        if (c.name == flags.model)
+            throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
+    return model_in(flags.model);
+}
+
+ModelConfig choose_model(const std::string& weights_folder, const Flags& flags) {
+    if (!weights_folder.empty()) return read_model_config(weights_folder);
+    return find_row(models(), flags.model, "--model");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -94,11 +101,11 @@ void choose_model(Run& run) {
 
 // The files of the data as a checkpoint lists them, a line for each, so that a message can name the one that
 // was changed. If there are very many, the list is empty: each checkpoint would have it.
-static std::vector<std::string> data_lines(const Run& run) {
+static std::vector<std::string> data_lines(const Corpus& corpus) {
     constexpr size_t MOST_FILES = 10'000;
     std::vector<std::string> lines;
-    if (run.corpus.files.size() <= MOST_FILES)
-        for (const DataFile& file : run.corpus.files) lines.push_back(file.line());
+    if (corpus.files.size() <= MOST_FILES)
+        for (const DataFile& file : corpus.files) lines.push_back(file.line());
     return lines;
 }
 
@@ -112,17 +119,24 @@ static std::vector<DataFile> data_files(const Json& settings) {
 
 // Which files of --data are no data: what the ranks of this run write, and files that were not there when the
 // run began.
-static CorpusOptions corpus_options_on_all_ranks(const Run& run) {
-    const Flags& flags = run.flags;
+static CorpusOptions corpus_options_on_all_ranks(const Flags& flags, const Resumed& resumed,
+                                                 const std::vector<std::string>& output_files,
+                                                 ProcessGroup& processes) {
     CorpusOptions options;
-    std::vector<std::string> written = run.output_files;
+    std::vector<std::string> written = output_files;
     written.push_back(flags.log);
     written.push_back(flags.out);
     for (const std::string& path : written)
-        for (const std::string& theirs : run.processes->all_gather(path)) options.written.push_back(theirs);
-    if (run.resumes() && flags.data == run.resumed.at("data").get<std::string>())
-        options.known = data_files(run.resumed);
+        for (const std::string& theirs : processes.all_gather(path)) options.written.push_back(theirs);
+    if (flags.resumes() && flags.data == resumed.settings.at("data").get<std::string>())
+        options.known = data_files(resumed.settings);
     return options;
+}
+
+Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
+                              const std::vector<std::string>& output_files, ProcessGroup& processes) {
+    if (flags.plan && !flags.given("data")) return {};
+    return load_corpus(flags.data, corpus_options_on_all_ranks(flags, resumed, output_files, processes));
 }
 
 // The bytes of a text are the tokens of a model only if the model has no tokenizer of any kind.
@@ -138,39 +152,29 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
                     "the text with the same tokenizer (data/tokenize.py).");
 }
 
-void load_data(Run& run) {
-    const Flags& flags = run.flags;
-    if (!flags.plan || flags.given("data"))
-        run.corpus = load_corpus(flags.data, corpus_options_on_all_ranks(run));
-}
-
 // A model without a vocabulary size gets that of the data, or of bytes. If --seq is not given, it becomes the
-// length of packed conversations, or else the default, or the longest that the model can have. Error if the
-// model or --seq do not go with the data.
-void take_sizes_of_data(Run& run) {
-    Flags& flags = run.flags;
-    ModelConfig& config = run.setup.config;
-    const Corpus& data = run.corpus;
+// length of packed conversations, or else the default, or the longest that the model can have.
+void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup) {
+    ModelConfig& config = setup.config;
     const int64_t largest = std::max(data.train_facts.largest, data.validation_facts.largest);
     const int64_t in_use = largest + 1;  // 0: there are no data
     if (config.V == 0) config.V = in_use ? std::max(in_use, data.vocabulary.size()) : 256;
-    if (data.bytes && !run.weights_folder.empty()) require_no_tokenizer(run.weights_folder, flags.data);
+    if (data.bytes && !weights_folder.empty()) require_no_tokenizer(weights_folder, flags.data);
     if (in_use > config.V)
         throw Error("--data contains token ", largest, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
     const int64_t packed = data.seq;  // 0: the data are not packed
-    if (!flags.given("seq") && !run.resumes())
+    if (!flags.given("seq") && !flags.resumes())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest_sequence());
     if (packed && packed != flags.seq)
         throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
                     ", or make it again with data/tokenize.py.");
-    run.setup.T = flags.seq;
+    setup.T = flags.seq;
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // The settings
 
-// Its flags, what its data are, and how it came about. Every rank calls this at the same time.
 Json settings_to_save_on_all_ranks(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
         return concat(tokens.size(), " tokens, hash ", facts.hash);
@@ -178,11 +182,11 @@ Json settings_to_save_on_all_ranks(const Run& run) {
     Json settings = run.flags.saved_settings();
     settings["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
                               {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
-    settings["data_files"] = data_lines(run);
+    settings["data_files"] = data_lines(run.corpus);
     settings["accumulate"] = micro_batches_of_step(run.setup);  // a checkpoint knows nothing of ranks
-    settings["changes"] = run.changes;
-    const std::string now_on_rank_0 = run.processes->all_gather(utc_now()).front();
-    settings["run_started"] = run.resumed.value("run_started", now_on_rank_0);
+    settings["changes"] = run.resumed.changes;
+    const std::string now_on_rank_0 = run.processes.all_gather(utc_now()).front();
+    settings["run_started"] = run.resumed.settings.value("run_started", now_on_rank_0);
     return settings;
 }
 
@@ -198,10 +202,10 @@ static std::string difference_of_data(const Json& there, const Json& here) {
 // Hashes of the files of a model folder. The first rank of each machine makes them, if there are several
 // machines: another one may have other files under the same name.
 static Json hashes_of_weights_on_all_ranks(const Run& run) {
-    const std::vector<int> local = run.processes->all_gather(run.processes->local_rank());
+    const std::vector<int> local = run.processes.all_gather(run.processes.local_rank());
     const bool several_machines = std::count(local.begin(), local.end(), 0) > 1;
     Json hashes;
-    if (!several_machines || run.processes->local_rank() != 0 || run.weights_folder.empty()) return hashes;
+    if (!several_machines || run.processes.local_rank() != 0 || run.weights_folder.empty()) return hashes;
     for (const auto& file : fs::directory_iterator(run.weights_folder))
         if (file.is_regular_file()) hashes[file.path().filename()] = hash_file(file.path());
     return hashes;
@@ -216,7 +220,7 @@ void require_same_on_all_ranks(const Run& run) {
     mine["weights_found"] = hashes_of_weights_on_all_ranks(run);
     // A path may have bytes that are not UTF-8.
     const std::vector<std::string> all =
-        run.processes->all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));
+        run.processes.all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));
     const Json first = Json::parse(all[0]);
     for (size_t rank = 1; rank < all.size(); rank++) {
         const Json other = Json::parse(all[rank]);
@@ -235,29 +239,31 @@ void require_same_on_all_ranks(const Run& run) {
 
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
-    const std::string text = difference_of_data(run.resumed, run.state.settings);
+    const std::string text = difference_of_data(run.resumed.settings, run.state.settings);
     if (!text.empty()) throw Error("--data is not that of the checkpoint's run: ", text, "; restore it.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // The model
 
-// The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer of its
-// own gets the tokenizer.bin of the token files, so that --prompt can use it.
-void take_other_files(Run& run) {
-    if (!run.is_rank_0()) return;
-    if (!run.weights_folder.empty()) run.other_files = read_other_files(run.weights_folder);
-    const std::string& pieces = run.corpus.vocabulary_file;
-    const bool has_tokenizer = !run.weights_folder.empty() && !tokenizer_in(run.weights_folder).empty();
-    if (!pieces.empty() && !has_tokenizer) run.other_files["tokenizer.bin"] = MappedFile(pieces).text();
-    add_tokenizer(run.corpus.tokenizer_folder, &run.other_files);
+// A model without a tokenizer of its own gets the tokenizer.bin of the token files, so that --prompt can use
+// it.
+FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus) {
+    FileContents files;
+    if (!weights_folder.empty()) files = read_other_files(weights_folder);
+    const std::string& pieces = corpus.vocabulary_file;
+    const bool has_tokenizer = !weights_folder.empty() && !tokenizer_in(weights_folder).empty();
+    if (!pieces.empty() && !has_tokenizer) files["tokenizer.bin"] = MappedFile(pieces).text();
+    add_tokenizer(corpus.tokenizer_folder, &files);
+    return files;
 }
 
-// Makes the model, with the weights of a checkpoint or of a folder, or with random ones.
-void make_model(Run& run) {
-    run.model = run.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
-    if (run.resumes()) load_checkpoint(run.weights_folder, *run.model);
-    else if (!run.weights_folder.empty()) load_weights(run.weights_folder, run.setup.config, run.model.get());
+// With the weights of a checkpoint or of a folder, or with random ones.
+std::unique_ptr<Model> make_model(const Run& run) {
+    std::unique_ptr<Model> model = run.flags.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
+    if (run.flags.resumes()) load_checkpoint(run.weights_folder, *model);
+    else if (!run.weights_folder.empty()) load_weights(run.weights_folder, run.setup.config, model.get());
+    return model;
 }
 
 // Every start of ./train begins its lines of the log with its flags.

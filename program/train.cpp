@@ -150,7 +150,7 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
     const Events mine{.signal = interrupted,
                       .save_is_due = now() - progress.saved_at >= progress.save_interval};
-    const std::vector<Events> of_ranks = run.processes->all_gather(mine);
+    const std::vector<Events> of_ranks = run.processes.all_gather(mine);
     Events all = of_ranks[0];
     for (const Events& theirs : of_ranks) all.signal = std::max(all.signal, theirs.signal);
     return all;
