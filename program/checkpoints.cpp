@@ -220,9 +220,8 @@ int save_last(Run& run) {
     return 0;
 }
 
-// Calls `read`, which fills run.tokens and run.targets. If it fails on one rank, say because a file was cut,
-// all ranks save the last complete step and get an Error.
-void read_or_save_and_fail(Run& run, const std::function<void()>& read) {
+// A read can fail on one rank alone, say because a file was cut.
+void read_on_all_ranks(Run& run, const std::function<void()>& read) {
     std::string error;
     try {
         read();

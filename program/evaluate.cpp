@@ -26,7 +26,7 @@ static void read_validation_batch(Run& run, const Loader& windows, int64_t numbe
     const int64_t count = validation_window_count(run, windows);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
-    read_or_save_and_fail(run, [&] {
+    read_on_all_ranks(run, [&] {
         for (int64_t i = 0; i < run.setup.B; i++) {
             const bool counts = first + i < count;
             const int64_t repeated = first < count ? first : 0;

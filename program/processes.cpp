@@ -1,8 +1,8 @@
 // processes.cpp - how the processes of a run start, find each other, exchange values and end together
 // (processes.h).
 //
-// A rank that waits looks whether the ranks that it has a socket to still live. Rank 0 prints the errors of
-// all ranks; if rank 0 itself is gone, rank 1 says that.
+// While a rank waits, it checks that the ranks to which it has a socket still live. Rank 0 prints the errors
+// of all ranks. If rank 0 itself is gone, rank 1 says so.
 //
 // In this order: messages; how the ranks are started with --ranks; how they find each other under torchrun;
 // and ProcessGroup, which exchanges values and ends.
@@ -33,9 +33,9 @@ constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
 namespace {
 
-// A message is a header and as many bytes as the header says. DATA brings a value, or those of all ranks.
-// WAITING says that the sender lives and waits, too. ENDING says that all ranks end; a rank that has failed
-// sends the sentence with it that rank 0 prints.
+// A message is a header and as many bytes as the header says. DATA brings a value, or the values of all
+// ranks. WAITING says that the sender lives, and is waiting itself. ENDING says that all ranks end; if it
+// comes from a rank that has failed, its bytes are the sentence that rank 0 prints.
 enum MessageKind : uint8_t { DATA = 'D', WAITING = 'W', ENDING = 'E' };
 struct __attribute__((packed)) Header {
     uint8_t kind = 0;
@@ -68,7 +68,7 @@ static Bytes join(const std::vector<Bytes>& values) {
     return joined;
 }
 
-// The inverse of join(); no values if these bytes are not those of `count` values.
+// The inverse of join(). Returns no values if the bytes are not what join() makes of `count` values.
 static std::vector<Bytes> split(const Bytes& joined, size_t count) {
     std::vector<uint64_t> sizes(count);
     const size_t header = count * sizeof(uint64_t);
@@ -163,9 +163,9 @@ static int open_socket(const Launch& launch, double seconds) {
     return socket;
 }
 
-// Rank 0 waits for the others, which connect in any order. Somebody else who connects is sent away; who says
-// nothing, after a second. Returns the sockets by rank; -1 where a rank has not connected before the
-// deadline.
+// Rank 0 waits for the others, which connect in any order. A program that connects and is no rank of this run
+// is sent away; one that says nothing, after a second. Returns the sockets by rank, with -1 for a rank that
+// has not connected before the deadline.
 static std::vector<int> accept_others(int listening, int ranks, double deadline) {
     const timeval second{.tv_sec = 1, .tv_usec = 0};
     std::vector<int> sockets(ranks, -1);
@@ -335,19 +335,19 @@ Bytes ProcessGroup::receive(int from) {
     return value;
 }
 
-// Passes over the message that has come from a rank: the next one begins.
+// Forgets the message that has come from a rank. The next bytes from it begin another message.
 void ProcessGroup::drop_message(int rank) {
     const std::lock_guard reading(reading_);
     peers_[rank].got = 0;
 }
-// When anything last came from a rank.
+// The time at which anything last came from a rank.
 double ProcessGroup::heard(int rank) {
     const std::lock_guard reading(reading_);
     return peers_[rank].heard;
 }
 
-// Reads what has come of a rank's message, without waiting. Returns whether a whole value has come. If the
-// rank has failed or ended, or sends what no rank sends, this process ends, too.
+// Reads the bytes that have come from a rank, without waiting, and returns whether they are a whole value. If
+// the rank has failed or ended, or has sent what no rank sends, this process ends, too.
 bool ProcessGroup::has_sent(int rank) {
     const std::lock_guard reading(reading_);
     Peer& peer = peers_[rank];
@@ -372,8 +372,9 @@ bool ProcessGroup::has_sent(int rank) {
     end(rank_ > 1 ? "" : concat("Rank ", rank, " has ended unexpectedly (killed?); start again."));
 }
 
-// Ends this process if the rank has ended. A rank may end once it has sent the value that this one waits for:
-// then done() is true. Its last message may say why it ends, so values that come before that are passed over.
+// Ends this process if the rank has ended, unless done() is true: a rank may end once it has sent the value
+// that this one waits for. The last message of a rank may say why it ends, so the values before it are
+// dropped.
 void ProcessGroup::look_at(int rank, const std::function<bool()>& done) {
     pollfd closed{.fd = peers_[rank].socket, .events = POLLRDHUP, .revents = 0};
     while (has_sent(rank) && ::poll(&closed, 1, 0) > 0 && !done()) drop_message(rank);
@@ -406,9 +407,9 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
     }
 }
 
-// A rank that waits within a call of the CUDA driver looks at no socket. Before a kernel runs for the first
-// time the driver loads it, and before that waits for the GPU, which may wait for what a rank that has ended
-// should have sent. So a second thread looks whether a rank has ended.
+// A rank that waits within a call of the CUDA driver reads no socket, and the call may never return: when a
+// kernel runs for the first time, the driver waits for the GPU before it loads the kernel, and the GPU may be
+// waiting for data from a rank that has ended. So a second thread checks whether a rank has ended.
 void ProcessGroup::start_watch() {
     if (count() == 1) return;
     sigset_t all, before;
@@ -418,7 +419,7 @@ void ProcessGroup::start_watch() {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 void ProcessGroup::watch(const std::stop_token& stop) {
-    std::vector<double> lived(peers_.size(), now());  // by rank: when it still did
+    std::vector<double> lived(peers_.size(), now());  // by rank: the last time at which it was alive
     while (!stop.stop_requested()) {
         ::usleep(20'000);
         for (int rank = 0; rank < count(); rank++) {
@@ -444,9 +445,9 @@ void ProcessGroup::end(const std::string& sentence, int code) {
     _exit(code);
 }
 
-// A rank other than 0 gives its sentence to rank 0, which prints it, or its own, and ends all. Rank 0 may be
-// within a call of a driver or a library, and read nothing for long: then this rank prints its sentence
-// itself.
+// A rank other than 0 sends its sentence to rank 0, which ends all ranks and prints this sentence, or its own
+// if it has failed itself. Rank 0 may be within a call of a driver or a library, and read nothing for long.
+// Then this rank prints its sentence itself.
 void ProcessGroup::fail(const std::string& sentence) {
     if (rank_ == 0) end(sentence);
     send(0, message_of(ENDING, sentence.data(), sentence.size()));

@@ -104,11 +104,17 @@ bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes
 void require_own_folder(const Flags& flags, const Resumed& resumed);
 void create_and_lock_output_folder(const Run& run);
 
-// Sets run.last_checkpoint, and the advice that follows an error.
+// Sets run.last_checkpoint. From then on an error is followed by "The last complete checkpoint is ...;
+// continue it with --resume".
 void note_checkpoint(Run& run, const std::string& checkpoint);
+// Saves the model and run.state as a checkpoint in --out, and returns whether that was possible.
 bool save(Run& run);
-int save_last(Run& run);  // the exit code: 0 if the checkpoint is in --out
-void read_or_save_and_fail(Run& run, const std::function<void()>& read);
+// Saves the last step, in another folder if --out cannot be written. Returns the exit code: 0 if it is in
+// --out.
+int save_last(Run& run);
+// Calls `read`, which reads micro-batches. If it fails on a rank, all ranks save the last step and get an
+// Error.
+void read_on_all_ranks(Run& run, const std::function<void()>& read);
 
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.

@@ -77,6 +77,8 @@ int train(Run& run) {
         if (!last && every(flags.eval_every)) report_validation(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
+        // After a skipped step the weights may have overflowed, and saving waits for a step that is not
+        // skipped.
         if (!last && saves && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
@@ -92,7 +94,7 @@ static void read_step(Run& run, const Loader& loader) {
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
-    read_or_save_and_fail(run, [&] {
+    read_on_all_ranks(run, [&] {
         for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
             loader.read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
@@ -121,8 +123,9 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // A skip may mean that weights have overflowed. They must not replace a good checkpoint. (The last step
-    // of the run has a better proof: finish().)
+    // What a signal or an error saves. After a skipped step the weights may have overflowed. They must not
+    // replace a good checkpoint; but where there is none, they are better than nothing. (The last step of the
+    // run has a better proof: finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
