@@ -1,4 +1,4 @@
-// checkpoints.cpp - how a run continues a checkpoint (--resume), keeps its folder (--out), and saves.
+// checkpoints.cpp - how a run keeps its folder (--out), and saves checkpoints in it.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -7,96 +7,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <utility>
 
 #include "clock.h"
 #include "run.h"
 
 namespace coat {
-
-// -----------------------------------------------------------------------------------------------------------
-// --resume
-
-std::string folder_of_resumed(const Flags& flags) {
-    const std::string last = find_checkpoint(flags.resume);
-    if (last.empty())
-        throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
-    return fs::canonical(last).parent_path().string();
-}
-
-// Says which checkpoints are skipped, because they are not whole. If this run saves into their folder, they
-// are renamed, so that they do not stand in the way of later ones.
-static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipped,
-                              const std::string& locked_out) {
-    for (const auto& [path, why] : skipped) {
-        print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
-        if (locked_out.empty() || !fs::equivalent(fs::path(path).parent_path(), locked_out)) continue;
-        const std::string renamed = set_aside(path);
-        print_error(concat(path, " is now ", renamed, "."));
-    }
-}
-
-// How the given flags change the steps to come, as a sentence: "after step 4: --lr 1e-4 (before: 3e-3)".
-static std::string sentence_of_change(const Flags& flags, const Resumed& resumed,
-                                      const std::string& changes) {
-    const Json& before = resumed.settings;
-    const int64_t step = resumed.state.step;
-    const float planned =  // the learning rate of the next step, without a change
-        learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), step);
-    const float lr = learning_rate(flags.lr, flags.warmup, flags.steps, step);
-    char rates[100] = "";
-    if (lr != planned)
-        std::snprintf(rates, sizeof rates, "; the next step's learning rate is %.3e (before: %.3e)", lr,
-                      planned);
-    return concat("after step ", step, ": ", changes, rates);
-}
-
-// Sets the flags that are not given to the values of the checkpoint. The micro-batches of a step are divided
-// among the ranks that there are now. Returns what the given flags change, as a text.
-static std::string take_flags_of(const Json& settings, int64_t ranks, Flags& flags) {
-    Json saved = settings;
-    const int64_t all = saved.at("accumulate");
-    if (all % ranks)
-        throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
-                    " cannot share; use a number of ranks that divides ", all, ".");
-    saved["accumulate"] = all / ranks;
-    const std::string changes = flags.take_checkpoint(saved);
-    // An evaluation takes no steps, and the log is that of the run.
-    if (flags.steps == 0 && !flags.given("log")) flags.log = "";
-    return changes;
-}
-
-// Continues the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone
-// reads all of it, and says what it skips; the others wait until it has renamed that.
-Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool out_is_locked, Flags& flags) {
-    WholeCheckpoint found;
-    if (ranks.rank == 0) found = find_whole_checkpoint(flags.resume);
-    set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
-    Resumed resumed;
-    resumed.checkpoint = processes.all_gather(found.path).front();
-    resumed.state = read_loop_state(resumed.checkpoint);
-    resumed.settings = std::exchange(resumed.state.settings, Json::object());
-    resumed.changes = resumed.settings.value("changes", Json::array());
-    const std::string changes = take_flags_of(resumed.settings, ranks.ranks, flags);
-    if (flags.steps > 0 && !changes.empty())
-        resumed.changes.push_back(sentence_of_change(flags, resumed, changes));
-    return resumed;
-}
-
-bool is_complete(const Resumed& resumed, const Flags& flags) {
-    return !flags.plan && flags.steps > 0 && resumed.state.step >= flags.steps;
-}
-
-void print_complete(const Resumed& resumed) {
-    std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
-                printable(resumed.checkpoint).c_str(), resumed.state.step, resumed.state.step);
-}
-
-// The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
-std::string model_in(const std::string& folder) {
-    const std::string newest = find_checkpoint(folder);
-    return newest.empty() ? folder : newest;
-}
 
 // -----------------------------------------------------------------------------------------------------------
 // The folder --out

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <random>
 
-#include "run.h"
+#include "start.h"
 
 namespace coat {
 

@@ -1,5 +1,5 @@
-// main.cpp - the program ./train: flags in, a trained model out. run_program() has all stages of a run; run.h
-// says what each of them takes and returns.
+// main.cpp - the program ./train: flags in, a trained model out. start.h describes the functions that are
+// called here, in the same order; train() is in train.cpp.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -8,7 +8,7 @@
 #include <new>
 
 #include "plan.h"
-#include "run.h"
+#include "start.h"
 
 using namespace coat;
 

@@ -1,5 +1,4 @@
-// start.cpp - the start of a run: from the flags to a model. main.cpp calls these functions in this order;
-// run.h says what each of them returns.
+// start.cpp - the start of a run: from the flags to a model (start.h).
 #include <omp.h>
 #include <unistd.h>
 
@@ -7,7 +6,7 @@
 
 #include "../gpu/layout.h"
 #include "clock.h"
-#include "run.h"
+#include "start.h"
 
 namespace coat {
 
