@@ -294,9 +294,9 @@ template <class W, class M, class V> struct ElementsOfThread {
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& this_shard)
         : a(arguments), shard(this_shard), spans(static_cast<int>(spans_of(shard.size))),
-          start(shard.offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.w, start),
-          codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.offset),
-          codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.offset) {}
+          start(shard.rank_offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.w, start),
+          codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.rank_offset),
+          codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.rank_offset) {}
 
     // From the thread's elements of the first span to those of this one; for a span beyond the shard's
     // last, to those of the last.
@@ -396,7 +396,7 @@ static __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (a.shards[middle].offset <= element) low = middle;
+        if (a.shards[middle].rank_offset <= element) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -419,7 +419,7 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
     const int warp = threadIdx.x / 32;
     for (int i = shard_with(a, begin * MOMENT_GROUP); i < a.shard_count; i++) {
         const Shard shard = a.shards[i];
-        const int64_t shard_begin = shard.offset / MOMENT_GROUP;
+        const int64_t shard_begin = shard.rank_offset / MOMENT_GROUP;
         const int64_t shard_end = shard_begin + spans_of(shard.size);
         if (shard_begin >= end) return;
         if (!a.in_fp8_moment_groups(shard)) continue;

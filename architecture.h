@@ -207,7 +207,7 @@ struct Param {
     float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
     // The place of its first element in the flat order: all parameters one after the other, each padded to a
     // multiple of 128 elements.
-    int64_t offset;
+    int64_t flat_offset;
     // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
     // backward completes at the same time.
     int64_t bucket;
@@ -228,13 +228,13 @@ struct ParamTable {
     int64_t bucket = 0, layer = -1;  // of the parameters that are appended next
 
     void add(const std::string& name, const Role& role, int64_t rows, int64_t cols, float init_std) {
-        const int64_t offset = params.empty() ? 0 : params.back().offset + params.back().padded_size();
+        const int64_t offset = params.empty() ? 0 : params.back().flat_offset + params.back().padded_size();
         params.push_back({.name = name,
                           .role = role,
                           .rows = rows,
                           .cols = cols,
                           .init_std = init_std,
-                          .offset = offset,
+                          .flat_offset = offset,
                           .bucket = bucket,
                           .layer = layer});
     }

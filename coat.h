@@ -320,8 +320,8 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 }
 // A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value,
 // so that updates which are smaller than half a BF16 step count on average. rounding_bits(key, q) has the
-// random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h, Param::offset):
-// the lowest 16 bits are for element 4q.
+// random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
+// Param::flat_offset): the lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
 // The key of one update, whose number also counts skipped steps: AdamWStep::step + AdamWStep::skipped.
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {

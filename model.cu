@@ -40,20 +40,20 @@
 //   in forward
 //   qkv.x             output of norm 1           add_to_residual() before the layer
 //   attention_out.x   output of attention        attention_forward(); if the output is saved in groups, a
-//                                                pass over these: compute_x_amax()
+//                                                pass over these: compute_x_amax_if_needed()
 //   gate_up.x         output of norm 2           add_to_residual() in attention_block_forward()
 //   down.x            output of the activation   quantize_activation_input(), where it saves gate and up in
-//                                                groups; else a pass: compute_x_amax()
+//                                                groups; else a pass: compute_x_amax_if_needed()
 //   each w            the weight                 the last update; with delayed scaling a pass
 //
 //   in backward
 //   down.g            dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the final
 //                     of the layer               norm: backward comes from there
-//   gate_up.g         dgate_up                   a pass in write_g8()
+//   gate_up.g         dgate_up                   a pass in write_g8_and_dbias()
 //   attention_out.g   dresidual() before norm 2  norm_backward() of norm 2
 //   qkv.g             dqkv                       attention_backward(); but in Qwen3, where
 //                                                head_norm_backward() changes dqkv after it, a pass in
-//                                                make_g8()
+//                                                make_g8_and_dbias()
 //
 //   When operands are quantized: forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad
 //   and wgrad, and w for dgrad. It also quantizes x a second time, for wgrad. This x is what was saved, or is
@@ -74,8 +74,8 @@ struct Layer {
     // The weights of its norms, as indices into Parameters::params (gpu/state.h).
     size_t norm1_index, norm2_index;
     std::optional<size_t> head_norm_index;  // Qwen3 has norms of the heads of q and k
-    LinearLayer qkv, attention_out, gate_up, down;
-    std::vector<TensorRef> saved;  // by Saved (architecture.h), with the rows of a whole micro-batch
+    LinearLayer qkv_proj, o_proj, gate_up_proj, down_proj;
+    std::vector<TensorRef> saved_tensors;  // by Saved (architecture.h), with the rows of a whole micro-batch
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -90,7 +90,7 @@ class GpuModel final : public Model {
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t stream_ = device_.stream;
     Arena& arena_ = device_.arena;
-    const Memory memory_ = take_memory(device_);        // where everything is that lasts for the run
+    const Memory memory_ = allocate_memory(device_);    // where everything is that lasts for the run
     Scales scales_{device_, memory_};                   // of FP8 operands
     Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
     const std::unique_ptr<Sharding> sharding_;          // whole weights and gradients, also of other ranks
@@ -116,7 +116,7 @@ class GpuModel final : public Model {
     // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
     //    has read (gpu/operators.h, quantize()).
     // 2. The operand is per tensor. Other operands have scales behind their codes (gpu/linear.cpp,
-    //    take_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
+    //    allocate_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
@@ -135,7 +135,7 @@ class GpuModel final : public Model {
     // norms in groups. In other recipes the saved inputs are the residual stream (residual_at()).
     TensorRef residual_buffer_{};
 
-    // copy_to_gpu() copies from these, so they must stay until the host waits for the GPU again.
+    // wait_and_copy_to_gpu() copies from these, so they must stay until the host waits for the GPU again.
     double loss_weight_ = 0;
     EmbeddingOrder embedding_order_;
 
@@ -200,7 +200,7 @@ private:
     // not measured.
     void begin_step_or_evaluation(double targets, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / targets;
-        device_.copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        device_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear(outcome(), sizeof(StepOutcome), stream_);
         device_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
@@ -217,8 +217,9 @@ private:
     void make_cached_weights() {
         if (cached_weights_are_valid_ && !device_.quant_stats) return;
         for (Layer& layer : layers_)
-            for (LinearLayer* linear : {&layer.qkv, &layer.attention_out, &layer.gate_up, &layer.down})
-                linear->make_cached_weight();
+            for (LinearLayer* linear :
+                 {&layer.qkv_proj, &layer.o_proj, &layer.gate_up_proj, &layer.down_proj})
+                linear->make_cached_w8();
         cached_weights_are_valid_ = true;
     }
     void after_weight_change() {
@@ -252,14 +253,14 @@ private:
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
-    // Copies B sequences of T tokens to the GPU, and sets the sizes of the pass that follows. copy_to_gpu()
-    // waits until the pass before has run.
+    // Copies B sequences of T tokens to the GPU, and sets the sizes of the pass that follows.
+    // wait_and_copy_to_gpu() waits until the pass before has run.
     void load_batch(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B;
         T_ = T;
         N_ = B * T;
-        device_.copy_to_gpu(memory_.tokens, tokens, N_ * INT32_BYTES);
-        device_.copy_to_gpu(memory_.targets, targets, N_ * INT32_BYTES);
+        device_.wait_and_copy_to_gpu(memory_.tokens, tokens, N_ * INT32_BYTES);
+        device_.wait_and_copy_to_gpu(memory_.targets, targets, N_ * INT32_BYTES);
     }
 
     // Adds the losses to outcome()->loss, and computes all gradients but the embedding's.
@@ -268,7 +269,7 @@ private:
         loss_and_head_backward();
         for (int64_t l = config_.L - 1; l >= 0; l--) {
             mlp_block_backward(layers_[l]);
-            attention_block_backward(layers_[l], l > 0 ? layers_[l - 1].down.g_amax_out() : nullptr);
+            attention_block_backward(layers_[l], l > 0 ? layers_[l - 1].down_proj.g_amax_out() : nullptr);
         }
     }
 
@@ -276,22 +277,22 @@ private:
     // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
 
     // (n, cols) in the compute dtype, in memory that is taken now: for as many rows as an FP8 GEMM may write.
-    TensorRef take_tensor(int64_t n, int64_t cols) {
+    TensorRef allocate_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.take(elements * info(recipe_.compute).bytes), n, cols);
+        return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
     }
     TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
         return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .storage = {recipe_.compute}};
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved(const Layer& layer, Saved which) const {
-        TensorRef v = layer.saved[static_cast<size_t>(which)];
+    TensorRef saved_tensor(const Layer& layer, Saved which) const {
+        TensorRef v = layer.saved_tensors[static_cast<size_t>(which)];
         v.rows = N_;
         return v;
     }
     float* saved_log_sum_exp(const Layer& layer) const {
-        return static_cast<float*>(saved(layer, Saved::LogSumExp).data);
+        return static_cast<float*>(saved_tensor(layer, Saved::LogSumExp).data);
     }
 
     // A norm of the residual stream, and the linear layer that reads its output.
@@ -303,14 +304,14 @@ private:
         TensorScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
     };
     ResidualNorm norm1_of(Layer& l) const {
-        return {.norm = norm_args(l.norm1_index, saved(l, Saved::Norm1Input)),
+        return {.norm = norm_args(l.norm1_index, saved_tensor(l, Saved::Norm1Input)),
                 .weight_index = l.norm1_index,
-                .reader = &l.qkv};
+                .reader = &l.qkv_proj};
     }
     ResidualNorm norm2_of(Layer& l) const {
-        return {.norm = norm_args(l.norm2_index, saved(l, Saved::Norm2Input)),
+        return {.norm = norm_args(l.norm2_index, saved_tensor(l, Saved::Norm2Input)),
                 .weight_index = l.norm2_index,
-                .reader = &l.gate_up};
+                .reader = &l.gate_up_proj};
     }
     ResidualNorm final_norm() const {
         return {.norm = norm_args(final_norm_index_, final_norm_input()),
@@ -352,7 +353,7 @@ private:
     // if these are saved in groups, a buffer for each. Before a buffer is read, save_and_reload() rounds its
     // values to what the groups hold: so the saved log-sum-exp fits what backward will read.
     TensorRef attention_buffer(const TensorRef& saved) {
-        return saved.storage.fp8() ? take_tensor(N_, saved.cols) : saved;
+        return saved.storage.fp8() ? allocate_tensor(N_, saved.cols) : saved;
     }
     // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
     void save_and_reload(const TensorRef& x, const TensorRef& saved) {
@@ -372,7 +373,7 @@ private:
     // q, k, v as attention reads them. qkv: as they are saved.
     TensorRef attention_input(const Layer& layer, const TensorRef& qkv) {
         if (!head_norms_) return qkv;
-        const TensorRef x = take_tensor(N_, qkv.cols);
+        const TensorRef x = allocate_tensor(N_, qkv.cols);
         head_norm_and_rope(head_norm(layer), rope_args(), qkv, x, stream_);
         return x;
     }
@@ -383,7 +384,7 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
         const Arena::Scope scope(arena_);
-        if (recipe_.nonlinear.fp8()) residual_buffer_ = take_tensor(N_, config_.C);
+        if (recipe_.nonlinear.fp8()) residual_buffer_ = allocate_tensor(N_, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
@@ -403,25 +404,25 @@ private:
     void attention_block_forward(Layer& layer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(layer);
-        const TensorRef saved_qkv = saved(layer, Saved::Qkv),
-                        saved_out = saved(layer, Saved::AttentionOutput);
+        const TensorRef saved_qkv = saved_tensor(layer, Saved::Qkv),
+                        saved_out = saved_tensor(layer, Saved::AttentionOutput);
         const TensorRef qkv = attention_buffer(saved_qkv), out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed while its codes
         // are made
-        layer.qkv.fprop(norm_output_in_forward(norm1), qkv);
+        layer.qkv_proj.fprop(norm_output_in_forward(norm1), qkv);
         // rotary positions. (In Qwen3 they come behind norms of the heads: attention_input())
         if (rope_at_projection()) rope(rope_args(), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.storage.fp8();
         attention_forward(attention_shape_of_pass(), attention_input(layer, qkv).data, out.data,
-                          saved_log_sum_exp(layer),
-                          out_in_groups ? nullptr : layer.attention_out.x_amax_out(), stream_);
+                          saved_log_sum_exp(layer), out_in_groups ? nullptr : layer.o_proj.x_amax_out(),
+                          stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
-        if (out_in_groups) layer.attention_out.compute_x_amax(stored(saved_out));
-        const TensorRef branch = take_tensor(N_, config_.C);
-        layer.attention_out.fprop(stored(saved_out), branch);
+        if (out_in_groups) layer.o_proj.compute_x_amax_if_needed(stored(saved_out));
+        const TensorRef branch = allocate_tensor(N_, config_.C);
+        layer.o_proj.fprop(stored(saved_out), branch);
         // residual sum; it saves the input of norm 2
         add_to_residual(residual_at(norm1), branch, norm2_of(layer));
     }
@@ -431,37 +432,37 @@ private:
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(layer);
         const LazyTensor x = norm_output_in_forward(norm2);
-        const TensorRef saved_gate_up = saved(layer, Saved::GateUp);
+        const TensorRef saved_gate_up = saved_tensor(layer, Saved::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Each of the three branches
         // computes gate and up, saves them, and leaves the amax of the activation's output
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
         if (!saved_gate_up.storage.fp8()) {
             // The projection writes what is saved
-            layer.gate_up.fprop(x, gate_up);
-            layer.down.compute_x_amax(lazy_activation(gated_, gate_up));
+            layer.gate_up_proj.fprop(x, gate_up);
+            layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         } else if (recipe_.forward_reads_groups) {
             // The projection's output is the widest tensor of a layer: it exists until its groups are saved
             const Arena::Scope until_saved(arena_);
-            const TensorRef values = take_tensor(N_, gate_up.cols);
-            layer.gate_up.fprop(x, values);
+            const TensorRef values = allocate_tensor(N_, gate_up.cols);
+            layer.gate_up_proj.fprop(x, values);
             save_gate_up_in_groups(layer, values);
         } else {
             // Only backward is to read the groups (coat-saved): the output stays until this block ends
-            gate_up = take_tensor(N_, gate_up.cols);
-            layer.gate_up.fprop(x, gate_up);
+            gate_up = allocate_tensor(N_, gate_up.cols);
+            layer.gate_up_proj.fprop(x, gate_up);
             save_gate_up_in_groups(layer, gate_up);
         }
         // SiLU(gate) x up, or GELU, computed while its codes are made; down projection: (N, F) -> (N, C)
-        const TensorRef branch = take_tensor(N_, config_.C);
-        layer.down.fprop(lazy_activation(gated_, gate_up), branch);
+        const TensorRef branch = allocate_tensor(N_, config_.C);
+        layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum; it saves the input of the next norm
         add_to_residual(residual_at(norm2), branch, next);
     }
     // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is
     // computed from the groups if forward reads them, else from the values.
     void save_gate_up_in_groups(const Layer& layer, const TensorRef& values) {
-        quantize_activation_input(gated_, values, saved(layer, Saved::GateUp), recipe_.forward_reads_groups,
-                                  layer.down.x_amax_out(),
+        quantize_activation_input(gated_, values, saved_tensor(layer, Saved::GateUp),
+                                  recipe_.forward_reads_groups, layer.down_proj.x_amax_out(),
                                   device_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
@@ -489,7 +490,7 @@ private:
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice(arena_);
-            const TensorRef y = take_tensor(slice_tokens(first), config_.C);
+            const TensorRef y = allocate_tensor(slice_tokens(first), config_.C);
             const TensorRef logits = compute_logits(first, /*out*/ y);
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
@@ -501,12 +502,12 @@ private:
     void loss_and_head_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dweight = sharding_->gradient_to_write(head_index_);
-        const TensorRef dy = take_tensor(N_, config_.C);  // y: the final norm's output
+        const TensorRef dy = allocate_tensor(N_, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
         TensorRef sum = dweight;
         if (in_fp32) {
-            sum.data = arena_.take<float>(sum.rows * sum.cols);
+            sum.data = arena_.allocate<float>(sum.rows * sum.cols);
             sum.storage = FP32;
         }
         // Pass::Backward, because the stage that comes next is the last layer's, on the way back
@@ -522,14 +523,14 @@ private:
         // begin_bucket() clears the gradients to which kernels add; finish_bucket() has them reduced
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
         begin_bucket(bucket);
-        backward_of_norm(final_norm(), dy, /*g_in=*/TensorRef{}, layers_.back().down.g_amax_out());
+        backward_of_norm(final_norm(), dy, /*g_in=*/TensorRef{}, layers_.back().down_proj.g_amax_out());
         finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight.
     void head_slice_backward(int64_t first, const TensorRef& dy, const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const TensorRef y = take_tensor(slice_tokens(first), config_.C);
+        const TensorRef y = allocate_tensor(slice_tokens(first), config_.C);
         const TensorRef logits = compute_logits(first, /*out*/ y);
         cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
                       memory_.losses + first, stream_);
@@ -543,7 +544,7 @@ private:
     // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
     // final norm's output.
     TensorRef compute_logits(int64_t first, const TensorRef& y) {
-        const TensorRef logits = take_tensor(y.rows, config_.padded_V());
+        const TensorRef logits = allocate_tensor(y.rows, config_.padded_V());
         Norm slice = final_norm().norm;
         slice.in = row_slice(slice.in, first, y.rows);
         slice.row_statistics += first;
@@ -581,31 +582,32 @@ private:
     // From the gradient of the residual stream behind a layer to that before norm 2.
     void mlp_block_backward(Layer& layer) {
         const Arena::Scope scope(arena_);
-        const TensorRef gate_up = saved(layer, Saved::GateUp);
+        const TensorRef gate_up = saved_tensor(layer, Saved::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives it, so its memory is taken first
-        const Operand dgate_up = layer.gate_up.take_g8(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
+        const Operand dgate_up =
+            layer.gate_up_proj.allocate_g8(N_, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        begin_bucket(layer.down.bucket());
-        const TensorRef dact = down_backward(layer, gate_up);
-        finish_bucket(layer.down.bucket());
+        begin_bucket(layer.down_proj.bucket());
+        const TensorRef dact = down_proj_backward(layer, gate_up);
+        finish_bucket(layer.down_proj.bucket());
 
-        begin_bucket(layer.gate_up.bucket());
+        begin_bucket(layer.gate_up_proj.bucket());
         // activation
-        layer.gate_up.write_g8(lazy_activation_backward(gated_, gate_up, dact), LinearLayer::AmaxIs::Unknown,
-                               dgate_up);
+        layer.gate_up_proj.write_g8_and_dbias(lazy_activation_backward(gated_, gate_up, dact),
+                                              LinearLayer::AmaxIs::Unknown, dgate_up);
         until_dgate_up.end();
         // gate and up projection, norm 2
-        linear_and_norm_backward(norm2_of(layer), dgate_up, layer.attention_out.g_amax_out());
-        finish_bucket(layer.gate_up.bucket());
+        linear_and_norm_backward(norm2_of(layer), dgate_up, layer.o_proj.g_amax_out());
+        finish_bucket(layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory that it takes in the caller's scope.
-    TensorRef down_backward(Layer& layer, const TensorRef& gate_up) {
-        const Operand g8 = layer.down.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
-        layer.down.wgrad(g8, lazy_activation(gated_, gate_up));
-        const TensorRef dact = take_tensor(N_, config_.F);
-        layer.down.dgrad(g8, dact);
+    TensorRef down_proj_backward(Layer& layer, const TensorRef& gate_up) {
+        const Operand g8 = layer.down_proj.make_g8_and_dbias(stored(dresidual()), LinearLayer::AmaxIs::Known);
+        layer.down_proj.wgrad(g8, lazy_activation(gated_, gate_up));
+        const TensorRef dact = allocate_tensor(N_, config_.F);
+        layer.down_proj.dgrad(g8, dact);
         return dact;
     }
 
@@ -614,39 +616,39 @@ private:
     // layer.
     void attention_block_backward(Layer& layer, TensorScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
-        void* const gate_up = saved(layer, Saved::GateUp).data;
-        const TensorRef dqkv =
-            dqkv_in_place_ ? tensor_at(gate_up, N_, config_.qkv_cols()) : take_tensor(N_, config_.qkv_cols());
+        void* const gate_up = saved_tensor(layer, Saved::GateUp).data;
+        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(gate_up, N_, config_.qkv_cols())
+                                              : allocate_tensor(N_, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
-        const TensorRef dout = take_tensor(N_, config_.q_cols());
-        begin_bucket(layer.attention_out.bucket());
-        attention_out_backward(layer, dout);
-        finish_bucket(layer.attention_out.bucket());
+        const TensorRef dout = allocate_tensor(N_, config_.q_cols());
+        begin_bucket(layer.o_proj.bucket());
+        o_proj_backward(layer, dout);
+        finish_bucket(layer.o_proj.bucket());
 
-        begin_bucket(layer.qkv.bucket());
+        begin_bucket(layer.qkv_proj.bucket());
         // attention with rotary positions, norms of heads
         core_attention_backward(layer, dout, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-        const Operand g8 = layer.qkv.make_g8(stored(dqkv), amax_is);
+        const Operand g8 = layer.qkv_proj.make_g8_and_dbias(stored(dqkv), amax_is);
         linear_and_norm_backward(norm1_of(layer), g8, dresidual_amax_out);
-        finish_bucket(layer.qkv.bucket());
+        finish_bucket(layer.qkv_proj.bucket());
     }
-    void attention_out_backward(Layer& layer, const TensorRef& dout) {
+    void o_proj_backward(Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
-        const Operand g8 = layer.attention_out.make_g8(stored(dresidual()), LinearLayer::AmaxIs::Known);
-        layer.attention_out.wgrad(g8, stored(saved(layer, Saved::AttentionOutput)));
-        layer.attention_out.dgrad(g8, dout);
+        const Operand g8 = layer.o_proj.make_g8_and_dbias(stored(dresidual()), LinearLayer::AmaxIs::Known);
+        layer.o_proj.wgrad(g8, stored(saved_tensor(layer, Saved::AttentionOutput)));
+        layer.o_proj.dgrad(g8, dout);
     }
     // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
     // heads follow, which change it.
     void core_attention_backward(Layer& layer, const TensorRef& dout, const TensorRef& dqkv) {
-        const TensorRef qkv = load_saved(saved(layer, Saved::Qkv));
-        const TensorRef out = load_saved(saved(layer, Saved::AttentionOutput));
+        const TensorRef qkv = load_saved(saved_tensor(layer, Saved::Qkv));
+        const TensorRef out = load_saved(saved_tensor(layer, Saved::AttentionOutput));
         void* const workspace =
-            arena_.take(static_cast<int64_t>(attention_workspace(attention_shape_of_pass())));
+            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_of_pass())));
         attention_backward(attention_shape_of_pass(),
                            {.qkv = attention_input(layer, qkv).data,
                             .out = out.data,
@@ -655,11 +657,11 @@ private:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_out = head_norms_ ? nullptr : layer.qkv.g_amax_out()},
+                            .dqkv_amax_out = head_norms_ ? nullptr : layer.qkv_proj.g_amax_out()},
                            stream_);
         if (!head_norms_) return;
         const HeadNorm norms = head_norm(layer);
-        float* const partials = arena_.take<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
+        float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
         head_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.head_norm_index), partials,
                            stream_);
     }
@@ -670,7 +672,7 @@ private:
     // theirs to the same place: so wgrad is here, before another norm.
     void linear_and_norm_backward(const ResidualNorm& n, const Operand& g8, TensorScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dx
-        const TensorRef dx = take_tensor(N_, config_.C);
+        const TensorRef dx = allocate_tensor(N_, config_.C);
         n.reader->dgrad(g8, dx);
         backward_of_norm(n, dx, /*g_in=*/dresidual(), dresidual_amax_out);
         until_dresidual.end();
@@ -689,14 +691,14 @@ private:
     }
 
     // The gradient of the embedding. Rows of dresidual() that belong to the same token are added in a fixed
-    // order, for which the host sorts the tokens while the GPU computes. Then copy_to_gpu() waits for the
-    // GPU.
+    // order, for which the host sorts the tokens while the GPU computes. Then wait_and_copy_to_gpu() waits
+    // for the GPU.
     void backward_of_embedding(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
-        device_.copy_to_gpu(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
-        device_.copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
-                            distinct * static_cast<int64_t>(sizeof(TokenRows)));
+        device_.wait_and_copy_to_gpu(memory_.token_order, embedding_order_.order.data(), N_ * INT32_BYTES);
+        device_.wait_and_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
+                                     distinct * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(bucket);
         embedding_backward(dresidual(), memory_.token_order, memory_.token_rows, distinct,
@@ -761,7 +763,7 @@ public:
         forward();
         sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
         const Arena::Scope scope(arena_);
-        const TensorRef last = compute_logits(n - 1, take_tensor(1, config_.C));
+        const TensorRef last = compute_logits(n - 1, allocate_tensor(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
         convert(last, {in_fp32, nullptr, 1, last.cols, FP32}, stream_);
         device_.copy_to_host(logits, in_fp32, config_.V * info(Format::FP32).bytes);
@@ -816,16 +818,16 @@ private:
         Layer layer{.norm1_index = index("norm1.weight"),
                     .norm2_index = index("norm2.weight"),
                     .head_norm_index = {},
-                    .qkv = linear("qkv"),
-                    .attention_out = linear("attention_out"),
-                    .gate_up = linear("gate_up"),
-                    .down = linear("down"),
-                    .saved = {}};
+                    .qkv_proj = linear("qkv"),
+                    .o_proj = linear("attention_out"),
+                    .gate_up_proj = linear("gate_up"),
+                    .down_proj = linear("down"),
+                    .saved_tensors = {}};
         if (head_norms_) layer.head_norm_index = index("qk_norm.weight");
-        uint8_t* here = memory_.saved + l * saved_layer_bytes(setup_);
+        uint8_t* here = memory_.saved_activations + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
             uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
-            layer.saved.push_back({here, scales, N, t.cols, t.storage});
+            layer.saved_tensors.push_back({here, scales, N, t.cols, t.storage});
             here += round_up(t.bytes(N), GPU_ALIGNMENT);
         }
         return layer;

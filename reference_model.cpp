@@ -528,7 +528,7 @@ private:
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (setup_.has_master) split_master(master[e], &s.weight[at], &s.remainder[at]);
-            else s.weight[at] = round_stochastically(master[e], key, params_[i].offset + at);
+            else s.weight[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
         }
     }
 

@@ -566,7 +566,7 @@ private:
     void optimizer() {
         const OptimizerFormat& o = setup_.optimizer;
         const Param last = parameters(c_).back();
-        const int64_t total = last.offset + last.padded_size();
+        const int64_t total = last.flat_offset + last.padded_size();
         size_t free = 0, all = 0;
         check(cudaMemGetInfo(&free, &all), "Asking for the GPU's memory failed");
         const int64_t fitting = int64_t(free) / 32;

@@ -27,7 +27,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     std::vector<BucketRange> table;
     for (size_t i = 0; i < params.size(); i++) {
         if (i == 0 || params[i].bucket != params[i - 1].bucket)
-            table.push_back({.first = i, .last = i, .flat_offset = params[i].offset, .elements = 0});
+            table.push_back({.first = i, .last = i, .flat_offset = params[i].flat_offset, .elements = 0});
         table.back().last = i + 1;
         table.back().elements += params[i].padded_size();
     }

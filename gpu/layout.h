@@ -38,8 +38,8 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
-    // The number, among the shard units of all parameters, of this parameter's first. (Shard::shard_unit is
-    // the number of the first in this rank's part.)
+    // The number, among the shard units of all parameters, of this parameter's first.
+    // (Shard::first_owned_unit is the number of the first in this rank's part.)
     int64_t first_shard_unit;
 };
 // By parameter. One more entry follows, where the last parameter ends.

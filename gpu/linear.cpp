@@ -11,7 +11,7 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
       x_scale_(context_.scales.of_operand(LinearOperand::X, linear_layer_index_)),
       w_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
       g_scale_(context_.scales.of_operand(LinearOperand::G, linear_layer_index_)) {
-    if (context_.caches_weights) cached_w8_ = take_operand(LinearOperand::W, out_, Form::Both);
+    if (context_.caches_weights) cached_w8_ = allocate_operand(LinearOperand::W, out_, Form::Both);
 }
 
 // The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has that many, but a prompt may have
@@ -26,7 +26,7 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
-    const Operand w8 = weight_operand(Gemm::Fprop);
+    const Operand w8 = w8_for(Gemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
@@ -35,7 +35,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    const Operand w8 = weight_operand(Gemm::Dgrad);
+    const Operand w8 = w8_for(Gemm::Dgrad);
     context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
 }
 
@@ -56,13 +56,14 @@ static bool is_stored_unquantized(const LazyTensor& x) {
 
 // Takes memory for an operand, in the caller's scope. needed_rows: its rows, before they are rounded up for
 // an FP8 GEMM. codes: where the row-major codes go; null: into memory that is taken, too.
-Operand LinearLayer::take_operand(LinearOperand which, int64_t needed_rows, Form form, void* codes) const {
+Operand LinearLayer::allocate_operand(LinearOperand which, int64_t needed_rows, Form form,
+                                      void* codes) const {
     const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
     const int64_t cols = which == LinearOperand::G ? out_ : in_;
-    if (!codes && form != Form::Transposed) codes = arena().take(operand_bytes(q, rows, cols));
+    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(q, rows, cols));
     void* transposed = nullptr;
-    if (form != Form::RowMajor) transposed = arena().take(operand_bytes(q, cols, rows));
+    if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
 
     TensorScale* const scales[] = {x_scale_, w_scale_, g_scale_};
     TensorScale* const scale = scales[int(which)];
@@ -89,49 +90,50 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(x)) return {x.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
-    const Operand operand = take_operand(which, x.rows, form);
+    const Operand operand = allocate_operand(which, x.rows, form);
     fill_operand(which, x, operand);
     return operand;
 }
 
 // w8, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as row-major codes:
 // these are transposed for dgrad. Otherwise it is made here, of the weight.
-Operand LinearLayer::weight_operand(Gemm reader) const {
+Operand LinearLayer::w8_for(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
                                      reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
     const TensorRef w = context_.sharding.gathered_weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
-        compute_weight_amax();
+        compute_w_amax_if_needed();
         return make_operand(LinearOperand::W, stored(w), reader);
     }
     if (reader == Gemm::Fprop) return {w};
-    const Operand w8 = take_operand(LinearOperand::W, out_, Form::Transposed);
+    const Operand w8 = allocate_operand(LinearOperand::W, out_, Form::Transposed);
     transpose_codes(w, w8.transposed, stream());
     return w8;
 }
 
-void LinearLayer::make_cached_weight() {
-    compute_weight_amax();
+void LinearLayer::make_cached_w8() {
+    compute_w_amax_if_needed();
     fill_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
 }
 
-Operand LinearLayer::take_g8(int64_t N, void* codes) const {
-    return take_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor, codes);
+Operand LinearLayer::allocate_g8(int64_t N, void* codes) const {
+    return allocate_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor,
+                            codes);
 }
 
-Operand LinearLayer::make_g8(const LazyTensor& g, AmaxIs amax) {
+Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
         if (bias_index_) add_bias_gradient(g, /*amax_out=*/nullptr);
         return {g.input};
     }
-    const Operand g8 = take_g8(g.rows);
-    write_g8(g, amax, g8);
+    const Operand g8 = allocate_g8(g.rows);
+    write_g8_and_dbias(g, amax, g8);
     return g8;
 }
 
-void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
+void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
     if (!context_.formats.g.fp8()) {
         // The gradient of the bias sums the values that were stored.
         fill_operand(LinearOperand::G, g, g8);
@@ -149,7 +151,7 @@ void LinearLayer::write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8) 
 
 void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
-    float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
+    float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
@@ -157,7 +159,7 @@ void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Oper
 // Adds the column sums of g to the gradient of the bias. amax_out: where the amax of g goes, or null.
 void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const {
     const Arena::Scope scope(arena());
-    float* const workspace = arena().take<float>(COLUMN_PARTIALS * g.cols);
+    float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, amax_out, stream());
 }
 
@@ -170,7 +172,7 @@ void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_
 
 // The update leaves the amax of a weight with the parameter (Scales::of_parameter()). Delayed scaling reads
 // the entry of the operand w instead, whose amax is computed here.
-void LinearLayer::compute_weight_amax() const {
+void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
         compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_);
 }

@@ -14,7 +14,8 @@
 //   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
 //        again from these.
 //   w8   for one GEMM; or, in a cache, for a step.
-//   g8   for dgrad and wgrad. The caller makes it, with make_g8(), and decides when its memory is given back.
+//   g8   for dgrad and wgrad. The caller makes it, with make_g8_and_dbias(), and decides when its memory is
+//   given back.
 //
 // Who computes the amaxes from which the scales follow is a table in model.cu.
 #pragma once
@@ -63,21 +64,22 @@ public:
     // Makes g8 of g (N, out), in memory that is taken in the caller's scope, and adds the column sums of g to
     // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
     // memory.
-    Operand make_g8(const LazyTensor& g, AmaxIs amax);
+    Operand make_g8_and_dbias(const LazyTensor& g, AmaxIs amax);
     // The same in two parts, for dgate_up alone: it outlives dact, from which it is computed, and memory is a
-    // stack. take_g8() takes the memory of g8 before the memory of dact is taken. write_g8() writes g8 when g
-    // can be computed. codes: where the row-major codes go; null: into memory that is taken, too.
-    Operand take_g8(int64_t N, void* codes = nullptr) const;
-    void write_g8(const LazyTensor& g, AmaxIs amax, const Operand& g8);
+    // stack. allocate_g8() takes the memory of g8 before the memory of dact is taken. write_g8_and_dbias()
+    // writes g8 when g can be computed. codes: where the row-major codes go; null: into memory that is taken,
+    // too.
+    Operand allocate_g8(int64_t N, void* codes = nullptr) const;
+    void write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8);
 
     // --- w8, if weights are cached
-    void make_cached_weight();
+    void make_cached_w8();
 
     // --- Amaxes: where a kernel that has the values of x or g leaves their amax; null if none is needed.
     TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
     TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
-    void compute_x_amax(const LazyTensor& x) const { compute_amax_if_wanted(x, x_amax_out()); }
+    void compute_x_amax_if_needed(const LazyTensor& x) const { compute_amax_if_wanted(x, x_amax_out()); }
 
     // The bucket to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameters.params[weight_index_].bucket; }
@@ -100,12 +102,12 @@ private:
     Arena& arena() const { return context_.device.arena; }
     cudaStream_t stream() const { return context_.device.stream; }
 
-    Operand take_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
+    Operand allocate_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
     void fill_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
     Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
-    Operand weight_operand(Gemm reader) const;
+    Operand w8_for(Gemm reader) const;
     void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const;
-    void compute_weight_amax() const;
+    void compute_w_amax_if_needed() const;
     void add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const;
     void quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const;
 };

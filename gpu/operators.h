@@ -35,7 +35,7 @@
 //                 Param::bucket)
 //   stage         what several GPUs gather at a time of the weights: the embeddings, a linear layer, or the
 //                 head
-//   flat order    all parameters one after the other, each padded to whole moment groups (Param::offset)
+//   flat order    all parameters one after the other, each padded to whole moment groups (Param::flat_offset)
 //   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients
 //                 have this order. With one rank it is the flat order.
 #pragma once
@@ -258,12 +258,12 @@ struct MomentRef {
 
 // What this rank updates of one parameter: a row of a table on the device.
 struct Shard {
-    int64_t offset, size;  // elements; offset: in the rank's order
+    int64_t rank_offset, size;  // elements before it in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    TensorScale* amax_out;      // of the new weights; may be null
-    int64_t to_flat_order = 0;  // an element's number in the flat order, minus that in the rank's order
-    int64_t shard_unit = 0;     // number of its first shard unit among those of all parameters
+    TensorScale* amax_out;         // of the new weights; may be null
+    int64_t to_flat_order = 0;     // an element's number in the flat order, minus that in the rank's order
+    int64_t first_owned_unit = 0;  // number of its first shard unit among those of all parameters
 };
 
 // The first values of what this rank owns of a parameter (architecture.h, initial_value()), which begin with

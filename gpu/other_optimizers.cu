@@ -45,14 +45,14 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !has_scales(shard.m) && !has_scales(shard.v)) return;
-    const W weights(a.w, shard.offset);
+    const W weights(a.w, shard.rank_offset);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
         if (!find_maxima) weights.unpack(weights.load(i), w);
-        a.gradients.load_values(shard.offset - a.first_element + i, g);
+        a.gradients.load_values(shard.rank_offset - a.first_element + i, g);
         const float keep_m = a.f.beta1 * load_moment(shard.m, a.fmax_m, i, m);
         const float keep_v = a.f.beta2 * load_moment(shard.v, a.fmax_v, i, v);
         for (int j = 0; j < CHUNK; j++) {
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
             top_v = max(top_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, shard.offset + shard.to_flat_order + i, true, top_w);
+        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true, top_w);
         store_moment(shard.m, a.fmax_m, i, m);
         store_moment(shard.v, a.fmax_v, i, v);
     }

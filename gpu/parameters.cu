@@ -82,9 +82,9 @@ static __global__ void __launch_bounds__(THREADS)
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
     int64_t before = 0;  // shard units of earlier shards
     for (int i = 0; i < shard_count; i++) {
-        const int64_t offset = shards[i].offset - first, size = shards[i].size;
+        const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
-        double* const sums_of_shard = sums + 1 + shards[i].shard_unit - first_shard_unit;
+        double* const sums_of_shard = sums + 1 + shards[i].first_owned_unit - first_shard_unit;
         // The warps go on in turn where the last shard ended.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += units;

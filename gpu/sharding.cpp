@@ -248,7 +248,7 @@ public:
         return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
     }
     void combine_amaxes_of_ranks() override {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.parameter_count;
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.tensor_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.scales_of_ranks;
         copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
@@ -362,7 +362,7 @@ private:
     Range own(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
     uint8_t* gradient_from(size_t i, int64_t element) const {
         const Param& p = parameters_.params[i];
-        const int64_t in_bucket = p.offset - parameters_.buckets[p.bucket].flat_offset;
+        const int64_t in_bucket = p.flat_offset - parameters_.buckets[p.bucket].flat_offset;
         return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
     }
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
@@ -373,7 +373,7 @@ private:
             elements += (setup_.ranks - 1) * padded(own(j, to));
         return memory_.received_gradients + elements * parameters_.gradient_bytes;
     }
-    int buffer_of(int64_t bucket) const {  // as take_memory() takes them
+    int buffer_of(int64_t bucket) const {  // as allocate_memory() takes them
         return bucket == 0 && setup_.config.tied ? 2 : int(bucket % 2);
     }
 

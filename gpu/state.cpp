@@ -17,7 +17,7 @@ Arena::Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
     memory_ = static_cast<uint8_t*>(allocated_.handle);
 }
 
-uint8_t* Arena::take_bytes(int64_t bytes) {
+uint8_t* Arena::allocate_bytes(int64_t bytes) {
     uint8_t* const here = memory_ + used_;
     used_ += round_up(bytes, GPU_ALIGNMENT);
     peak_ = std::max(peak_, used_);
@@ -32,7 +32,7 @@ void Device::wait(const char* what) const {
         check(cudaStreamSynchronize(stream), what);
     });
 }
-void Device::copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
+void Device::wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
     wait();
     copy(to_gpu, from_host, bytes, stream);
 }
@@ -48,24 +48,24 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
 
 // Takes the moments of what this rank owns. A scale per tensor has room for two: while the update encodes
 // with the new scale, the old one still decodes.
-static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& places) {
+static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& places) {
     const OptimizerFormat& o = s.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
-    m.moments_begin = arena.take(0);
+    m.moments_begin = arena.allocate(0);
     const std::vector<Param> params = parameters(s.config);
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
             const int64_t groups = o.moment_group_count(f, places[i].own.count);
-            MomentRef moment{.data = arena.take(padded(places[i].own) * info(f).bytes),
+            MomentRef moment{.data = arena.allocate(padded(places[i].own) * info(f).bytes),
                              .max = nullptr,
                              .k = nullptr,
                              .format = f};
-            if (moments_need_scaling(f)) moment.max = arena.take<float>(groups * maxima);
-            if (o.uses_expansion(f)) moment.k = arena.take<float>(groups);
+            if (moments_need_scaling(f)) moment.max = arena.allocate<float>(groups * maxima);
+            if (o.uses_expansion(f)) moment.k = arena.allocate<float>(groups);
             m.moments[second].push_back(moment);
         }
-    m.moments_bytes = arena.take(0) - static_cast<uint8_t*>(m.moments_begin);
+    m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
 // With one rank and one micro-batch a step, gradients that are kept lie over saved activations. With more
@@ -75,26 +75,28 @@ static void take_moments(Memory& m, const Setup& s, Arena& arena, const std::vec
 // bucket between two places: those of one bucket travel while the next are computed. In these last two cases
 // the gradients of a tied embedding have a place of their own, because the head writes them before all
 // others.
-static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
-                                           const std::vector<ShardPlace>& places) {
+static void allocate_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
+                                               const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
     const int64_t each = info(gradient_format(s)).bytes, activations = s.config.L * saved_layer_bytes(s);
     if (!s.keep_gradients) {
-        m.saved = arena.take(activations);
+        m.saved_activations = arena.allocate(activations);
     } else {
         const int64_t offset = gradients_offset(s);
-        m.saved = arena.take(std::max(activations, offset + places.back().rank_offset * each));
+        m.saved_activations =
+            arena.allocate(std::max(activations, offset + places.back().rank_offset * each));
         for (const BucketRange& b : buckets)
-            m.owned_gradient_sums.push_back(m.saved + offset + places[b.first].rank_offset * each);
+            m.owned_gradient_sums.push_back(m.saved_activations + offset +
+                                            places[b.first].rank_offset * each);
     }
     m.gradients_to_write = m.owned_gradient_sums;
     if (s.keep_gradients && s.ranks == 1) return;
     const BucketElements elements = bucket_elements(s);
-    uint8_t* const even = arena.take(elements.largest * each);
-    uint8_t* const odd = s.ranks > 1 ? arena.take(elements.largest * each) : even;
+    uint8_t* const even = arena.allocate(elements.largest * each);
+    uint8_t* const odd = s.ranks > 1 ? arena.allocate(elements.largest * each) : even;
     m.gradients_to_write.clear();
     for (size_t b = 0; b < buckets.size(); b++) m.gradients_to_write.push_back(b % 2 ? odd : even);
-    if (s.config.tied) m.gradients_to_write[0] = arena.take(elements.embedding * each);
+    if (s.config.tied) m.gradients_to_write[0] = arena.allocate(elements.embedding * each);
     if (!s.keep_gradients) m.owned_gradient_sums = m.gradients_to_write;
 }
 
@@ -132,7 +134,7 @@ static void take_activations_and_gradients(Memory& m, const Setup& s, Arena& are
 //   later layers                             head, final norm
 //   logits               -                   logits, then their    -
 //                                            gradients
-Memory take_memory(Device& device) {
+Memory allocate_memory(Device& device) {
     const Setup& s = device.setup;
     Arena& arena = device.arena;
     const ModelConfig& c = s.config;
@@ -144,35 +146,36 @@ Memory take_memory(Device& device) {
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     Memory m{};
-    m.scalars = arena.take<Scalars>(1);
-    m.gemm_scratch = arena.take(Gemms::SCRATCH);
+    m.scalars = arena.allocate<Scalars>(1);
+    m.gemm_scratch = arena.allocate(Gemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
-    m.flags = arena.take<uint32_t>(several ? 2 * s.ranks : 0);
-    m.received_gradients = arena.take(received.gradients);
-    for (uint8_t*& stage : m.gathered_weights) stage = arena.take(received.weights);
-    m.squares = arena.take<double>(s.ranks * (1 + places.back().first_shard_unit));
-    m.scales_of_ranks = arena.take<TensorScale>(several ? s.ranks * scales : 0);
+    m.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
+    m.received_gradients = arena.allocate(received.gradients);
+    for (uint8_t*& stage : m.gathered_weights) stage = arena.allocate(received.weights);
+    m.squares = arena.allocate<double>(s.ranks * (1 + places.back().first_shard_unit));
+    m.scales_of_ranks = arena.allocate<TensorScale>(several ? s.ranks * scales : 0);
 
-    m.weights.values = arena.take(owned * compute_bytes);
+    m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
-    if (s.has_master && s.recipe.compute != Format::FP32) m.weights.remainder = arena.take<int16_t>(owned);
-    m.shards = arena.take<Shard>(int64_t(params.size()));
-    m.scales = arena.take<TensorScale>(scales);
-    m.histories = arena.take<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
-    take_moments(m, s, arena, places);
-    take_activations_and_gradients(m, s, arena, places);
+    if (s.has_master && s.recipe.compute != Format::FP32)
+        m.weights.remainder = arena.allocate<int16_t>(owned);
+    m.shards = arena.allocate<Shard>(int64_t(params.size()));
+    m.scales = arena.allocate<TensorScale>(scales);
+    m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
+    allocate_moments(m, s, arena, places);
+    allocate_activations_and_gradients(m, s, arena, places);
 
     const int64_t tokens = s.B * s.T;
-    m.tokens = arena.take<int32_t>(tokens);
-    m.targets = arena.take<int32_t>(tokens);
-    m.token_order = arena.take<int32_t>(tokens);
-    m.token_rows = arena.take<TokenRows>(tokens);
-    m.dresidual = arena.take(padded_tokens(s) * c.C * compute_bytes);
-    m.norm_partials = arena.take<float>(int64_t(norm_backward_workspace(c.C) / sizeof(float)));
-    m.norm_statistics = arena.take<RowStatistics>(padded_tokens(s));
-    m.losses = arena.take<float>(tokens);
-    m.rope_table = arena.take<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
+    m.tokens = arena.allocate<int32_t>(tokens);
+    m.targets = arena.allocate<int32_t>(tokens);
+    m.token_order = arena.allocate<int32_t>(tokens);
+    m.token_rows = arena.allocate<TokenRows>(tokens);
+    m.dresidual = arena.allocate(padded_tokens(s) * c.C * compute_bytes);
+    m.norm_partials = arena.allocate<float>(int64_t(norm_backward_workspace(c.C) / sizeof(float)));
+    m.norm_statistics = arena.allocate<RowStatistics>(padded_tokens(s));
+    m.losses = arena.allocate<float>(tokens);
+    m.rope_table = arena.allocate<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
     return m;
 }
 
@@ -190,13 +193,13 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
 // Scales
 
 Scales::Scales(const Device& device, const Memory& memory)
-    : parameter_count(int64_t(parameters(device.setup.config).size())),
+    : tensor_count(int64_t(parameters(device.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
       stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[parameter_count].amax, sizeof(TensorScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scales_[tensor_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
@@ -283,14 +286,14 @@ void Parameters::initialize_state() {
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
             if (k) copy(k, ones.data(), groups(i) * 4, stream_);
-        table.push_back({.offset = at,
+        table.push_back({.rank_offset = at,
                          .size = own.count,
                          .m = m,
                          .v = v,
                          .decays = p.role.decays,
                          .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
-                         .to_flat_order = p.offset + own.first - at,
-                         .shard_unit = first_unit + own.first / SHARD_UNIT});
+                         .to_flat_order = p.flat_offset + own.first - at,
+                         .first_owned_unit = first_unit + own.first / SHARD_UNIT});
     }
     copy(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     device_.wait("Initializing the weights failed");
@@ -385,13 +388,13 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
     const auto& [i, data, bytes] = find(name);
     const bool remainder = name == params[i].name + ".remainder";
     if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
-        transfer_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
+        transfer_master_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
     else if (out) device_.copy_to_host(out, data, bytes);
-    else device_.copy_to_gpu(data, in, bytes);
+    else device_.wait_and_copy_to_gpu(data, in, bytes);
 }
 
 // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
-void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
+void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
     const int64_t count = places[i].own.count;
     uint8_t* const masters = owned_weight_data(i);
     std::vector<uint32_t> bits(count);
@@ -403,7 +406,7 @@ void Parameters::transfer_half(size_t i, bool remainder, uint16_t* out, const ui
         else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
     }
     if (out) return;
-    device_.copy_to_gpu(masters, bits.data(), count * 4);
+    device_.wait_and_copy_to_gpu(masters, bits.data(), count * 4);
     device_.wait("Writing a tensor failed");
 }
 

@@ -32,8 +32,8 @@ public:
     explicit Arena(int64_t bytes);  // of the allocation; 0: a dry run
     uint8_t* begin() const { return memory_; }
 
-    template <class T = uint8_t> T* take(int64_t count) {
-        return reinterpret_cast<T*>(take_bytes(count * int64_t(sizeof(T))));
+    template <class T = uint8_t> T* allocate(int64_t count) {
+        return reinterpret_cast<T*>(allocate_bytes(count * int64_t(sizeof(T))));
     }
     int64_t peak() const { return peak_; }  // bytes in use at one time, so far
 
@@ -64,7 +64,7 @@ private:
     const int64_t limit_;
     int64_t used_ = 0, peak_ = 0;
 
-    uint8_t* take_bytes(int64_t bytes);
+    uint8_t* allocate_bytes(int64_t bytes);
 };
 
 // What a step finds out. It is on the device, cleared before the step, and fetched at its end.
@@ -84,7 +84,7 @@ struct Scalars {
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
-// Where everything is that lasts for the run. A drawing stands above take_memory() in state.cpp.
+// Where everything is that lasts for the run. A drawing stands above allocate_memory() in state.cpp.
 struct Memory {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
@@ -106,7 +106,7 @@ struct Memory {
     void* moments_begin;
     int64_t moments_bytes;  // of all moments and their scales
 
-    uint8_t* saved;                             // activations: layers of saved_layer_bytes() each
+    uint8_t* saved_activations;                 // activations: layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
@@ -137,9 +137,9 @@ struct Device {
     // that rank has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
     // Copy between the host and this GPU. Both call wait() before they copy: CUDA may wait there anyway, and
-    // it would not notice that a rank has ended. copy_to_gpu() does not wait for its copy, so what it reads
-    // must stay until the next wait(). copy_to_host() returns when the copy is there.
-    void copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
+    // it would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait for its copy, so what
+    // it reads must stay until the next wait(). copy_to_host() returns when the copy is there.
+    void wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     QuantStats* quant_stats_of(ReportKind kind) const {
@@ -148,7 +148,7 @@ struct Device {
 };
 
 // Takes what lasts for the run.
-Memory take_memory(Device& device);
+Memory allocate_memory(Device& device);
 
 // A tensor in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
@@ -166,16 +166,16 @@ class Scales {
 public:
     Scales(const Device& device, const Memory& memory);
 
-    const int64_t parameter_count;  // how many parameters there are: tensors, not elements
+    const int64_t tensor_count;  // how many parameters there are: tensors, not elements
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return parameter_count + OPERAND_COUNT * linear_layer_count; }
+    int64_t count() const { return tensor_count + OPERAND_COUNT * linear_layer_count; }
     TensorScale* all() const { return scales_; }
     TensorScale* of_parameter(size_t i) const { return scales_ + i; }
     TensorScale* of_operand(LinearOperand o, int64_t linear_layer) const {
-        return scales_ + parameter_count + index_of(o, linear_layer);
+        return scales_ + tensor_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     TensorScale* of_weight(size_t i, int64_t linear_layer) const {
@@ -284,7 +284,7 @@ private:
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
     void transfer(const std::string& name, void* out, const void* in) const;
-    void transfer_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const;
+    void transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const;
     void read_gradient(size_t i, float* out) const;
 };
 

@@ -105,7 +105,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             const uint64_t key = rounding_key(s.seed, t.adamw.step + t.adamw.skipped);
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
-                const auto rounded = reference::round_stochastically(w[i], key, p.offset + int64_t(i));
+                const auto rounded = reference::round_stochastically(w[i], key, p.flat_offset + int64_t(i));
                 const float wanted = s.has_master ? w[i] : reference::from_bf16(rounded),
                             size = std::fabs(w[i]);
                 const float bound = 1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * size;

@@ -32,22 +32,22 @@ GPU_MODEL_TEST("check: a CUDA error is reported once") {
 
 TEST_CASE("Arena: what is taken lies behind what was taken before and is aligned; a Scope gives it back") {
     gpu::Arena arena(0);  // a dry run
-    CHECK(arena.take(0) == arena.begin());
-    CHECK(arena.take<float>(1) == static_cast<void*>(arena.begin()));
-    uint8_t* const second = arena.take(GPU_ALIGNMENT + 1);
+    CHECK(arena.allocate(0) == arena.begin());
+    CHECK(arena.allocate<float>(1) == static_cast<void*>(arena.begin()));
+    uint8_t* const second = arena.allocate(GPU_ALIGNMENT + 1);
     CHECK(second == arena.begin() + GPU_ALIGNMENT);
     uint8_t* third = nullptr;
     {
         const gpu::Arena::Scope scope(arena);
-        third = arena.take(10 * GPU_ALIGNMENT);
+        third = arena.allocate(10 * GPU_ALIGNMENT);
         CHECK(third == second + 2 * GPU_ALIGNMENT);
         {
             const gpu::Arena::Scope inner(arena);
-            arena.take(5);
+            arena.allocate(5);
         }
-        CHECK(arena.take(5) == third + 10 * GPU_ALIGNMENT);  // where the inner scope had its 5 bytes
+        CHECK(arena.allocate(5) == third + 10 * GPU_ALIGNMENT);  // where the inner scope had its 5 bytes
     }
-    CHECK(arena.take(1) == third);
+    CHECK(arena.allocate(1) == third);
     CHECK(arena.peak() == 14 * GPU_ALIGNMENT);  // at the end of the scope, though less is in use now
 }
 
@@ -56,12 +56,12 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken 
     uint8_t *first = nullptr, *later = nullptr;
     {
         gpu::Arena::Scope scope(arena);
-        first = arena.take(1);
+        first = arena.allocate(1);
         scope.end();
-        later = arena.take(1);
+        later = arena.allocate(1);
     }
     CHECK(later == first);
-    CHECK(arena.take(1) == later + GPU_ALIGNMENT);
+    CHECK(arena.allocate(1) == later + GPU_ALIGNMENT);
 }
 
 TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a grid") {
@@ -151,13 +151,13 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 // next one begins: `begins` has where each begins, with its row; "": in no row of its own.
 static std::map<std::string, int64_t> bytes_taken(const Setup& s) {
     gpu::Device device(s, 0);  // a dry run
-    const gpu::Memory m = gpu::take_memory(device);
+    const gpu::Memory m = gpu::allocate_memory(device);
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
                                               {m.shards, ""},
                                               {m.scales, ""},
                                               {m.histories, "amaxes and delayed scales"},
                                               {m.moments_begin, ""},
-                                              {m.saved, "activations"},
+                                              {m.saved_activations, "activations"},
                                               {m.tokens, ""},
                                               {m.dresidual, "final norm input"},
                                               {m.norm_partials, ""}};

@@ -22,7 +22,7 @@ TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket ma
                 offset += bucket.elements;
             }
             CHECK(matrices == concat(arch.rope ? "1" : "2", "11111111", tied ? "0" : "1"));
-            CHECK((next == params.size() && offset == params.back().offset + params.back().padded_size()));
+            CHECK((next == params.size() && offset == params.back().flat_offset + params.back().padded_size()));
         }
 }
 

@@ -8,7 +8,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
     ModelConfig c = find_row(models(), "gpt2-tiny", "--model");
     c.V = 65, c.L = 1;
     const std::vector<Param> params = parameters(c);
-    const int64_t total = params.back().offset + params.back().padded_size();
+    const int64_t total = params.back().flat_offset + params.back().padded_size();
     for (Format f : {Format::FP32, Format::BF16}) {
         const Tensor values({1, total}, Storage{f});
         const Buffer<int16_t> remainder(total);
@@ -17,9 +17,9 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
             const int64_t used = used_elements(c, p);
-            gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.offset, i, used, 7, 0);
+            gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.flat_offset, i, used, 7, 0);
             for (int64_t e = 0; e < p.size(); e++)
-                expected[p.offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
+                expected[p.flat_offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
         }
         std::vector<uint16_t> upper(total);
         std::vector<int16_t> lower(total);
