@@ -334,7 +334,8 @@ void print_plan(const Setup& s, bool on_gpu) {
         saved_bytes_per_token_and_layer(s) / double(C), saved_bytes_per_token_and_layer(other) / double(C), C,
         s.ranks > 1 ? " of each rank" : "", optimizer_bytes(plan), optimizer_bytes(beside));
     if (total_bytes(gpu_plan) < total_bytes(plan))
-        std::printf("\nOn a GPU, gradients take the place of activations that backward has used.");
+        std::printf(
+            "\nA GPU needs less than this total: there gradients take the place of saved activations.");
     std::printf("\n%s\n", gpu_fit_text(total_bytes(gpu_plan), built_with_cuda()).c_str());
 }
 
