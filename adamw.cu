@@ -485,9 +485,9 @@ static __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
            Format format, const GradientState* state, cudaStream_t s) {
-    const bool fp8_moment_groups = optimizer.fp8_moment_groups();
+    const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
-    require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
+    require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
     const AdamWArguments arguments{.f = adamw_constants(a),
                                    .fmax_m = info(optimizer.m).max,
@@ -502,8 +502,8 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
                                    .gradients = either_dense(gradients, format),
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(shard_count, 128), 128, 0, s, arguments);
-    update_other_formats(arguments, fp8_moment_groups, s);
-    if (!fp8_moment_groups || updated.count == 0) return;
+    update_other_formats(arguments, has_fp8_moment_groups, s);
+    if (!has_fp8_moment_groups || updated.count == 0) return;
     with_weights(w, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw, FP8", adamw_fp8_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, s,

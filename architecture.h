@@ -139,7 +139,7 @@ inline void require_supported(const ModelConfig& c) {
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
-    constexpr int64_t multiple = std::max(16, PER_GROUP.cols);
+    constexpr int64_t multiple = std::max(16, PER_1x16.cols);
     require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
             " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
@@ -173,14 +173,14 @@ struct SavedTensor {
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
     // clang-format off
     return {
-        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.nonlinear},
-        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.attention},
+        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.saved_inputs},
+        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.saved_attention},
         {.which = Saved::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
-         .storage = r.attention},
+         .storage = r.saved_attention},
         {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = FP32},
-        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.nonlinear},
+        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.saved_inputs},
         {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
-         .storage = r.nonlinear},
+         .storage = r.saved_inputs},
     };
     // clang-format on
 }

@@ -234,7 +234,7 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t s) {
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
     const Storage& q = out.tensor.storage;
     require(q.fp8(), "quantize() makes FP8 codes");
-    if (q == E4M3_GROUP) {
+    if (q == E4M3_1x16) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
         return quantize_groups(x.input, out.tensor, /*write_back=*/false, quant_stats, s);
     }

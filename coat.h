@@ -51,9 +51,9 @@ enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;         // in flags and print-outs
-    const char* safetensors;  // in safetensors files
+    const char* safetensors_dtype;  // in safetensors files
     int bytes;                // of an element
-    int mantissa;  // bits: a normal value has a relative rounding error of at most 2^-(mantissa + 1)
+    int mantissa_bits;  // a normal value has a relative rounding error of at most 2^-(mantissa_bits + 1)
     float max;     // FMAX, the largest finite value
     float min;     // FMIN, the smallest positive value, which is subnormal
 };
@@ -61,11 +61,16 @@ struct FormatInfo {
 // The rows have the order of Format.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
-    {.name = "fp32", .safetensors = "F32", .bytes = 4, .mantissa = 23, .max = FLT_MAX, .min = 0x1p-149f},
-    {.name = "bf16", .safetensors = "BF16", .bytes = 2, .mantissa = 7, .max = 0x1.fep127f, .min = 0x1p-133f},
-    {.name = "fp16", .safetensors = "F16", .bytes = 2, .mantissa = 10, .max = 65504.0f, .min = 0x1p-24f},
-    {.name = "e4m3", .safetensors = "F8_E4M3", .bytes = 1, .mantissa = 3, .max = 448.0f, .min = 0x1p-9f},
-    {.name = "e5m2", .safetensors = "F8_E5M2", .bytes = 1, .mantissa = 2, .max = 57344.0f, .min = 0x1p-16f},
+    {.name = "fp32", .safetensors_dtype = "F32", .bytes = 4, .mantissa_bits = 23,
+     .max = FLT_MAX, .min = 0x1p-149f},
+    {.name = "bf16", .safetensors_dtype = "BF16", .bytes = 2, .mantissa_bits = 7,
+     .max = 0x1.fep127f, .min = 0x1p-133f},
+    {.name = "fp16", .safetensors_dtype = "F16", .bytes = 2, .mantissa_bits = 10,
+     .max = 65504.0f, .min = 0x1p-24f},
+    {.name = "e4m3", .safetensors_dtype = "F8_E4M3", .bytes = 1, .mantissa_bits = 3,
+     .max = 448.0f, .min = 0x1p-9f},
+    {.name = "e5m2", .safetensors_dtype = "F8_E5M2", .bytes = 1, .mantissa_bits = 2,
+     .max = 57344.0f, .min = 0x1p-16f},
 };
 // clang-format on
 
@@ -90,7 +95,7 @@ inline constexpr Granularity PER_ROW{.rows = 1, .cols = 0};
 inline constexpr Granularity PER_1x128{.rows = 1, .cols = 128};
 inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
 // The paper's groups (figure 4a).
-inline constexpr Granularity PER_GROUP{.rows = 1, .cols = 16};
+inline constexpr Granularity PER_1x16{.rows = 1, .cols = 16};
 
 COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -127,8 +132,8 @@ inline constexpr Storage BF16{.format = Format::BF16};
 // With scales, by granularity:
 inline constexpr Storage E4M3_TENSOR{.format = Format::E4M3};
 inline constexpr Storage E5M2_TENSOR{.format = Format::E5M2};
-inline constexpr Storage E4M3_GROUP{
-    .format = Format::E4M3, .granularity = PER_GROUP, .scale_format = Format::BF16};
+inline constexpr Storage E4M3_1x16{
+    .format = Format::E4M3, .granularity = PER_1x16, .scale_format = Format::BF16};
 inline constexpr Storage E4M3_ROW{.format = Format::E4M3, .granularity = PER_ROW};
 inline constexpr Storage E4M3_1x128{.format = Format::E4M3, .granularity = PER_1x128};
 inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
@@ -171,14 +176,14 @@ struct Recipe {
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
     Storage x = BF16, w = BF16, g = BF16;
     // The inputs of norms 1 and 2 and of the activation function, as they are saved for backward.
-    Storage nonlinear = BF16;
+    Storage saved_inputs = BF16;
     // q, k, v and attention's output, as they are saved: in the compute dtype or in groups. No row of the
     // table sets groups: the flag --attention groups does.
-    Storage attention = BF16;
+    Storage saved_attention = BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether forward computes with the saved groups of `nonlinear` tensors, as in the paper. If not
+    // Whether forward computes with the saved groups of `saved_inputs` tensors, as in the paper. If not
     // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
     // cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
     bool forward_reads_groups = true;
@@ -190,15 +195,16 @@ inline const std::vector<Recipe>& recipes() {
     // clang-format off
     static const std::vector<Recipe> table = {
         {.name = "fp32", .compute = Format::FP32, .x = FP32, .w = FP32, .g = FP32,
-         .nonlinear = FP32, .attention = FP32,
+         .saved_inputs = FP32, .saved_attention = FP32,
          .about = "everything in FP32, to compare the others with"},
         {.name = "bf16",
          .about = "BF16 tensors; GEMMs sum in FP32"},
-        {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .nonlinear = E4M3_GROUP,
-         .fast_accumulation = IN_FPROP, .optimizer = "coat",
+        {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
+         .saved_inputs = E4M3_1x16, .fast_accumulation = IN_FPROP, .optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
-        {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR, .nonlinear = E4M3_GROUP,
-         .fast_accumulation = IN_FPROP, .optimizer = "coat", .forward_reads_groups = false,
+        {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR,
+         .saved_inputs = E4M3_1x16, .fast_accumulation = IN_FPROP, .optimizer = "coat",
+         .forward_reads_groups = false,
          .about = "as coat, with E4M3 gradients; only backward reads the saved FP8 activations"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
          .fast_accumulation = IN_FPROP,
@@ -260,7 +266,7 @@ struct OptimizerFormat {
     }
     // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
     // table has one such moment and one other.
-    bool fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
+    bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
@@ -348,7 +354,7 @@ struct QuantStats {
     }
 };
 
-// The kinds of tensors that the statistics tell apart. Attention: the tensors stored as Recipe::attention.
+// The kinds of tensors that the statistics tell apart. Attention: what is stored as Recipe::saved_attention.
 // clang-format off
 enum class ReportKind : uint8_t {
     NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count

@@ -119,11 +119,11 @@ class GpuModel final : public Model {
     //    allocate_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
     //    tensor together, or none is: so the test of x is one of g.)
     const bool dgate_up_in_place_ =
-        info(linear_context_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
+        info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         recipe_.x.granularity == PER_TENSOR;
     // Later dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
-                                recipe_.nonlinear.bytes(1, config_.gate_up_cols());
+                                recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
     // The step that runs. These three are read at the bottom of its calls, in finish_bucket().
     AdamWStep adamw_;          // the settings of its update: a copy, set by step()
@@ -384,7 +384,7 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
         const Arena::Scope scope(arena_);
-        if (recipe_.nonlinear.fp8()) residual_buffer_ = allocate_tensor(N_, config_.C);
+        if (recipe_.saved_inputs.fp8()) residual_buffer_ = allocate_tensor(N_, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1

@@ -54,7 +54,7 @@ inline void require_supported(const Setup& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::FP32 && (s.recipe.attention.fp8() || !s.has_master))
+    if (s.recipe.compute == Format::FP32 && (s.recipe.saved_attention.fp8() || !s.has_master))
         throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
                     " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.micro_batches_per_rank > 1)
@@ -91,7 +91,7 @@ inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     return {.first = begin, .count = end - begin};
 }
 inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
-inline int64_t padded(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
+inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
 
 // The format in which a weight's gradients are summed over the micro-batches of a step. A micro-batch adds
 // one gradient, or two to the embedding if this is also the head. Sums of at most four are in the compute
@@ -211,7 +211,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
             const Format f = p.moment_format(wanted);
             const int64_t groups = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
-            add(moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, 1);
+            add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
             if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
         }

@@ -50,7 +50,7 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 // missing 1. In the second row rounding carries to 16 = 10000 in binary, which adds 2: the code has the next
 // exponent.
 uint16_t encode(Format f, float x) {
-    const int M = info(f).mantissa;
+    const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
@@ -64,7 +64,7 @@ uint16_t encode(Format f, float x) {
 // The value of a code of FP8 or FP16. FP32 has the same fields at other places and with another bias. E4M3
 // has no infinity: its largest exponent has values, too, and only the code above the largest value is NaN.
 float decode(Format f, uint16_t code) {
-    const int M = info(f).mantissa;
+    const int M = info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
     const uint32_t bits = magnitude << (23 - M);  // exponent and mantissa where FP32 has them
     float value = std::bit_cast<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
@@ -152,8 +152,8 @@ static float part_amax(const float* x, int64_t n) {
 float compute_amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
-    for (int64_t first = 0; first < n; first += PER_GROUP.cols)
-        largest = std::max(largest, part_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
+    for (int64_t first = 0; first < n; first += PER_1x16.cols)
+        largest = std::max(largest, part_amax(x + first, std::min<int64_t>(PER_1x16.cols, n - first)));
     return largest;
 }
 
@@ -222,7 +222,7 @@ static void compute_codes(const float* x, StoredMatrix& q) {
 // E4M3 the step at 448 is 32, so these are values beyond 464 s.
 static void add_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
-    const float half_step = std::ldexp(0.5f, std::ilogb(f.max) - f.mantissa);  // at FMAX
+    const float half_step = std::ldexp(0.5f, std::ilogb(f.max) - f.mantissa_bits);  // at FMAX
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
         const int64_t row = i / q.cols, col = i % q.cols;
         add_error(stats, x[i], q.value(row, col));

@@ -136,13 +136,15 @@ public:
         SavedLayer& s = saved_layers_.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
-        s.norm1_input = save_for_backward(residual_sum, config_.C, recipe_.nonlinear, ReportKind::NormInput);
+        s.norm1_input =
+            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
         const Tensor norm1 = norm(prefix + "norm1", forward_input(residual_sum, s.norm1_input));
         Tensor qkv = linear_forward(prefix + "qkv", norm1);
         if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), false);
-        s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.attention, ReportKind::Attention);
+        s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.saved_attention,
+                                  ReportKind::Attention);
 
         // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
         // that are dequantized from groups are FP32; attention reads them rounded to BF16.
@@ -150,18 +152,19 @@ public:
         Tensor attention_output(N_ * config_.q_cols());
         s.lse.resize(N_ * config_.NH);
         attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data());
-        s.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(), recipe_.attention,
-                                               ReportKind::Attention);
+        s.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
+                                               recipe_.saved_attention, ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
         const Tensor branch = linear_forward(prefix + "attention_out", load_saved(s.attention_output));
         const Tensor residual_sum2 = add(rounded(residual_sum), branch);
-        s.norm2_input = save_for_backward(residual_sum2, config_.C, recipe_.nonlinear, ReportKind::NormInput);
+        s.norm2_input =
+            save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
         const Tensor norm2 = norm(prefix + "norm2", forward_input(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
-        s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.nonlinear,
+        s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                       ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum

@@ -12,7 +12,7 @@ namespace coat {
 
 // The bytes of the UTF-8 character at the beginning of s, which is not empty: 1 to 4; 0 if these bytes are no
 // character.
-inline size_t utf8_character(std::string_view s) {
+inline size_t utf8_character_length(std::string_view s) {
     const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
     const uint8_t first = byte(0);
     if (first < 0x80) return 1;
@@ -34,7 +34,7 @@ inline size_t utf8_character(std::string_view s) {
 inline std::string printable(std::string_view text, std::string_view kept = {}) {
     std::string shown;
     while (!text.empty()) {
-        const size_t length = utf8_character(text);
+        const size_t length = utf8_character_length(text);
         const auto first = uint8_t(text[0]);
         const bool controls = (first < ' ' || first == 0x7F) && kept.find(text[0]) == kept.npos;
         const bool c1_control = length == 2 && first == 0xC2 && uint8_t(text[1]) < 0xA0;  // U+0080 to U+009F
@@ -60,16 +60,16 @@ template <class... Parts> std::string concat(const Parts&... parts) {
 }
 
 // 6738415616 is "6,738,415,616".
-inline std::string grouped(int64_t n) {
+inline std::string with_commas(int64_t n) {
     std::string text = std::to_string(n);
     for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > (n < 0); at -= 3)
         text.insert(static_cast<size_t>(at), ",");
     return text;
 }
 // "1 rank", "2 ranks", "4,096 batches".
-inline std::string counted(int64_t n, const std::string& what) {
+inline std::string with_noun(int64_t n, const std::string& what) {
     const std::string plural = what.ends_with("ch") ? "es" : "s";
-    return concat(grouped(n), " ", what, n == 1 ? "" : plural);
+    return concat(with_commas(n), " ", what, n == 1 ? "" : plural);
 }
 // A number of bytes in gigabytes of 10^9 bytes, without the unit: "78.8", "0.021".
 inline std::string gigabytes(int64_t bytes) {

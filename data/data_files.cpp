@@ -169,7 +169,7 @@ size_t utf8_length(std::string_view bytes) {
         uint64_t eight = ~0ull;  // most text is ASCII, which is checked eight bytes at a time
         if (at + 8 <= bytes.size()) std::memcpy(&eight, &bytes[at], 8);
         const bool ascii = (eight & 0x8080808080808080) == 0;
-        const size_t length = ascii ? 8 : utf8_character(bytes.substr(at));
+        const size_t length = ascii ? 8 : utf8_character_length(bytes.substr(at));
         if (length == 0) break;
         at += length;
     }
@@ -194,7 +194,7 @@ std::string why_not_text(std::string_view bytes) {
     if (nul != bytes.npos) return concat("is no text, because it has a NUL byte (byte ", nul, ")");
     // The last character is incomplete if some further bytes would complete it.
     for (const char* rest : {"\x80\x80\x80", "\x90\x80\x80", "\xA0\x80\x80"})
-        if (valid + 4 > bytes.size() && utf8_character(concat(bytes.substr(valid), rest)) > 0)
+        if (valid + 4 > bytes.size() && utf8_character_length(concat(bytes.substr(valid), rest)) > 0)
             return concat("ends in the middle of a UTF-8 character; cut it after ", valid, " bytes");
     return concat("is not UTF-8 (byte ", valid, "); convert it to UTF-8 if it is text");
 }

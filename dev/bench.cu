@@ -164,7 +164,7 @@ constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format stream) {
     const TensorRef x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
-    const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_GROUP);
+    const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_1x16);
     if (q.granularity == PER_TENSOR) compute_amax(stored(x), tensor_scale(out.tensor), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
@@ -270,7 +270,7 @@ private:
     const std::string only_;
     const ModelConfig& c_ = setup_.config;
     const Format stream_ = r_.compute;
-    const bool fp8_ = r_.x.fp8(), groups_ = r_.nonlinear.fp8();
+    const bool fp8_ = r_.x.fp8(), groups_ = r_.saved_inputs.fp8();
     const int64_t N_ = setup_.B * setup_.T;
     const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);                 // layer passes per step
@@ -329,7 +329,7 @@ private:
     void quantize_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q,
                        Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
-        const bool transposed = q.fp8() && q.granularity != PER_GROUP && use != Use::Fprop;
+        const bool transposed = q.fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
         Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
         out.delayed = r_.scaling == Scaling::Delayed;
@@ -429,7 +429,7 @@ private:
         return n;
     }
     void norms() {
-        const Norm n = random_norm(r_.nonlinear);
+        const Norm n = random_norm(r_.saved_inputs);
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
         float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
@@ -474,13 +474,13 @@ private:
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
-        const TensorRef up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
+        const TensorRef up = random(N_, c_.gate_up_cols(), r_.saved_inputs), dh = random(N_, c_.F);
         const LazyTensor h = lazy_activation(c_.arch.gated, up),
                          du = lazy_activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
             const TensorRef u = random(N_, c_.gate_up_cols()),
-                            saved = memory_.place(N_, c_.gate_up_cols(), r_.nonlinear, true, false).tensor;
-            pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_,
+                            saved = memory_.place(N_, c_.gate_up_cols(), r_.saved_inputs, true, false).tensor;
+            pass(BETWEEN, "up: to " + r_.saved_inputs.text() + ", and the amax of " + name, layers_,
                  size(u) + size(saved),
                  [&] { quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
         } else {
@@ -528,7 +528,7 @@ private:
 
     // --- Embedding, head and optimizer ---------------------------------------------------------------------
     void embedding() {
-        const Norm first = random_norm(r_.nonlinear);
+        const Norm first = random_norm(r_.saved_inputs);
         const TensorRef table = random(c_.padded_V(), c_.C),
                         positions = c_.arch.rope ? TensorRef{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);

@@ -154,15 +154,15 @@ struct AdamWArguments {
     EitherDense gradients;  // of the shards, from first_element on
     const GradientState* state;
 
-    // v is in groups where m is (coat.h, OptimizerFormat::fp8_moment_groups).
+    // v is in groups where m is (coat.h, OptimizerFormat::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
         return has_scales(shard.m) && !per_tensor;
     }
 };
 
-// Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). fp8_moment_groups: whether
-// the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and biases,
-// are updated here.
-void update_other_formats(const AdamWArguments& a, bool fp8_moment_groups, cudaStream_t s);
+// Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). has_fp8_moment_groups:
+// whether the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and
+// biases, are updated here.
+void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t s);
 
 }  // namespace coat::gpu

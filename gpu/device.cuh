@@ -233,7 +233,7 @@ template <class Element, int N = CHUNK> struct Dense {
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one group: both
 // must call round_in_place_and_store(), the first writes the scale.
-constexpr int GROUP_SIZE = PER_GROUP.cols;
+constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
@@ -293,7 +293,7 @@ template <class F> void with_dense(const TensorRef& v, F f) {
 }
 // The same, or groups.
 template <class F> void with_storage(const TensorRef& v, F f) {
-    if (v.storage != E4M3_GROUP) return with_dense(v, f);
+    if (v.storage != E4M3_1x16) return with_dense(v, f);
     f(groups_of(v));
 }
 
@@ -469,7 +469,7 @@ template <class F> void with_producer(const LazyTensor& x, F f) {
 // The same for kernels that serve FP8 alone: FP32 values are an Error.
 template <class F> void with_bf16_producer(const LazyTensor& x, F f) {
     require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
-    if (x.input.storage == E4M3_GROUP) with_producer_of(x, groups_of(x.input), f);
+    if (x.input.storage == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
     else with_producer_of(x, dense<bf16>(x.input.data), f);
 }
 

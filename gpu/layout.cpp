@@ -8,7 +8,7 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     int64_t at = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
         table.push_back({.own = owned(s, p), .rank_offset = at, .first_shard_unit = unit});
-        at += padded(table.back().own);
+        at += padded_count(table.back().own);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
     table.push_back({.own = {}, .rank_offset = at, .first_shard_unit = unit});
@@ -104,8 +104,8 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe colossal, or --device cpu.");
-    for (const Storage& q : {r.nonlinear, r.attention})
-        if (q.fp8() && q != E4M3_GROUP)
+    for (const Storage& q : {r.saved_inputs, r.saved_attention})
+        if (q.fp8() && q != E4M3_1x16)
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
 }

@@ -88,11 +88,11 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_other_formats(const AdamWArguments& a, bool fp8_moment_groups, cudaStream_t s) {
+void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t s) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
-    const int64_t each = std::min<int64_t>(useful, fp8_moment_groups ? 8 : 4 * multiprocessors());
+    const int64_t each = std::min<int64_t>(useful, has_fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), shards);
     if (a.per_tensor) launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, s, a);
     with_weights(a.w, [&]<class W>() {

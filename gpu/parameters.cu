@@ -26,7 +26,7 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
 
 void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
-    const int64_t n = padded(own);
+    const int64_t n = padded_count(own);
     launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, own, n, p.init_std,
            p.role.starts_at_one, used, seed, index);
 }

@@ -63,7 +63,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
                    info(q.format).max, quant_stats);
         });
     };
-    if (q == E4M3_GROUP) return with_scales(nullptr, {});
+    if (q == E4M3_1x16) return with_scales(nullptr, {});
     if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);

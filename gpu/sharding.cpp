@@ -285,15 +285,15 @@ public:
                     transfers.push_back({.with = other,
                                          .send = gradient_from(i, own(i, other).first),
                                          .there = received(i, me, other),
-                                         .send_bytes = padded(own(i, other)) * each,
+                                         .send_bytes = padded_count(own(i, other)) * each,
                                          .receive = received(i, other, me),
-                                         .receive_bytes = padded(own(i, me)) * each});
+                                         .receive_bytes = padded_count(own(i, me)) * each});
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first; i < b.last; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
                           gradient_from(i, own(i, me).first), received(i, me == 0 ? 1 : 0, me),
-                          parameters_.gradient_storage.format, padded(own(i, me)), me, setup_.ranks,
+                          parameters_.gradient_storage.format, padded_count(own(i, me)), me, setup_.ranks,
                           comm_stream_);
         is_sent_[buffer_of(bucket)].record(comm_stream_);
     }
@@ -368,9 +368,9 @@ private:
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* received(size_t i, int64_t from, int64_t to) const {
-        int64_t elements = (from - (from > to)) * padded(own(i, to));
+        int64_t elements = (from - (from > to)) * padded_count(own(i, to));
         for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)
-            elements += (setup_.ranks - 1) * padded(own(j, to));
+            elements += (setup_.ranks - 1) * padded_count(own(j, to));
         return memory_.received_gradients + elements * parameters_.gradient_bytes;
     }
     int buffer_of(int64_t bucket) const {  // as allocate_memory() takes them
@@ -413,7 +413,7 @@ private:
                 codes ? scales_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
             const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {
-                return Range{.first = own(i, rank).first * each, .count = padded(own(i, rank)) * each};
+                return Range{.first = own(i, rank).first * each, .count = padded_count(own(i, rank)) * each};
             };
             const Range mine = part(setup_.rank);
             const TensorRef kept = parameters_.owned_weight(i);

@@ -57,7 +57,7 @@ static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std:
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
             const int64_t groups = o.moment_group_count(f, places[i].own.count);
-            MomentRef moment{.data = arena.allocate(padded(places[i].own) * info(f).bytes),
+            MomentRef moment{.data = arena.allocate(padded_count(places[i].own) * info(f).bytes),
                              .max = nullptr,
                              .k = nullptr,
                              .format = f};

@@ -14,8 +14,8 @@ namespace {
 // The formats of a run, as they are printed.
 struct FormatTexts {
     std::string compute;          // the compute dtype
-    std::string nonlinear;        // what norms and activations save for backward
-    std::string attention;        // what attention reads, writes and saves
+    std::string saved_inputs;     // what norms and activations save for backward
+    std::string saved_attention;  // what attention reads, writes and saves
     std::string x, w, g;          // the operands of linear layers
     std::string weight_gradient;  // of a linear layer
     std::string read;             // what norms and activations read in forward
@@ -30,18 +30,18 @@ static FormatTexts format_texts(const Setup& s) {
     const Recipe& recipe = s.recipe;
     const LinearFormats linear = linear_formats(s);
     const std::string compute = info(recipe.compute).name;
-    const std::string nonlinear = recipe.nonlinear.text();
+    const std::string saved_inputs = recipe.saved_inputs.text();
     const bool has_remainder = s.has_master && recipe.compute != Format::FP32;
     return {
         .compute = compute,
-        .nonlinear = nonlinear,
-        .attention = recipe.attention.text(),
+        .saved_inputs = saved_inputs,
+        .saved_attention = recipe.saved_attention.text(),
         .x = linear.x.text(),
         .w = linear.w.text(),
         .g = linear.g.text(),
         .weight_gradient = concat(info(gradient_format(s)).name, " gradient"),
-        .read = recipe.forward_reads_groups ? nonlinear : compute,
-        .residual = recipe.nonlinear.fp8() ? compute + " and " + nonlinear : compute,
+        .read = recipe.forward_reads_groups ? saved_inputs : compute,
+        .residual = recipe.saved_inputs.fp8() ? compute + " and " + saved_inputs : compute,
         .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
         .falls_back = linear.fallback ? " (falls back)" : "",
     };
@@ -64,18 +64,18 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
         {.name = "q, k, v projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute}};
     if (arch.qk_norm)
         layer.push_back({.name = "norm of each head of q and k",
-                         .reads = f.attention,
+                         .reads = f.saved_attention,
                          .weights = f.compute,
                          .writes = f.compute});
     if (arch.rope) layer.push_back({.name = "rotary positions", .reads = f.compute, .writes = f.compute});
     // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
     Operator& makes_qkv = arch.rope && !arch.qk_norm ? layer.back() : layer[1];
-    makes_qkv.writes = f.attention;
+    makes_qkv.writes = f.saved_attention;
     makes_qkv.saves = saved_text(s, Saved::Qkv);
     const std::vector<Operator> attention_and_mlp = {
         {.name = "attention",
-         .reads = arch.qk_norm ? f.compute : f.attention,
-         .writes = f.attention,
+         .reads = arch.qk_norm ? f.compute : f.saved_attention,
+         .writes = f.saved_attention,
          .saves = saved_text(s, Saved::AttentionOutput) + "; " + saved_text(s, Saved::LogSumExp)},
         {.name = "attention output projection" + f.falls_back,
          .reads = f.x,
@@ -113,8 +113,9 @@ static std::vector<Operator> head_operators(const FormatTexts& f) {
 }
 
 static std::vector<Operator> backward_operators(const Setup& s, const FormatTexts& f) {
-    const std::string saved_and_dy = f.nonlinear + ", " + f.compute;
-    const std::string attention_reads = (s.recipe.attention.fp8() ? f.attention + ", " : "") + f.compute;
+    const std::string saved_and_dy = f.saved_inputs + ", " + f.compute;
+    const std::string attention_reads =
+        (s.recipe.saved_attention.fp8() ? f.saved_attention + ", " : "") + f.compute;
     return {
         {.name = "linear layers, dgrad" + f.falls_back, .reads = f.g, .weights = f.w, .writes = f.compute},
         {.name = "linear layers, wgrad" + f.falls_back,
@@ -320,8 +321,8 @@ void print_plan(const Setup& s, bool on_gpu) {
     const int64_t C = s.config.C, count = parameter_count(s.config);
     const auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
     std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
-                grouped(count).c_str(), counted(s.config.L, "layer").c_str(),
-                counted(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
+                with_commas(count).c_str(), with_noun(s.config.L, "layer").c_str(),
+                with_noun(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
     std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
     print_memory_rows(plan, beside, on_gpu && built_with_cuda());

@@ -31,8 +31,8 @@ void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
     const ModelConfig& c = s.config;
     const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
-    print("model: ", c.name, ", ", grouped(parameter_count(c)), " parameters: ", counted(c.L, "layer"),
-          ", hidden size ", c.C, ", ", counted(c.NH, "head"), ", vocabulary ", c.V, "; ",
+    print("model: ", c.name, ", ", with_commas(parameter_count(c)), " parameters: ", with_noun(c.L, "layer"),
+          ", hidden size ", c.C, ", ", with_noun(c.NH, "head"), ", vocabulary ", c.V, "; ",
           run.weights_folder.empty() ? "random weights" : "weights of " + run.weights_folder);
     print("recipe: ", recipe_text(s));
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
@@ -40,12 +40,12 @@ void print_start(const Run& run) {
     const std::string why =
         run.why_no_gpu.empty() ? "" : " (no GPU can be used here: " + run.why_no_gpu + ")";
     print("device: ", run.flags.device, why);
-    print("batch: ", grouped(run.step_tokens()), " tokens, ",
-          counted(micro_batches_of_step(s), "micro-batch"), " of ", s.B, " x ", s.T,
-          s.ranks > 1 ? " on " + counted(s.ranks, "rank") : "");
+    print("batch: ", with_commas(run.step_tokens()), " tokens, ",
+          with_noun(micro_batches_of_step(s), "micro-batch"), " of ", s.B, " x ", s.T,
+          s.ranks > 1 ? " on " + with_noun(s.ranks, "rank") : "");
     if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
-        print("warm-up: ", counted(warmup, "step"), ", a tenth of the run, since --warmup ", run.flags.warmup,
-              " is longer than --steps ", run.flags.steps);
+        print("warm-up: ", with_noun(warmup, "step"), ", a tenth of the run, since --warmup ",
+              run.flags.warmup, " is longer than --steps ", run.flags.steps);
     if (!run.flags.plan) {
         const std::vector<MemoryRow> plan = run.flags.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
         print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",
@@ -54,8 +54,8 @@ void print_start(const Run& run) {
     }
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.train.size())
-        print("text: ", run.flags.data, ", ", grouped(text.train.size()), " tokens to train on, ",
-              grouped(text.validation.size()), " held out");
+        print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
+              with_commas(text.validation.size()), " held out");
     if (run.corpus.bytes && !run.weights_folder.empty() && c.V > 256)
         print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
@@ -112,7 +112,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
     const int64_t skipped = state.step - state.updates;
     Json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
-    std::printf("\nDone: %s in %s", counted(steps, "step").c_str(), duration(seconds).c_str());
+    std::printf("\nDone: %s in %s", with_noun(steps, "step").c_str(), duration(seconds).c_str());
     if (steps > 1) {
         const double rate = double(run.step_tokens() * (steps - 1)) / timed;
         std::printf(", %.0f tok/s", rate);
@@ -132,7 +132,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
 double report_validation(Run& run) {
     const Validation validation = measure_validation(run);
     std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, validation.loss,
-                counted(validation.targets, "token").c_str());
+                with_noun(validation.targets, "token").c_str());
     run.write_to_log("validation", {{"loss", validation.loss}, {"tokens", validation.targets}});
     return validation.loss;
 }

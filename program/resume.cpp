@@ -46,8 +46,8 @@ static std::string take_flags_of(const Json& settings, int64_t ranks, Flags& fla
     Json saved = settings;
     const int64_t all = saved.at("accumulate");
     if (all % ranks)
-        throw Error("The run has ", counted(all, "micro-batch"), " a step, which ", counted(ranks, "rank"),
-                    " cannot share; use a number of ranks that divides ", all, ".");
+        throw Error("The run has ", with_noun(all, "micro-batch"), " a step, which ",
+                    with_noun(ranks, "rank"), " cannot share; use a number of ranks that divides ", all, ".");
     saved["accumulate"] = all / ranks;
     const std::string changes = flags.take_checkpoint(saved);
     // An evaluation takes no steps, and the log is that of the run.

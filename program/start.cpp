@@ -66,7 +66,7 @@ Setup make_setup(const Setup& ranks, bool has_gpu, Flags& flags) {
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
-    if (flags.attention == "groups") s.recipe.attention = E4M3_GROUP;
+    if (flags.attention == "groups") s.recipe.saved_attention = E4M3_1x16;
     s.has_master = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)

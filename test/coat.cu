@@ -42,7 +42,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
     gpu::convert(groups.ref(), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
-    const Tensor in(x, s, BF16), again(s, E4M3_GROUP);
+    const Tensor in(x, s, BF16), again(s, E4M3_1x16);
     const bool write_back = true;
     gpu::quantize_groups(in.ref(), again.ref(), write_back, nullptr, 0);
     check_quantized(again, x);
@@ -57,7 +57,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
 static void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, BF16);
     std::vector<Storage> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
-    formats.push_back(E4M3_GROUP);
+    formats.push_back(E4M3_1x16);
     for (Storage q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
@@ -68,7 +68,7 @@ static void check_all_formats(const Floats& x, Shape s) {
         if (out.transposes() && !q.granularity.symmetric())  // the transpose has its own scales and errors
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
-        if (q == E4M3_GROUP) check_groups(x, out);
+        if (q == E4M3_1x16) check_groups(x, out);
         if (q != E4M3_TENSOR || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
         gpu::transpose_codes(out.ref(), column_major.get(), 0);
@@ -80,7 +80,7 @@ static void check_all_formats(const Floats& x, Shape s) {
 // the gradient of its output.
 static void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values,
                              const Floats& d) {
-    const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.nonlinear);
+    const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.saved_inputs);
     const Tensor dact(d, s, Storage{formats.compute});
     const Floats x = gate_up.values();
     auto forward = [&](const auto& in) {
@@ -130,7 +130,7 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
             gpu::store_values(gpu::stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
-        for (Storage q : {E4M3_TENSOR, E4M3_GROUP, E4M3_ROW}) {
+        for (Storage q : {E4M3_TENSOR, E4M3_1x16, E4M3_ROW}) {
             const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.ref()), out.operand(), nullptr, 0), Error);
         }
@@ -145,7 +145,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     for (Storage q : {E4M3_TENSOR, E5M2_TENSOR}) {
         CAPTURE(q.text());
         const float fmax = info(q.format).max, scale = 0x1p-8f;
-        const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa - 1);
+        const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa_bits - 1);
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 7 - 3) / 2 * half_step) * scale;
@@ -219,7 +219,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                     x[8] = 15;
                     x[24] = 1;
                 }
-                const Tensor gate_up(x, s, BF16), groups(s, E4M3_GROUP);
+                const Tensor gate_up(x, s, BF16), groups(s, E4M3_1x16);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
                 gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), forward_reads_groups,
                                                fused.slot.get(), nullptr, 0);
@@ -271,7 +271,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             gate_up[i / F * 2 * F + i % F] = 400;
             dact[i] = 0x1p-14f;
         }
-        const Tensor in(gate_up, {rows, 2 * F}, E4M3_GROUP), gradient(dact, {rows, F}, BF16);
+        const Tensor in(gate_up, {rows, 2 * F}, E4M3_1x16), gradient(dact, {rows, F}, BF16);
         const LazyTensor x = gpu::lazy_activation_backward(true, in.ref(), gradient.ref());
         const Tensor exact({rows, 2 * F}, FP32);
         gpu::store_values(x, exact.ref(), 0);
@@ -333,7 +333,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
-    const TensorRef x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_GROUP};
+    const TensorRef x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
     CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
 }

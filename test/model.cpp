@@ -89,7 +89,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
         t.adamw.weight_decay = 2;
         // A first step has second moments below the smallest code, if they are not expanded.
-        if (s.optimizer.expansion || !s.recipe.nonlinear.fp8()) t.losses(2);
+        if (s.optimizer.expansion || !s.recipe.saved_inputs.fp8()) t.losses(2);
         t.adamw.skipped = 1 + rng.below(3);
         const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();
@@ -194,7 +194,7 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
         Training t(make, setup_of(name));
         t.next();
         Setup without = t.setup();
-        without.recipe.nonlinear = BF16;
+        without.recipe.saved_inputs = BF16;
         const bool same = t.evaluate() == make(without)->evaluate(t.tokens.data(), t.targets.data());
         CHECK(same == !t.setup().recipe.forward_reads_groups);
     }
@@ -207,7 +207,7 @@ PROPERTY("a run whose tokens are no multiple of 16 has linear layers in BF16 als
         return t.next_logits(16);
     };
     for (const Recipe& recipe : recipes())
-        if (recipe.x.fp8() && !recipe.nonlinear.fp8())
+        if (recipe.x.fp8() && !recipe.saved_inputs.fp8())
             CHECK_MESSAGE(logits(recipe.name) == logits("bf16 moments fp32"), std::string(recipe.name));
 }
 
@@ -238,7 +238,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                 restore(*t.model, state);
                 losses[biased] = t.evaluate();
             }
-            const bool reads_sum = reader > 0 && recipe.nonlinear.fp8() && recipe.forward_reads_groups;
+            const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8() && recipe.forward_reads_groups;
             CHECK((losses[0] == losses[1]) == (recipe.compute == Format::BF16 && !reads_sum));
         }
 }
@@ -365,7 +365,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
                 terms.push_back(gradients_of(*t.model));
             }
             CHECK(loss == doctest::Approx(losses / MANY).epsilon(1e-12));
-            const double half_step = std::ldexp(1.0, -info(t.setup().recipe.compute).mantissa - 1);
+            const double half_step = std::ldexp(1.0, -info(t.setup().recipe.compute).mantissa_bits - 1);
             for (size_t p = 0; p < got.size(); p++) {
                 int64_t bad = 0;
                 for (size_t i = 0; i < got[p].size(); i++) {
@@ -632,7 +632,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         const Snapshot state = snapshot(*t.model);
         const QuantReport report = t.report();
         const LinearFormats q = linear_formats(s);
-        const Format group = s.recipe.nonlinear.format, attention = s.recipe.attention.format;
+        const Format group = s.recipe.saved_inputs.format, attention = s.recipe.saved_attention.format;
         const Format of[] = {group,      attention,  group,         q.x.format,
                              q.w.format, q.g.format, s.optimizer.m, s.optimizer.v};
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {

@@ -19,8 +19,8 @@ constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& others) {
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
-    const bool fp8 =
-        s.recipe.x.fp8() || s.recipe.attention.fp8() || moments_need_scaling(s.optimizer.m) || !s.has_master;
+    const bool fp8 = s.recipe.x.fp8() || s.recipe.saved_attention.fp8() ||
+                     moments_need_scaling(s.optimizer.m) || !s.has_master;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));
@@ -34,7 +34,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
 static void check_logits(Random& rng, Training& gpu, Training& cpu) {
     const Setup& s = gpu.setup();
     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
-    const bool codes = s.recipe.x.fp8() || s.recipe.nonlinear.fp8() || s.recipe.attention.fp8();
+    const bool codes = s.recipe.x.fp8() || s.recipe.saved_inputs.fp8() || s.recipe.saved_attention.fp8();
     const double bound = s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
     for (int64_t n : {int64_t(1), 1 + rng.below(s.T), s.T})
         CHECK(relative_error(gpu.next_logits(n), cpu.next_logits(n)) <= bound);
@@ -120,20 +120,20 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
     FRESH_RANDOM(rng);
     const std::tuple<const char*, Storage, Storage, Storage, Storage> rows[] = {
-        {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_GROUP},  // groups beside other operands
-        {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_GROUP},
-        {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_GROUP},
+        {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_1x16},  // groups beside other operands
+        {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_1x16},
+        {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_1x16},
         {"deepseek", E4M3_1x128, E4M3_1x128, E4M3_1x128, BF16},  // other operands
         {"deepseek", E4M3_128x128, E4M3_1x128, E4M3_1x128, BF16},
-        {"coat", E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, E4M3_GROUP},
-        {"coat", BF16, BF16, BF16, E4M3_GROUP}};
-    for (const auto& [recipe, x, w, g, nonlinear] : rows)
+        {"coat", E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, E4M3_1x16},
+        {"coat", BF16, BF16, BF16, E4M3_1x16}};
+    for (const auto& [recipe, x, w, g, saved_inputs] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));
             s.recipe.x = x;
             s.recipe.w = w;
             s.recipe.g = g;
-            s.recipe.nonlinear = nonlinear;
+            s.recipe.saved_inputs = saved_inputs;
             check_step(rng, s);
         }
 }

@@ -79,7 +79,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows by the stated
             }
             for (const auto& [mode, category, bytes] :
                  {std::tuple{"attention", Category::Activations,
-                             3 * c.L * (48 * 2 * qkv_and_output - E4M3_GROUP.bytes(48, qkv_and_output))},
+                             3 * c.L * (48 * 2 * qkv_and_output - E4M3_1x16.bytes(48, qkv_and_output))},
                   {"master", Category::Weights, 2 * weights},
                   {"gradients", Category::Gradients, 2 * (elements - largest - embedding)}}) {
                 const Setup other = with_modes(s, mode), baseline = bf16_baseline(other);
@@ -298,12 +298,12 @@ TEST_CASE("gpu_memory_plan: with or without CUDA gradients that lie on activatio
 }
 
 TEST_CASE("text: numbers in groups of three digits; GB of a billion bytes; one rank and two ranks") {
-    CHECK(grouped(0) + " " + grouped(999) + " " + grouped(1000) + " " + grouped(6738415616) ==
+    CHECK(with_commas(0) + " " + with_commas(999) + " " + with_commas(1000) + " " + with_commas(6738415616) ==
           "0 999 1,000 6,738,415,616");
-    CHECK(grouped(-100) + " " + grouped(-1234567) == "-100 -1,234,567");
+    CHECK(with_commas(-100) + " " + with_commas(-1234567) == "-100 -1,234,567");
     CHECK(gigabytes(78'834'000'000) + " " + gigabytes(100'000'000) + " " + gigabytes(21'400'000) ==
           "78.8 0.1 0.021");
-    CHECK(counted(1, "rank") + ", " + counted(2, "rank") + ", " + counted(4096, "batch") ==
+    CHECK(with_noun(1, "rank") + ", " + with_noun(2, "rank") + ", " + with_noun(4096, "batch") ==
           "1 rank, 2 ranks, 4,096 batches");
 }
 
@@ -320,7 +320,7 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
         });
         CHECK(ours == x);
     }
-    for (Storage Recipe::*saved : {&Recipe::nonlinear, &Recipe::attention}) {
+    for (Storage Recipe::*saved : {&Recipe::saved_inputs, &Recipe::saved_attention}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
         CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);

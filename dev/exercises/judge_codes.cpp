@@ -154,7 +154,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             Codes codes = unwritten(n);
             Floats got = undefined(amax.size());
             quantize(rows, cols, behind.data(), codes.data(), got.data());
-            auto scale = [](float amax) { return reference::scale_of(E4M3_GROUP, amax); };
+            auto scale = [](float amax) { return reference::scale_of(E4M3_1x16, amax); };
             auto unrounded = [](float amax) { return reference::scale_of({Format::E4M3}, amax); };
             Floats flat = each(amaxes(x, 1), scale), whole, wide, inexact, divided,
                    unscaled = each(x, given::encode);
@@ -193,7 +193,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
                 const size_t row = i / cols, column = i % cols;
                 return text(" of row ", row, ", column ", column, " (group ", column / 16, "),");
             };
-            c("code", reference::quantize(x.data(), rows, cols, E4M3_GROUP).codes, codes,
+            c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).codes, codes,
               {{INVERSE, divided},
                {"Scales are right: use the scale after it is rounded to BF16; multiply by 1 / s.", inexact},
                {"This is the code of x, without the scale.", unscaled}},

@@ -232,7 +232,7 @@ fs.writeFileSync("plans.json", JSON.stringify(plans));
         s.config = find_row(models(), p["model"].get<std::string>(), "--model");
         s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
         s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
-        if (p["groups"]) s.recipe.attention = s.recipe.nonlinear;
+        if (p["groups"]) s.recipe.saved_attention = s.recipe.saved_inputs;
         s.has_master = p["master"];
         s.B = p["B"];
         s.T = p["T"];
@@ -274,7 +274,7 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
         CHECK((folder.get(name + ".tensor") == floats(q.codes)));
         CHECK(folder.get(name + ".scale").at(0) == q.scale(0, 0));
     }
-    const StoredMatrix q = quantize(matrix.data(), rows, cols, E4M3_GROUP);
+    const StoredMatrix q = quantize(matrix.data(), rows, cols, E4M3_1x16);
     CHECK((folder.get("groups") == floats(q.codes)));
     CHECK((folder.get("decoded") == dequantize(q)));
 }

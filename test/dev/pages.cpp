@@ -338,7 +338,7 @@ TEST_CASE("dev/README.md: which model fits in a GPU" * doctest::skip(NO_CUDA)) {
     for (const char* name : {"tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"}) {
         Setup s = setup_with_coat(name);
         const std::string by_default = gigabytes(total_bytes(gpu_memory_plan(s)));
-        s.recipe.attention = E4M3_GROUP;
+        s.recipe.saved_attention = E4M3_1x16;
         s.has_master = s.keep_gradients = false;
         const std::string leanest = gigabytes(total_bytes(gpu_memory_plan(s)));
         const std::string row = concat("| `", name, "` | ", by_default, " | ", leanest, " |");

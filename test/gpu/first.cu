@@ -17,7 +17,7 @@ GPU_TEST_CASE("a first test: sixteen values become one group of E4M3 codes with 
     const Buffer<uint16_t> scales(1);
     const TensorRef from{.data = input.get(), .scales = nullptr, .rows = 1, .cols = 16, .storage = BF16};
     const TensorRef to{
-        .data = codes.get(), .scales = scales.get(), .rows = 1, .cols = 16, .storage = E4M3_GROUP};
+        .data = codes.get(), .scales = scales.get(), .rows = 1, .cols = 16, .storage = E4M3_1x16};
     gpu::quantize(gpu::stored(from), {.tensor = to}, nullptr, 0);
 
     const std::vector<uint8_t> got = codes.read();  // waits for the kernel

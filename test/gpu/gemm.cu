@@ -79,7 +79,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, S
         if (accumulate) rounded += std::fabs(exact[i]) * (1 + sum_error);
         exact[i] += extra;
         bounds[i] = sum_error * (bounds[i] + std::fabs(extra)) + 1e-30 +
-                    std::ldexp(rounded, -info(out_format).mantissa - 1) * (1 + sum_error);
+                    std::ldexp(rounded, -info(out_format).mantissa_bits - 1) * (1 + sum_error);
     }
     check_within(out.values(), exact, bounds);
 }
@@ -174,7 +174,7 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
         blocks(ones, s, E4M3_128x128), out(s, BF16), narrow({64, 32}, BF16);
     const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();
-    groups.tensor.storage = E4M3_GROUP;
+    groups.tensor.storage = E4M3_1x16;
     const struct {
         const char* why;
         Gemm kind;

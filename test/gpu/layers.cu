@@ -18,8 +18,9 @@ struct NormCase {
     const Buffer<gpu::RowStatistics> stats;
 
     NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
-        : N(s.rows), C(s.cols), rms(rms), in(s, f.nonlinear), weight(normals(rng, f.compute, C), f.compute),
-          bias(normals(rng, f.compute, C), f.compute), stats(N) {}
+        : N(s.rows), C(s.cols), rms(rms), in(s, f.saved_inputs),
+          weight(normals(rng, f.compute, C), f.compute), bias(normals(rng, f.compute, C), f.compute),
+          stats(N) {}
     gpu::Norm norm(const TensorRef& x) const {
         return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
     }
@@ -74,7 +75,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
         for (bool rms : {true, false})
             for (Shape s : all)
                 for (bool forward_reads_saved : {true, false}) {
-                    if (!forward_reads_saved && !f.nonlinear.fp8()) continue;
+                    if (!forward_reads_saved && !f.saved_inputs.fp8()) continue;
                     INFO(s.cols, rms ? " RMSNorm" : " LayerNorm",
                          forward_reads_saved ? "" : " reads the sum");
                     const Storage compute{f.compute};
@@ -107,7 +108,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                 const int64_t n = s.n();
                 const Storage compute{f.compute};
                 const NormCase c(rng, f, rms, s);
-                const Tensor in(heavy(rng, f.compute, n), s, f.nonlinear),
+                const Tensor in(heavy(rng, f.compute, n), s, f.saved_inputs),
                     dy(heavy(rng, f.compute, n), s, compute), g(normals(rng, f.compute, n), s, compute);
                 const Floats before = normals(rng, f.compute, s.cols);
                 const Buffer<float> workspace(int64_t(gpu::norm_backward_workspace(s.cols) / sizeof(float)));

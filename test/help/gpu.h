@@ -162,7 +162,7 @@ public:
     Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Storage{f}) {}
 
     bool per_tensor() const { return storage.fp8() && storage.granularity == PER_TENSOR; }
-    bool for_gemm() const { return storage.fp8() && storage.granularity != PER_GROUP; }
+    bool for_gemm() const { return storage.fp8() && storage.granularity != PER_1x16; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
         return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols,
@@ -273,10 +273,10 @@ inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
 // A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
 struct RecipeFormats {
     Format compute;
-    Storage nonlinear;
+    Storage saved_inputs;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
-    {Format::BF16, E4M3_GROUP}, {Format::BF16, BF16}, {Format::FP32, FP32}};
+    {Format::BF16, E4M3_1x16}, {Format::BF16, BF16}, {Format::FP32, FP32}};
 
 constexpr Storage ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};

@@ -40,7 +40,7 @@ inline Setup with_modes(Setup s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
-    if (has("attention")) s.recipe.attention = E4M3_GROUP;
+    if (has("attention")) s.recipe.saved_attention = E4M3_1x16;
     s.has_master = !has("master");
     s.keep_gradients = !has("gradients");
     return s;
@@ -83,7 +83,7 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
         s.optimizer = any(optimizers());
         s.has_master = rng.below(2);
         s.keep_gradients = rng.below(2);
-        if (rng.below(2)) s.recipe.attention = E4M3_GROUP;
+        if (rng.below(2)) s.recipe.saved_attention = E4M3_1x16;
         if (!supported(s)) continue;
         all.push_back(s);
         random--;
@@ -93,8 +93,8 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
 inline std::string text(const Setup& s) {
     return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
                   s.optimizer.name, ", ", s.micro_batches_per_rank, "x", s.B, "x", s.T,
-                  s.recipe.attention.fp8() ? ", attention groups" : "", s.has_master ? "" : ", master none",
-                  s.keep_gradients ? "" : ", gradients none");
+                  s.recipe.saved_attention.fp8() ? ", attention groups" : "",
+                  s.has_master ? "" : ", master none", s.keep_gradients ? "" : ", gradients none");
 }
 #define FOR_EACH_SETUP(s, list) \
     for (const Setup& s : list) \

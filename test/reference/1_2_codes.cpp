@@ -37,7 +37,7 @@ static std::vector<Storage> fp8_quants() {
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::FP32, Format::BF16})
             for (Granularity g :
-                 {PER_TENSOR, PER_GROUP, PER_1x128, PER_128x128, PER_ROW, Granularity{0, 1}, {16, 16}})
+                 {PER_TENSOR, PER_1x16, PER_1x128, PER_128x128, PER_ROW, Granularity{0, 1}, {16, 16}})
                 table.push_back({f, g, scale});
     return table;
 }
@@ -80,7 +80,7 @@ TEST_CASE("decode: every code has the value of its definition and encode gives t
             else wrong += !std::isnan(got);
         }
         CHECK(wrong == 0);
-        CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa == d.M));
+        CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa_bits == d.M));
     }
     CHECK((info(Format::FP32).max == float_of(0x7F7FFFFF) && info(Format::FP32).min == float_of(1)));
 }
@@ -209,7 +209,8 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
 TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
     for (Format f : {Format::E4M3, Format::E5M2}) {
         const float scale = 0.25f, edge = info(f).max * scale,
-                    half_step = std::ldexp(edge / 1.75f, -1 - info(f).mantissa);  // edge / scale = 1.75 x 2^e
+                    half_step =
+                        std::ldexp(edge / 1.75f, -1 - info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
         const StoredMatrix z = quantize(x.data(), 2, 3, {f}, &stats, &scale);

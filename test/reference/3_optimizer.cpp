@@ -18,7 +18,7 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 // about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
 static double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).max * std::pow(ratio, k);
-    const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
+    const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).min / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }

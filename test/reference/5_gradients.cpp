@@ -135,9 +135,9 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         for (const char* words :
              {"bf16", "bf16 attention", "coat", "coat attention", "te", "colossal", "rowwise", "deepseek"}) {
             const Recipe r = setup_of(words).recipe;
-            const bool fp8 = r.x.fp8(), attention = r.attention.fp8();
+            const bool fp8 = r.x.fp8(), attention = r.saved_attention.fp8();
             double squares = attention ? 4 * e4m3 * e4m3 : 0;
-            if (r.nonlinear.fp8()) squares += 11 * e4m3 * e4m3 + 4 * e5m2 * e5m2;
+            if (r.saved_inputs.fp8()) squares += 11 * e4m3 * e4m3 + 4 * e5m2 * e5m2;
             else if (fp8) squares += 4 * (3 * e4m3 * e4m3 + std::pow(rms_error(r.g.format), 2));
             const double bound = std::sqrt(double(c.L) * squares) + bound_bf16;
             runs.push_back(run(words));
