@@ -445,7 +445,7 @@ static unsigned blocks_of(int64_t spans) {
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
-static AdamWConstants adamw_constants(const AdamWStep& a) {
+static AdamWConstants adamw_constants(const AdamWOptions& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
     return {.lr = a.lr,
@@ -482,7 +482,7 @@ static __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     if (scale) scale->amax = 0;
 }
 
-void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
+void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
            Format format, const GradientState* state, cudaStream_t s) {
     const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();

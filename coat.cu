@@ -112,14 +112,14 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_groups, TensorScale* amax_out, QuantStats* quant_stats,
+                               bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t s) {
     if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, s);
     auto run = [&]<Also ALSO>() {
         if (gated) launch_quantize_groups<ALSO, /*GATED=*/true>(x, groups, amax_out, quant_stats, s);
         else launch_quantize_groups<ALSO, /*GATED=*/false>(x, groups, amax_out, quant_stats, s);
     };
-    if (forward_reads_groups) run.template operator()<Also::ActivationAmaxOfGroups>();
+    if (forward_reads_saved) run.template operator()<Also::ActivationAmaxOfGroups>();
     else run.template operator()<Also::ActivationAmaxOfX>();
 }
 

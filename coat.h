@@ -186,7 +186,7 @@ struct Recipe {
     // Whether forward computes with the saved groups of `saved_inputs` tensors, as in the paper. If not
     // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
     // cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
-    bool forward_reads_groups = true;
+    bool forward_reads_saved = true;
     int history_steps = 1024;  // how many steps' amaxes delayed scaling remembers
     const char* about = "";    // a line of --help
 };
@@ -204,7 +204,7 @@ inline const std::vector<Recipe>& recipes() {
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
         {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = IN_FPROP, .optimizer = "coat",
-         .forward_reads_groups = false,
+         .forward_reads_saved = false,
          .about = "as coat, with E4M3 gradients; only backward reads the saved FP8 activations"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
          .fast_accumulation = IN_FPROP,
@@ -290,7 +290,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
 }
 
 // The arguments of one step of AdamW.
-struct AdamWStep {
+struct AdamWOptions {
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts
@@ -329,7 +329,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
 // Param::flat_offset): the lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update, whose number also counts skipped steps: AdamWStep::step + AdamWStep::skipped.
+// The key of one update, whose number also counts skipped steps: AdamWOptions::step + AdamWOptions::skipped.
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }

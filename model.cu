@@ -126,7 +126,7 @@ class GpuModel final : public Model {
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
     // The step that runs. These three are read at the bottom of its calls, in finish_bucket().
-    AdamWStep adamw_;          // the settings of its update: a copy, set by step()
+    AdamWOptions adamw_;       // the settings of its update: a copy, set by step()
     int64_t micro_batch_ = 0;  // the index of its micro-batch that runs, set by run_micro_batch()
     QuantReport report_;       // what has been measured so far; measure_quantization() empties it first
     // The pass that runs has B sequences of T tokens, N = B * T tokens in all. load_batch() sets these.
@@ -168,7 +168,7 @@ public:
 
     // Forward and backward of each micro-batch, then the update. (With --gradients none,
     // finish_bucket() updates the weights within backward.)
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& adamw) override {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         adamw_ = adamw;
@@ -341,7 +341,7 @@ private:
         return lazy_norm(read);
     }
     bool forward_reads_saved(const ResidualNorm& n) const {
-        return recipe_.forward_reads_groups || !n.norm.in.storage.fp8();
+        return recipe_.forward_reads_saved || !n.norm.in.storage.fp8();
     }
     // The gradient of the residual stream (N, C) in the compute dtype, in backward. It has the memory of
     // final_norm_input(): norm_backward() of the final norm overwrites its input with this gradient.
@@ -440,7 +440,7 @@ private:
             // The projection writes what is saved
             layer.gate_up_proj.fprop(x, gate_up);
             layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
-        } else if (recipe_.forward_reads_groups) {
+        } else if (recipe_.forward_reads_saved) {
             // The projection's output is the widest tensor of a layer: it exists until its groups are saved
             const Arena::Scope until_saved(arena_);
             const TensorRef values = allocate_tensor(N_, gate_up.cols);
@@ -462,7 +462,7 @@ private:
     // computed from the groups if forward reads them, else from the values.
     void save_gate_up_in_groups(const Layer& layer, const TensorRef& values) {
         quantize_activation_input(gated_, values, saved_tensor(layer, Saved::GateUp),
-                                  recipe_.forward_reads_groups, layer.down_proj.x_amax_out(),
+                                  recipe_.forward_reads_saved, layer.down_proj.x_amax_out(),
                                   device_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 

@@ -251,7 +251,7 @@ public:
     virtual ~Model() = default;
     // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
     // this rank. The result is that of all ranks.
-    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& options) = 0;
+    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
     // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;

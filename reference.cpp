@@ -400,7 +400,7 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
 }
 
 // The constants of one AdamW step. Powers of beta are computed in double.
-AdamWConstants adamw_constants(const AdamWStep& a, bool decays, double grad_norm) {
+AdamWConstants adamw_constants(const AdamWOptions& a, bool decays, double grad_norm) {
     const double step = double(a.step);
     const bool clips = a.clip > 0 && grad_norm > a.clip;
     return {.lr = a.lr,

@@ -110,7 +110,7 @@ struct AdamWConstants {
     float clip_factor;                              // below 1 if the gradients are clipped
 };
 // grad_norm: of all gradients, before clipping.
-AdamWConstants adamw_constants(const AdamWStep& options, bool decays, double grad_norm);
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
 // gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
            float* v);

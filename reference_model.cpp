@@ -120,9 +120,9 @@ public:
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(backward_of_norm("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_input_gradient("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
-        embedding_backward(tokens, dresidual);
+        add_embedding_gradients(tokens, dresidual);
         return loss;
     }
 
@@ -190,7 +190,7 @@ public:
         const Tensor norm2_input = load_saved(s.norm2_input);
         const Tensor norm2 = norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, backward_of_norm(prefix + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, norm_input_gradient(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
         const Tensor dattention_output =
@@ -219,7 +219,7 @@ public:
         const Tensor norm1_input = load_saved(s.norm1_input);
         const Tensor norm1 = norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, backward_of_norm(prefix + "norm1", norm1_input, dnorm1)));
+        return rounded(add(dresidual, norm_input_gradient(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
@@ -238,9 +238,9 @@ public:
             return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
-    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
+    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_saved).
     Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
-        return recipe_.forward_reads_groups ? load_saved(saved) : rounded(x);
+        return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
     }
     static Tensor load_saved(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
@@ -324,7 +324,7 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor backward_of_norm(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_input_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
         reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
                                        weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
@@ -374,7 +374,7 @@ public:
 
     // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
     // of its token, or of its position. dresidual: (N, C).
-    void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
+    void add_embedding_gradients(const int32_t* tokens, const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
@@ -448,7 +448,7 @@ public:
         }
     }
 
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWStep& options) override {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         forget_observations();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t counted = 0;  // targets of the step that count
@@ -508,7 +508,7 @@ private:
     }
 
     // Updates all parameters. grad_norm: of all gradients, before clipping.
-    void update_all(const AdamWStep& options, double grad_norm) {
+    void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped);
         for (size_t i = 0; i < params_.size(); i++) {
             update(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
@@ -566,7 +566,7 @@ public:
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
             report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-            const AdamWStep nothing_moves{.step = 1, .lr = 0};
+            const AdamWOptions nothing_moves{.step = 1, .lr = 0};
             const AdamWConstants constants =
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update(s, i, constants, /*key=*/0);

@@ -227,9 +227,9 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
                      cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
 // next GEMM's operand, and amax_out gets its amax in the same pass: of what the activation computes from the
-// groups if forward_reads_groups, else from x (coat.h, forward_reads_groups).
+// groups if forward_reads_saved, else from x (coat.h, forward_reads_saved).
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_groups, TensorScale* amax_out, QuantStats* quant_stats,
+                               bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t s);
 
 // ===========================================================================================================
@@ -315,7 +315,7 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 // Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h),
 // for weights without a master.
 // The shards' amaxes become those of the new weights; where state->skip is set, all stays as it was.
-void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
+void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
            Format format, const GradientState* state, cudaStream_t s);
 
@@ -333,7 +333,7 @@ void adamw(const AdamWStep& a, const OptimizerFormat& optimizer, const Shard* sh
 //   next.row_statistics   of next.in if forward_reads_saved, else of x_out
 //   y_amax_out            the amax of the norm's output, computed from the same values
 // forward_reads_saved says that the norm reads next.in not only in backward, but also in forward: because the
-// recipe's forward_reads_groups (coat.h) is true, or because next.in is not in groups.
+// recipe's forward_reads_saved (coat.h) is true, or because next.in is not in groups.
 void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
                   bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);

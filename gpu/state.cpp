@@ -307,7 +307,7 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 
 // Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns by
 // shard unit, and these sums travel, behind the loss: `units` + 1 numbers from each rank.
-void Parameters::update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding) {
+void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
     const Range range{.first = places[begin].rank_offset,

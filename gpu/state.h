@@ -254,7 +254,7 @@ public:
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
     // of the new ones. Nothing is updated if something in the step was not finite so far.
-    void update(const AdamWStep& a, int64_t first, int64_t last, Sharding& sharding);
+    void update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding);
 
     // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
     void add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;

@@ -40,7 +40,7 @@ static FormatTexts format_texts(const Setup& s) {
         .w = linear.w.text(),
         .g = linear.g.text(),
         .weight_gradient = concat(info(gradient_format(s)).name, " gradient"),
-        .read = recipe.forward_reads_groups ? saved_inputs : compute,
+        .read = recipe.forward_reads_saved ? saved_inputs : compute,
         .residual = recipe.saved_inputs.fp8() ? compute + " and " + saved_inputs : compute,
         .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
         .falls_back = linear.fallback ? " (falls back)" : "",

@@ -101,7 +101,7 @@ static void read_step(Run& run, const Loader& loader) {
 }
 
 // The arguments of the next update.
-static AdamWStep next_update(const Run& run) {
+static AdamWOptions next_update(const Run& run) {
     const Flags& flags = run.flags;
     const LoopState& state = run.state;
     return {.step = state.updates + 1,
@@ -133,7 +133,7 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
 static void train_step(Run& run, const Loader& loader, Progress& progress) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const double before = now();
-    const AdamWStep adamw = next_update(run);
+    const AdamWOptions adamw = next_update(run);
     read_step(run, loader);
     run.at_savable_step = false;  // an error within the step leaves weights of two steps
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);

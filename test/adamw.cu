@@ -6,7 +6,7 @@
 using namespace coat;
 using namespace coat::test;
 
-constexpr AdamWStep STEP{.step = 3, .lr = 1e-2f};
+constexpr AdamWOptions STEP{.step = 3, .lr = 1e-2f};
 
 GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
     FRESH_RANDOM(rng);

@@ -36,7 +36,7 @@ struct Update {
     Floats master, x[2];  // the values of both moments
     reference::Moment moments[2];
 
-    Update(Model& model, const Snapshot& before, const Param& p, const AdamWStep& a, double grad_norm)
+    Update(Model& model, const Snapshot& before, const Param& p, const AdamWOptions& a, double grad_norm)
         : master(masters(before, p.name)) {
         for (int v : {0, 1}) {
             moments[v] = moment_of(model.setup(), p, before, v);
@@ -196,7 +196,7 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
         Setup without = t.setup();
         without.recipe.saved_inputs = BF16;
         const bool same = t.evaluate() == make(without)->evaluate(t.tokens.data(), t.targets.data());
-        CHECK(same == !t.setup().recipe.forward_reads_groups);
+        CHECK(same == !t.setup().recipe.forward_reads_saved);
     }
 }
 
@@ -238,7 +238,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                 restore(*t.model, state);
                 losses[biased] = t.evaluate();
             }
-            const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8() && recipe.forward_reads_groups;
+            const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8() && recipe.forward_reads_saved;
             CHECK((losses[0] == losses[1]) == (recipe.compute == Format::BF16 && !reads_sum));
         }
 }

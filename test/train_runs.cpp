@@ -482,7 +482,7 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
     int64_t in_a_row = 0, most = 0;
     for (const auto& line : logged(folder, "step")) {
         for (int64_t i : {0, 1}) loader.read(2 * state.step + i, &x[16 * i], &y[16 * i]);
-        AdamWStep adamw{state.updates + 1, learning_rate(2e-3, 9, 80, state.step)};
+        AdamWOptions adamw{state.updates + 1, learning_rate(2e-3, 9, 80, state.step)};
         adamw.weight_decay = 3;
         adamw.clip = 5;
         adamw.skipped = state.step - state.updates;

@@ -680,7 +680,7 @@ void launch_my_kernel([[maybe_unused]] const State& s, [[maybe_unused]] const Co
 // ===========================================================================================================
 // The program: data, the comparison with the CPU reference, and the table
 
-constexpr AdamWStep SETTINGS{10, 1e-2f};  // step, learning rate
+constexpr AdamWOptions SETTINGS{10, 1e-2f};  // step, learning rate
 constexpr int FROM_TRAINING = 8, MINE = 9;
 const std::vector<const char*> RUNGS = {"a block for a group, a thread for an element, powf",
                                         "a warp for a group, four elements a lane",

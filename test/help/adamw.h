@@ -142,7 +142,7 @@ struct AdamWRun {
                    std::equal(v.begin(), v.end(), o.v.begin(), o.v.end(), same_moment);
         }
     };
-    Result on_gpu(const AdamWStep& a, bool skip = false) const {
+    Result on_gpu(const AdamWOptions& a, bool skip = false) const {
         const int64_t total = int64_t(master.size());
         const Buffer<TensorScale> amaxes(std::vector<TensorScale>(params.size(), {1, OLD_AMAX, 0, 0}));
         std::deque<DeviceMoment> m, v;
@@ -196,7 +196,7 @@ struct Exact {
     Doubles w, m, v, w_terms, m_terms;
     Floats w_float, m_float, v_float;
 
-    Exact(const AdamWRun& run, const HostParam& p, const AdamWStep& a)
+    Exact(const AdamWRun& run, const HostParam& p, const AdamWOptions& a)
         : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
         reference::AdamWConstants f = reference::adamw_constants(a, p.decays, 0);
         f.clip_factor = run.clip;
@@ -319,7 +319,7 @@ struct MomentCheck {
     }
 };
 
-inline void check_adamw(AdamWRun run, const AdamWStep& a) {
+inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
     INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
     const AdamWRun::Result r = run.on_gpu(a), skipped = run.on_gpu(a, true);
     run.cuts = {2, 3, 8};

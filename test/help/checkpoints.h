@@ -34,7 +34,7 @@ public:
                 if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }
-    StepResult step(const int32_t*, const int32_t*, const AdamWStep&) override {
+    StepResult step(const int32_t*, const int32_t*, const AdamWOptions&) override {
         throw std::logic_error("step");
     }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }

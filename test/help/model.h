@@ -203,7 +203,7 @@ struct Training {
     std::unique_ptr<Model> model;
     Text text;
     Tokens tokens, targets;
-    AdamWStep adamw{0, 3e-3f};
+    AdamWOptions adamw{0, 3e-3f};
 
     Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
         if (!setup.keep_gradients) adamw.clip = 0;

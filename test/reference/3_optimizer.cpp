@@ -136,7 +136,7 @@ TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity
 TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     FRESH_RANDOM(rng);
     for (int round = 0; round < 200; round++) {
-        AdamWStep a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
+        AdamWOptions a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
         a.clip = round % 3 ? 0.7f : 0;
         a.weight_decay = round % 5 ? 0.1f : 0;
         const bool decays = round % 4;
