@@ -250,10 +250,17 @@ __global__ void rung2(State s, Constants c) {
 // ===========================================================================================================
 // Rung 3: powers on the special function unit
 //
-// What changes: x^y = 2^(y log2 x), with one instruction for the logarithm (lg2.approx) and one for the
-// exponential (ex2.approx), in place of powf. Their relative error is about 2^-22. A code has four
-// significant bits, so it notices only if a value lies on the edge between two codes: see the last column of
-// the table.
+// What changes: powf(x, y) becomes fast_exp2(y * fast_log2(x)), for x^y = 2^(y log2 x). This is one line of
+// contract and one of expand:
+//
+//   contract   rung 2   s.max * powf(fabsf(y) / FMAX, 1 / s.k)
+//              rung 3   s.max * fast_exp2(1 / s.k * fast_log2(fabsf(y) / FMAX))
+//   expand     rung 2   FMAX * powf(fabsf(x) / s.max, s.k)
+//              rung 3   FMAX * fast_exp2(s.k * fast_log2(fabsf(x) / s.max))
+//
+// fast_log2 and fast_exp2 are one instruction each, lg2.approx and ex2.approx. Their relative error is about
+// 2^-22. A code has four significant bits, so it notices only if a value lies on the edge between two codes:
+// see the last column of the table.
 //
 // Counted: 260 instructions for an element, and 15 special functions (N = 4 elements of a lane):
 //
@@ -269,9 +276,9 @@ __global__ void rung2(State s, Constants c) {
 //
 // Predict: how many times faster does it become?
 //
-// The kernel is the same. From here on it is a template, because rungs 3 to 6 share it: N, the elements of a
-// lane, and `Arithmetic`, a struct with the functions that rungs change, are blanks that are filled in when
-// it is compiled. Piece<uint8_t, N> (ladder.h) is rung 2's word of codes, for any N.
+// All else is rung 2's kernel. It is a template from here on, because rungs 3 to 6 share it: N, the elements
+// of a lane, and `Arithmetic`, a struct with the functions that rungs change, are blanks that are filled in
+// when it is compiled. Piece<uint8_t, N> (ladder.h) is rung 2's word of codes, for any N.
 //
 //   rungs3_to_6          loads N elements of everything, and stores them:               struct Elements
 //     update_elements    rung 1's equations in order: contract, update, scaling_of_group, expand
@@ -391,19 +398,7 @@ template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constant
 //   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
 //     instructions.
 //
-// A group of zeros needs no branch either:
-//
-//   largest magnitude     0
-//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
-//   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
-//   within_limits         64           because 1 / log_ratio is infinite
-//   k                     1            because max is 0
-//   1 / max               2^100        because 2^-100 takes the place of max there
-//   codes                 0            2^(k log2 0) is 2^-infinity
-//
-// (A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
-// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
-// fast_log2_of_normal make it 0. For such groups adamw.cu has a second, careful path; the rungs have none.)
+// A group of zeros needs no branch either: see the note below the code.
 //
 // Counted: 100 instructions for an element, and 12.5 special functions:
 //
@@ -450,6 +445,19 @@ struct Reciprocals {
         return codes;
     }
 };
+// A note on zeros. This is what a group of zeros computes without a branch:
+//
+//   largest magnitude     0
+//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
+//   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
+//   within_limits         64           because 1 / log_ratio is infinite
+//   k                     1            because max is 0
+//   1 / max               2^100        because 2^-100 takes the place of max there
+//   codes                 0            2^(k log2 0) is 2^-infinity
+//
+// A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
+// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
+// fast_log2_of_normal make it 0. For such groups adamw.cu has a second, careful path; the rungs have none.
 
 // ===========================================================================================================
 // Rung 5: half a warp for a group, eight elements a lane
@@ -543,7 +551,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
     const int half = threadIdx.x % 32 / 16;
     const int lane_of_group = threadIdx.x % 16;
     const int64_t halves = static_cast<int64_t>(gridDim.x) * THREADS / 16;  // of warps, in the grid
-    // Behind the last group a half reads that one again, and stores nothing.
+    // After the last group a half reads that one again, and stores nothing.
     auto inside = [&](int64_t group) { return min(group, groups - 1); };
     auto load = [&](int64_t group) {
         return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
@@ -578,14 +586,16 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
 //   m.max, rung 7    | group 0, 1 | group 2, 3 | group 4, 5 | group 6, 7 |     one sector, four warps
 //   m.max, rung 8    | groups 0 to 7                                     |     one sector, one warp
 //
-// A warp takes a bundle of eight consecutive groups, in four pairs. Their 32 scales are one for each
-// lane, which loads its own with one instruction for the warp, passes it on by a shuffle when its group is at
-// work, and keeps the new one until the bundle is done:
+// A warp takes a bundle of eight consecutive groups, in four pairs, one group of a pair for each half of the
+// warp. A group has four scales, a bundle 32: one for each lane. A lane loads its own scale with one
+// instruction for the warp, passes it on by a shuffle when its group is at work, and keeps the new one until
+// the bundle is done. The scales of a group are with four lanes, in this order: m.max, m.k, v.max, v.k.
 //
-//   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
-//   scale       m.max  m.k    v.max  v.k    the same four of each of these groups:
-//   group       0      0      0      0      2       4       6         1        3        5        7
-//   pair        0      0      0      0      1       2       3         0        1        2        3
+//   pair             0               1               2               3
+//   lower half       group 0         group 2         group 4         group 6
+//                    lanes 0 - 3     lanes 4 - 7     lanes 8 - 11    lanes 12 - 15
+//   upper half       group 1         group 3         group 5         group 7
+//                    lanes 16 - 19   lanes 20 - 23   lanes 24 - 27   lanes 28 - 31
 //
 // So a lane keeps scales of a group that its own half of the warp updates. Accesses of a warp for a pair:
 //

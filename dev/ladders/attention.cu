@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
     float q[CHUNKS][CHUNK], o[CHUNKS][CHUNK] = {}, max = -INFINITY, sum = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        // A thread behind the last query computes that one again, and stores nothing.
+        // A thread after the last query computes that one again, and stores nothing.
         const auto x = Piece<bf16, CHUNK>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
         for (int j = 0; j < CHUNK; j++) q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
     }
@@ -416,7 +416,7 @@ int main(int argc, char** argv) try {
 //   dq is finished by blocks at the end of the grid (FlashAttention-4: 5,163)                   5,447
 // Without any dq traffic (a wrong result) the same loop takes 5,197 at 2 x 8192 with 32 heads of keys, 5,374
 // with. What lost: dq one step later (3% at 8 x 2048); the longest blocks first, with dq from the first keys
-// on (5% to 20%); two buffers of dq (no gain); no wait for dv before dk is issued, with dp issued behind the
+// on (5% to 20%); two buffers of dq (no gain); no wait for dv before dk is issued, with dp issued after the
 // next scores (1%; heads of 64: 4% at 64 x 1024); the scores issued a step ahead and dk from ds in shared
 // memory, so that three GEMMs are always in flight (2%; heads of 64: 7%). So the loop does not wait for GEMMs
 // to be issued.

@@ -135,7 +135,7 @@ __global__ void transpose_rung2(Matrix m) {
 //
 // Predict: the clock of instructions, and that of latency, with 2,048 threads on each multiprocessor.
 
-// Rungs 3 and 4. PADDING: bytes behind each row of the tile. The grid is that of rung 2.
+// Rungs 3 and 4. PADDING: bytes after each row of the tile. The grid is that of rung 2.
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
     __shared__ uint8_t tile[SIDE][SIDE + PADDING];
     const float inverse = inverse_scale(m);
@@ -236,8 +236,8 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 // ===========================================================================================================
 // Rung 6: 8 x 8 elements a thread, transposed in registers
 //
-// What changes: a thread has 8 rows of 8 columns of the tile, which has 128 x 128. The block's 256 threads
-// lie over it so:
+// What changes: a thread has 8 rows of 8 columns of a tile of 128 x 128. The 16 x 16 threads of a block lie
+// over it so. Thread (across, down) is number 16 * down + across, and a warp is two rows of this drawing:
 //
 //                       columns    0 - 7        8 - 15     ...   120 - 127
 //   rows   0 -   7                 thread 0     thread 1         thread 15         down 0
@@ -246,25 +246,29 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 //   rows 120 - 127                 thread 240   thread 241       thread 255        down 15
 //                                  across 0     across 1         across 15
 //
-// A warp is two rows of this drawing. All 8 loads of a thread are on their way before the first is used. It
-// transposes its codes by itself, four rows and four columns at a time, with instructions that pick any 4
-// of 8 bytes (__byte_perm):
+// All 8 loads of a thread are on their way before the first is used. The thread turns rows into columns by
+// itself, four rows and four columns at a time, with instructions that pick any 4 of 8 bytes (__byte_perm):
 //
-//   row 0  a0 a1 a2 a3            column 0  a0 b0 c0 d0      one word of the tile in shared memory: four rows
-//   row 1  b0 b1 b2 b3    --->    column 1  a1 b1 c1 d1      of a column
-//   row 2  c0 c1 c2 c3            column 2  a2 b2 c2 d2
-//   row 3  d0 d1 d2 d3            column 3  a3 b3 c3 d3
+//   row 0  a0 a1 a2 a3            a0 b0 c0 d0      a word: four rows of column 0
+//   row 1  b0 b1 b2 b3    --->    a1 b1 c1 d1      a word of column 1
+//   row 2  c0 c1 c2 c3            a2 b2 c2 d2
+//   row 3  d0 d1 d2 d3            a3 b3 c3 d3
 //
-// The tile has 128 x 128 codes: 32 words for each of 128 columns. So shared memory is written 4 bytes at a
-// time, read 16 at a time, and memory is written 16 bytes a lane, 128 bytes of a row by 8 lanes.
+// From here on a *word* is four rows of one column: 4 bytes, one bank. A thread has two words of each of its
+// columns. The upper word has its rows 0 to 3, the lower word its rows 4 to 7.
 //
-//   rows                   0 - 3    4 - 7    8 - 11   12 - 15   ...   124 - 127
-//   tile, column 0         word 0   word 1   word 2   word 3          word 31
-//   tile, column 1         word 0   word 1   word 2   word 3          word 31
-//   bank                   0        1        2        3               31
-//   written by threads of  down 0   down 0   down 1   down 1          down 15
+// The tile in shared memory consists of words: 32 for each of the 128 columns. There are as many banks, so
+// word w of every column is in bank w. Four neighbouring words are a *piece*, 16 rows:
 //
-// A column has 32 words, as many as there are banks, so word w of every column is in bank w.
+//   rows                0 - 3    4 - 7    8 - 11   12 - 15   16 - 19   ...   124 - 127
+//   word, and its bank  0        1        2        3         4               31
+//   written by down     0        0        1        1         2               15
+//   it is that one's    upper    lower    upper    lower     upper           lower
+//   read as             piece 0                              piece 1         piece 7
+//
+// All threads write their upper words first, one column after the other, and then their lower words. A lane
+// reads a piece at once, 16 bytes, and stores it. Eight lanes with the pieces of one column write 128
+// neighbouring bytes.
 //
 // Counted: 8 instructions for an element. Without conflicts, writing the words takes 2.2 us of shared memory.
 //
@@ -272,7 +276,7 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 // writing take, and how much of that shows in the time?
 constexpr int TILE = 128;             // rows and columns of a tile
 constexpr int ACROSS = TILE / CHUNK;  // a block has 16 x 16 threads
-constexpr int PIECE_ROWS = 16;        // of a column, that a thread stores at once: 4 words
+constexpr int PIECE_ROWS = 16;        // four words of a column, which a thread reads and stores at once
 constexpr int PIECES = TILE / PIECE_ROWS;
 
 // Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
@@ -288,13 +292,11 @@ __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// Where the words of the tile are. Word w of a column has its rows 4 w to 4 w + 3; piece p has words 4 p to
-// 4 p + 3, 16 rows. Here both functions return what they are given; rung 7 replaces them.
+// Where the words of the tile are. Here both functions return what they are given; rung 7 replaces them.
 struct Unswizzled {
-    // A thread has eight rows of a column, two words: the upper half, 0, and the lower, 1. It writes one of
-    // them in turn 0 and the other in turn 1.
-    static __device__ int half(int turn, int) { return turn; }
-    // The place of a piece among those of its column. chunk: of eight columns.
+    // Which word of a column a thread writes first (turn 0) and second (turn 1): 0 is the upper, 1 the lower.
+    static __device__ int upper_or_lower(int turn, int) { return turn; }
+    // The place of a piece among the eight of its column, which belongs to the threads of this `across`.
     static __device__ int place(int piece, int) { return piece; }
 };
 
@@ -319,20 +321,20 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
             eight.store(m.codes + (row + i) * m.cols + col);
             codes[i] = eight.word;
         }
-        uint32_t words[2][2][4];  // (half: four rows, half: four columns, column)
-        for (int half = 0; half < 2; half++) {
-            const uint2* four = codes + 4 * half;
-            transpose_4x4({four[0].x, four[1].x, four[2].x, four[3].x}, words[half][0]);
-            transpose_4x4({four[0].y, four[1].y, four[2].y, four[3].y}, words[half][1]);
+        uint32_t words[2][2][4];  // (upper or lower, first or last four columns, column of these)
+        for (int which = 0; which < 2; which++) {
+            const uint2* rows = codes + 4 * which;
+            transpose_4x4({rows[0].x, rows[1].x, rows[2].x, rows[3].x}, words[which][0]);
+            transpose_4x4({rows[0].y, rows[1].y, rows[2].y, rows[3].y}, words[which][1]);
         }
         for (int turn = 0; turn < 2; turn++) {
-            const int half = Layout::half(turn, across);
-            const int word = 2 * down + half;  // of each of the eight columns
-            const int word_place = 4 * Layout::place(word / 4, across) + word % 4;  // and its bank, of 32
+            const int which = Layout::upper_or_lower(turn, across);
+            const int word = 2 * down + which;                                // of each of the eight columns
+            const int bank = 4 * Layout::place(word / 4, across) + word % 4;  // and its place in the column
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t upper = words[0][j / 4][j % 4];
                 const uint32_t lower = words[1][j / 4][j % 4];
-                tile[across * CHUNK + j][word_place] = half == 0 ? upper : lower;
+                tile[across * CHUNK + j][bank] = which == 0 ? upper : lower;
             }
         }
     }
@@ -351,13 +353,21 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
 // ===========================================================================================================
 // Rung 7: swizzled words
 //
-// What changes: where the words of a column are. Padding, as in rung 4, does not help: words are read four at
-// a time, from an address that is a multiple of 16 bytes. So a column could only grow by a multiple of four
-// words, eight columns by a multiple of 32, and chunks would meet in one bank as before. Instead the words
-// change places within their column, in another way for each chunk of eight columns. Thread (across, down)
-// has chunk `across` and two words of it, its upper and its lower half. A piece is four words, 16 rows. Banks
-// that a warp (16 across, 2 down) writes at once in its first turn, for the first column of each chunk, rung
-// 6 above and rung 7 below:
+// What changes: where the words of a column are. Padding, as in rung 4, does not help: pieces are read 16
+// bytes at a time, from an address that is a multiple of 16. So a column could only grow by a multiple of
+// four words, eight columns by a multiple of 32, and the words would meet in one bank as before. Instead the
+// words change places within their column, in another way for each `across`.
+//
+// How does one find such a layout? The words that a warp writes at once must be in different banks. Their
+// threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
+// the bank at all, so its bits must be mixed in:
+//   - a piece is read as a whole, so its four words stay together, and only its place may change, three bits
+//     of the bank. These get the upper three bits of `across`: piece p is at place p ^ (across / 2);
+//   - the last bit of `across` says which word is written first: the lower one where `across` is odd.
+//
+// `^` (exclusive or) permutes the places, so nothing is overwritten, and eight lanes that read the eight
+// pieces of a column still use every bank once. Which word comes first does not change where it goes. These
+// are the banks that a warp writes at once in its first turn, for the first of each thread's columns:
 //
 //   across                    0    1    2    3    4    5   ...  15
 //   rung 6   down 0           0    0    0    0    0    0         0
@@ -365,21 +375,17 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
 //   rung 7   down 0           0    1    4    5    8    9        29
 //            down 1           2    3    6    7   10   11        31
 //
-// Their piece 0 is at place 0 ^ (across / 2), and where `across` is odd the lower half is written first.
-// Every bank is used once. In general piece p is at place p ^ (across / 2): `^` (exclusive or) permutes the
-// places, so nothing is overwritten, and eight lanes that read the eight pieces of a column still use every
-// bank once. Which half comes first does not change where it goes.
+// Every bank is used once. In the first warp `across` is lane % 16 and `down` lane / 16, and a column of the
+// tile has 32 words. So this command counts rung 7's first turn and draws its banks. With the first two of
+// the four terms it draws those of rung 6:
 //
-// (How does one find such a layout? The banks of a warp's words must differ, and here `across` does not count
-// in the bank at all, so some of its four bits must be mixed in. A piece is read as a whole, so its four
-// words stay together: only the number of the piece may change, three bits. These get the upper three bits of
-// `across`. The last bit is mixed into which half is written first.)
+//   python3 dev/ladders/banks.py "256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2"
 //
 // Predict: the time. coat.cu does the same for any format and for tensors that are computed on the fly. It
 // writes four rows as soon as it has them, so that it needs fewer registers; its drawing is in part 3 there.
 struct Swizzled {
-    static __device__ int half(int turn, int chunk) { return turn ^ (chunk % 2); }
-    static __device__ int place(int piece, int chunk) { return piece ^ (chunk / 2); }
+    static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
+    static __device__ int place(int piece, int across) { return piece ^ (across / 2); }
 };
 
 // ===========================================================================================================

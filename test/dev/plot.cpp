@@ -184,7 +184,7 @@ for point, extreme in zip(corners, (0.01, 0.02, -0.01, 0.0)):
     CHECK(ended.out.empty());
 }
 
-// The answers on paper at the end of dev/ladders/quantize_transpose.cu.
+// The answers on paper at the end of dev/ladders/quantize_transpose.cu, and what its rungs 6 and 7 write.
 TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(NO_PYTHON)) {
     const Folder folder;
     auto run = [&](const std::string& access) {
@@ -212,5 +212,7 @@ TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(
     prints("'36 * lane' --bytes 1", 32, 1);
     prints("'lane % 4 + 512 * (lane // 4)' --bytes 1", 8, 8);
     prints("lane --bytes 16", 16, 4);
+    prints("'256*(lane%16) + 2*(lane//16)'", 16, 16);
+    prints("'256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2'", 16, 1);
     CHECK(contains(run("'32 * lane'"), "bank  0   word 0: lane 0   word 32: lane 1"));
 }
