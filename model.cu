@@ -388,7 +388,7 @@ private:
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding; it saves the input of the first norm 1
-        sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Pass::Forward);
+        sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
         add_to_residual(sharding_->gathered_weight(embedding_index_), positions, norm1_of(layers_[0]),
@@ -487,7 +487,7 @@ private:
 
     void loss_without_gradients() {
         const Arena::Scope scope(arena_);
-        sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
+        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
         for (int64_t first = 0; first < N_; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice(arena_);
             const TensorRef y = allocate_tensor(slice_tokens(first), config_.C);
@@ -510,8 +510,8 @@ private:
             sum.data = arena_.allocate<float>(sum.rows * sum.cols);
             sum.storage = FP32;
         }
-        // Pass::Backward, because the stage that comes next is the last layer's, on the way back
-        sharding_->gather_weights(sharding_->head_stage(), Pass::Backward);
+        // Direction::Backward, because the stage that comes next is the last layer's, on the way back
+        sharding_->gather_weights(sharding_->head_stage(), Direction::Backward);
         // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
@@ -761,7 +761,7 @@ public:
         begin_step_or_evaluation(1);
         load_batch(tokens, tokens, /*B=*/1, /*T=*/n);
         forward();
-        sharding_->gather_weights(sharding_->head_stage(), Pass::Forward);
+        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
         const Arena::Scope scope(arena_);
         const TensorRef last = compute_logits(n - 1, allocate_tensor(1, config_.C));
         void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits

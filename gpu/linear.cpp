@@ -100,7 +100,7 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm
 Operand LinearLayer::w8_for(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
-                                     reader == Gemm::Fprop ? Pass::Forward : Pass::Backward);
+                                     reader == Gemm::Fprop ? Direction::Forward : Direction::Backward);
     const TensorRef w = context_.sharding.gathered_weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {

@@ -223,7 +223,27 @@ private:
     }
 };
 
-// What the other GPUs do in a step. Transfers are put on a stream of their own.
+// A run on one GPU, in which nothing travels: weights and gradients are those of Parameters.
+class Unsharded : public Sharding {
+public:
+    using Sharding::Sharding;
+
+    void gather_weights(int64_t, Direction) override {}
+    TensorRef gathered_weight(size_t i) const override { return parameters_.whole_weight(i); }
+    void forget_gathered_weights() override {}
+    void combine_amaxes_of_ranks() override {}
+
+    TensorRef gradient_to_write(size_t i) const override { return parameters_.whole_gradient(i); }
+    void wait_for_gradient_buffer(int64_t) override {}
+    void reduce_gradients(int64_t, bool) override {}
+    bool sends_gradients() const override { return false; }
+    void wait_for_transfers() override {}
+
+    void all_gather(void*, int64_t) override {}
+    QuantStats weight_quant_stats(const QuantStats& mine) const override { return mine; }
+};
+
+// A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:
     Zero3Sharding(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
@@ -237,11 +257,11 @@ public:
     }
 
     // --- Weights
-    void gather_weights(int64_t stage, Pass pass) override {
+    void gather_weights(int64_t stage, Direction direction) override {
         gather(stage);
         is_gathered_[stage % 2].make_wait(compute_stream_);
         // In backward the stage of the first linear layer is the last: the embedding stage is not read again.
-        const int64_t next = pass == Pass::Forward ? stage + 1 : stage - 1;
+        const int64_t next = direction == Direction::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
     TensorRef gathered_weight(size_t i) const override {
@@ -465,7 +485,7 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
 
 std::unique_ptr<Sharding> make_sharding(const Device& device, const Memory& memory, Parameters& parameters,
                                         const Scales& scales, std::shared_ptr<Transport> transport) {
-    if (device.setup.ranks == 1) return std::make_unique<Sharding>(parameters);
+    if (device.setup.ranks == 1) return std::make_unique<Unsharded>(parameters);
     return std::make_unique<Zero3Sharding>(device, memory, parameters, scales, std::move(transport));
 }
 

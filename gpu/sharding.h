@@ -1,14 +1,15 @@
-// gpu/sharding.h - what the other GPUs of a run do in a step: gathered weights, reduced gradients, and
-// small values (step by step: dev/WALK2.md). Sharding is the interface that a step calls, and with one GPU
-// also the implementation, in which nothing travels. sharding.cpp derives the one for several GPUs from it:
+// gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
+// gathers weights, reduces gradients and exchanges small values. sharding.cpp implements it twice: Unsharded
+// is for one GPU, where nothing travels, and Zero3Sharding for several (step by step: dev/WALK2.md). With
+// several:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
 //               R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if sums
 //               are in FP32 and a micro-batch adds to each once. (To a tied embedding, and to the head of
 //               many tokens, it adds more often.)
-//   weights     while one stage computes, the matrices of the stage that comes next in this pass are
-//               gathered. Each of the two has a buffer.
+//   weights     while one stage computes, the matrices of the stage that comes next in this direction are
+//               gathered. Each of the two stages has a buffer.
 //
 // The words bucket and stage are defined at the top of gpu/operators.h. Bytes travel in one of two ways: GPUs
 // of one machine write into each other's memory with their copy engines; others send through NCCL.
@@ -18,10 +19,10 @@
 namespace coat::gpu {
 
 // -----------------------------------------------------------------------------------------------------------
-// Sharding. This class itself is for a run on one GPU: it returns the weights and gradients of Parameters.
-// Stages are counted in the order of forward: the embeddings, each linear layer, the head.
+// Sharding: what a step asks of the other GPUs. Stages are counted in the order of forward: the embeddings,
+// each linear layer, the head.
 
-enum class Pass : uint8_t { Forward, Backward };
+enum class Direction : uint8_t { Forward, Backward };
 
 class Sharding {
 public:
@@ -34,39 +35,40 @@ public:
 
     // --- Weights
     // To be called before what reads the weights of a stage is launched: makes the computation's stream wait
-    // until they are gathered. The pass says in which order stages follow, for the one to be gathered next.
-    virtual void gather_weights(int64_t /*stage*/, Pass) {}
+    // until they are gathered. The direction says in which order stages follow, for the one to be gathered
+    // next.
+    virtual void gather_weights(int64_t stage, Direction direction) = 0;
     // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
     // gathered.
-    virtual TensorRef gathered_weight(size_t i) const { return parameters_.whole_weight(i); }
+    virtual TensorRef gathered_weight(size_t i) const = 0;
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
-    virtual void forget_gathered_weights() {}
+    virtual void forget_gathered_weights() = 0;
     // To be called after the weights have changed. Each rank has updated a part of a weight: the amaxes of
     // the parts become one, from which the scale of the weight's codes follows. With delayed scaling the
     // amaxes of the operands of the step become one, too.
-    virtual void combine_amaxes_of_ranks() {}
+    virtual void combine_amaxes_of_ranks() = 0;
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual TensorRef gradient_to_write(size_t i) const { return parameters_.whole_gradient(i); }
+    virtual TensorRef gradient_to_write(size_t i) const = 0;
     // Makes the computation's stream wait until the gradients of a bucket may be written there.
-    virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
+    virtual void wait_for_gradient_buffer(int64_t bucket) = 0;
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
     // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
     // micro-batch begins the sums.
-    virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
+    virtual void reduce_gradients(int64_t bucket, bool first_micro_batch) = 0;
     // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
     // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.
-    virtual bool sends_gradients() const { return false; }
+    virtual bool sends_gradients() const = 0;
     // Makes the computation's stream wait for all transfers that were launched so far.
-    virtual void wait_for_transfers() {}
+    virtual void wait_for_transfers() = 0;
 
     // --- Small values
     // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
-    virtual void all_gather(void* /*blocks*/, int64_t /*bytes*/) {}
+    virtual void all_gather(void* blocks, int64_t bytes) = 0;
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
-    virtual QuantStats weight_quant_stats(const QuantStats& mine) const { return mine; }
+    virtual QuantStats weight_quant_stats(const QuantStats& mine) const = 0;
 
 protected:
     Parameters& parameters_;
@@ -93,7 +95,7 @@ class Transport {
 public:
     virtual ~Transport() = default;
     // To be called before the first send(), on all ranks at the same time. What is received lies equally far
-    // behind `begin` on all ranks. So the address of a place here also names that place at any other rank.
+    // after `begin` on all ranks. So the address of a place here also names that place at any other rank.
     // flags: two for each rank.
     virtual void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) = 0;
     // All transfers of one call belong together; what is put on the stream afterwards finds them done. The
