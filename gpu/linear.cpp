@@ -39,11 +39,11 @@ void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
     context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
 }
 
-void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x) {
+void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
     const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !context_.overwrites_gradients});
+    context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ static bool is_stored_unquantized(const LazyTensor& x) {
     return x.op == LazyOp::Stored && !x.input.storage.fp8();
 }
 
-// Takes memory for an operand, in the caller's scope. needed_rows: its rows, before they are rounded up for
-// an FP8 GEMM. codes: where the row-major codes go; null: into memory that is taken, too.
+// needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
+// codes go; null: into memory that is allocated, too.
 Operand LinearLayer::allocate_operand(LinearOperand which, int64_t needed_rows, Form form,
                                       void* codes) const {
     const Storage& q = storage_of(context_.formats, which);
@@ -71,27 +71,28 @@ Operand LinearLayer::allocate_operand(LinearOperand which, int64_t needed_rows, 
         return {.tensor = {codes, scale, rows, cols, q},
                 .transposed = transposed,
                 .delayed = context_.scales.delayed()};
-    // The scales of rows and blocks lie right behind the codes to which they belong.
+    // The scales of rows and blocks lie right after the codes to which they belong.
     const int64_t code_bytes = q.code_bytes(rows, cols);
-    auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
-    return {.tensor = {codes, behind(codes), rows, cols, q},
+    auto scales_of = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
+    return {.tensor = {codes, scales_of(codes), rows, cols, q},
             .transposed = transposed,
-            .transposed_scales = behind(transposed),
+            .transposed_scales = scales_of(transposed),
             .amax_out = scale};
 }
 
-void LinearLayer::fill_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const {
-    write_operand(x, x8, context_.device.quant_stats_of(report_kind(which)), stream());
+// source: x, w or g.
+void LinearLayer::write_operand(LinearOperand which, const LazyTensor& source, const Operand& operand) const {
+    gpu::write_operand(source, operand, context_.device.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
 // of the weight, and wgrad over rows of the input.
-Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const {
+Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& source, Gemm reader) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
-    if (!fp8 && is_stored_unquantized(x)) return {x.input};
+    if (!fp8 && is_stored_unquantized(source)) return {source.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
-    const Operand operand = allocate_operand(which, x.rows, form);
-    fill_operand(which, x, operand);
+    const Operand operand = allocate_operand(which, source.rows, form);
+    write_operand(which, source, operand);
     return operand;
 }
 
@@ -115,17 +116,17 @@ Operand LinearLayer::w8_for(Gemm reader) const {
 
 void LinearLayer::make_cached_w8() {
     compute_w_amax_if_needed();
-    fill_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
+    write_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
 }
 
 Operand LinearLayer::allocate_g8(int64_t N, void* codes) const {
-    return allocate_operand(LinearOperand::G, N, context_.formats.g.fp8() ? Form::Both : Form::RowMajor,
-                            codes);
+    const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
+    return allocate_operand(LinearOperand::G, N, form, codes);
 }
 
 Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
-        if (bias_index_) add_bias_gradient(g, /*amax_out=*/nullptr);
+        if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
     const Operand g8 = allocate_g8(g.rows);
@@ -133,48 +134,55 @@ Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
     return g8;
 }
 
+// The passes over g, by the format of g8. In FP8 dbias sums g as it is before it is rounded; in BF16 it sums
+// the values that were stored.
+//
+//   g8     bias   amax of g           first pass        second pass
+//   FP8    no     known, not needed   g8
+//   FP8    no     missing             amax              g8
+//   FP8    yes    known, not needed   g8 and dbias
+//   FP8    yes    missing             amax and dbias    g8
+//   BF16   no     not needed          g8
+//   BF16   yes    not needed          g8                dbias
 void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
-    if (!context_.formats.g.fp8()) {
-        // The gradient of the bias sums the values that were stored.
-        fill_operand(LinearOperand::G, g, g8);
-        if (bias_index_) add_bias_gradient(stored(g8.tensor), /*amax_out=*/nullptr);
+    const bool fp8 = context_.formats.g.fp8();
+    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
+    if (fp8 && bias_index_ && !missing) {
+        write_g8_and_dbias_in_one_pass(g, g8);
         return;
     }
-    // The gradient of the bias sums g as it is before it is rounded to FP8. With a missing amax that takes a
-    // pass of its own, which computes both; otherwise it is done while g is quantized.
-    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
-    if (bias_index_ && !missing) return quantize_and_add_bias_gradient(g, g8);
-    if (bias_index_) add_bias_gradient(g, missing);
-    else compute_amax_if_wanted(g, missing);
-    fill_operand(LinearOperand::G, g, g8);
+    if (fp8 && bias_index_) add_dbias(g, missing);
+    else if (missing) compute_amax(g, missing, stream());
+    write_operand(LinearOperand::G, g, g8);
+    if (!fp8 && bias_index_) add_dbias(stored(g8.tensor), /*g_amax_out=*/nullptr);
 }
 
-void LinearLayer::quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const {
+void LinearLayer::write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
                      context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
-// Adds the column sums of g to the gradient of the bias. amax_out: where the amax of g goes, or null.
-void LinearLayer::add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const {
+// Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
+void LinearLayer::add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, amax_out, stream());
+    add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Amaxes
 
-void LinearLayer::compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const {
-    if (amax_out) compute_amax(x, amax_out, stream());
+void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
+    if (x_amax_out()) compute_amax(x, x_amax_out(), stream());
 }
 
 // The update leaves the amax of a weight with the parameter (Scales::of_parameter()). Delayed scaling reads
-// the entry of the operand w instead, whose amax is computed here.
+// the entry of the operand w instead, whose amax is computed here while some history of amaxes is empty.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax_if_wanted(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_);
+        compute_amax(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_, stream());
 }
 
 }  // namespace coat::gpu

@@ -14,10 +14,40 @@
 //   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
 //        again from these.
 //   w8   for one GEMM; or, in a cache, for a step.
-//   g8   for dgrad and wgrad. The caller makes it, with make_g8_and_dbias(), and decides when its memory is
-//   given back.
+//   g8   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
-// Who computes the amaxes from which the scales follow is a table in model.cu.
+// Memory is taken from the Arena (gpu/state.h), like from a stack. allocate_ is memory alone, write_ puts
+// codes into it, and make_ does both. Every operand lies in the Arena::Scope of the caller.
+//
+// If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are made.
+// Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the linear
+// layer that will read the tensor, and leaves the amax there. If no kernel does, a pass over the tensor
+// computes the amax just before it is quantized. (In recipes that need no amaxes both functions return null.)
+// Who computes the amaxes in model.cu:
+//
+//   operand            what it is                 who computes its amax
+//
+//   in forward
+//   qkv_proj.x         output of norm 1           save_residual_sum() before the layer
+//   o_proj.x           output of attention        attention_forward(); if the output is saved in groups, a
+//                                                 pass over these: compute_x_amax_if_needed()
+//   gate_up_proj.x     output of norm 2           save_residual_sum() in attention_block_forward()
+//   down_proj.x        output of the activation   quantize_activation_input(), where it saves gate and up in
+//                                                 groups; else a pass: compute_x_amax_if_needed()
+//   each w             the weight                 the last update. With delayed scaling, only while a history
+//                                                 of amaxes is empty, a pass: compute_w_amax_if_needed()
+//
+//   in backward
+//   down_proj.g        dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the final
+//                      of the layer               norm: backward comes from there
+//   gate_up_proj.g     dgate_up                   a pass in write_g8_and_dbias()
+//   o_proj.g           dresidual() before norm 2  norm_backward() of norm 2
+//   qkv_proj.g         dqkv                       attention_backward(); but in Qwen3, where
+//                                                 head_norm_backward() changes dqkv after it, a pass in
+//                                                 make_g8_and_dbias()
+//
+// Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w for dgrad. It
+// also quantizes x a second time, for wgrad, with the amax that forward has left.
 #pragma once
 #include <optional>
 
@@ -34,9 +64,6 @@ struct LinearContext {
     Sharding& sharding;
     Gemms& gemms;
     const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
-    // Whether wgrad writes dw, as in the first micro-batch of a step. In later ones it adds to dw. The model
-    // sets this before each micro-batch.
-    bool overwrites_gradients = true;
     const LinearFormats formats = linear_formats(device.setup);
 
     // Whether the amax of an operand is needed before its codes can be made: if x, w and g have one scale per
@@ -55,20 +82,20 @@ public:
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
     void fprop(const LazyTensor& x, const TensorRef& y);
-    void dgrad(const Operand& g8, const TensorRef& dx);  // dx = g w
-    void wgrad(const Operand& g8, const LazyTensor& x);  // dw = g^T x, or dw += g^T x
+    // dx = g w
+    void dgrad(const Operand& g8, const TensorRef& dx);
+    // dw = g^T x, where gradients are overwritten, as in the first micro-batch of a step; else dw += g^T x.
+    void wgrad(const Operand& g8, const LazyTensor& x, bool overwrite);
 
-    // --- g8
+    // --- g8, and dbias, the gradient of the bias, to which the column sums of g are added while g is at hand
     // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed here first.
     enum class AmaxIs : uint8_t { Known, Unknown };
-    // Makes g8 of g (N, out), in memory that is taken in the caller's scope, and adds the column sums of g to
-    // the gradient of the bias. In recipes without FP8, a g that is stored is its own operand and takes no
-    // memory.
+    // Makes g8 of g (N, out), and adds to dbias. In recipes without FP8, a g that is stored is its own
+    // operand and takes no memory.
     Operand make_g8_and_dbias(const LazyTensor& g, AmaxIs amax);
-    // The same in two parts, for dgate_up alone: it outlives dact, from which it is computed, and memory is a
-    // stack. allocate_g8() takes the memory of g8 before the memory of dact is taken. write_g8_and_dbias()
-    // writes g8 when g can be computed. codes: where the row-major codes go; null: into memory that is taken,
-    // too.
+    // The same in two parts, for dgate_up alone: it outlives dact, from which it is computed, so its memory
+    // must be allocated before that of dact. codes: where the row-major codes go; null: into memory that is
+    // allocated, too.
     Operand allocate_g8(int64_t N, void* codes = nullptr) const;
     void write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8);
 
@@ -79,7 +106,7 @@ public:
     TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
     TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
     // For an x whose amax no earlier kernel has computed.
-    void compute_x_amax_if_needed(const LazyTensor& x) const { compute_amax_if_wanted(x, x_amax_out()); }
+    void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameters.params[weight_index_].bucket; }
@@ -103,13 +130,12 @@ private:
     cudaStream_t stream() const { return context_.device.stream; }
 
     Operand allocate_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void fill_operand(LinearOperand which, const LazyTensor& x, const Operand& x8) const;
-    Operand make_operand(LinearOperand which, const LazyTensor& x, Gemm reader) const;
+    void write_operand(LinearOperand which, const LazyTensor& source, const Operand& operand) const;
+    Operand make_operand(LinearOperand which, const LazyTensor& source, Gemm reader) const;
     Operand w8_for(Gemm reader) const;
-    void compute_amax_if_wanted(const LazyTensor& x, TensorScale* amax_out) const;
+    void add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const;
+    void write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const;
     void compute_w_amax_if_needed() const;
-    void add_bias_gradient(const LazyTensor& g, TensorScale* amax_out) const;
-    void quantize_and_add_bias_gradient(const LazyTensor& g, const Operand& g8) const;
 };
 
 }  // namespace coat::gpu
