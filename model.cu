@@ -14,7 +14,7 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       compute_embedding_gradients()  from the gradient of the residual stream
+//       add_embedding_gradients()    from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // Linear layers have their own file, gpu/linear.h. It also says when operands are quantized, and which kernel
@@ -267,7 +267,7 @@ private:
         CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
         if (repeats_launches(pass)) graph.run(stream_, [&] { forward_and_backward(pass); });
         else forward_and_backward(pass);
-        compute_embedding_gradients(pass, tokens);
+        add_embedding_gradients(pass, tokens);
     }
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
@@ -796,7 +796,7 @@ private:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes. Then
     // wait_and_copy_to_gpu() waits for the GPU.
-    void compute_embedding_gradients(const Pass& pass, const int32_t* tokens) {
+    void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
         device_.wait_and_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
