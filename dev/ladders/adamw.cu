@@ -14,8 +14,9 @@
 // (4 each), which are called its four scales below. All but the gradient is read and written: 14.25 bytes a
 // parameter.
 //
-// What limits a rung. Three clocks run at the same time, and the slowest decides. An H200 has 132
-// multiprocessors at about 1.8 GHz, so for 2^28 parameters
+// What limits a rung. It uses three resources at the same time, and that which takes longest decides. Here is
+// how long each takes for 2^28 parameters. An H200 has 132 multiprocessors at about 1.8 GHz; "a clock" is one
+// cycle of these:
 //
 //   memory               14.25 bytes a parameter at about 4.27 TB/s, the rate of a copy           900 us
 //   instructions         a multiprocessor issues 4 a clock, each for 32 lanes:       8.8 us for each that
@@ -111,7 +112,7 @@ __device__ int16_t remainder_of(float master) {
 // loop, and a barrier, __syncthreads(), at which the threads of the block wait for each other. (nvcc 13.0
 // unrolls the loop: 170.)
 //
-// Predict: which of the three clocks decides, and what is the time?
+// Predict: which of the three resources decides, and what is the time?
 
 // Contract: sign max (|y| / FMAX)^(1/k).
 __device__ float contract(const MomentScaling& s, uint8_t code) {
@@ -412,7 +413,7 @@ template <class Arithmetic, int N> __global__ void rungs3_to_6(State s, Constant
 //
 // Then predict this number for rung 5, where N is 8, and for rung 6, which looks up two of the logarithms.
 //
-// Predict: the times of all three clocks. How well do they overlap?
+// Predict: the times of all three resources. How well do they overlap?
 struct Reciprocals {
     static __device__ MomentScaling scaling(float max, float min_nonzero) {
         const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
@@ -537,8 +538,8 @@ struct Table : Reciprocals {
 // registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the compiler that it
 // may use 65,536 / 512 = 128. The table is filled once for hundreds of groups.
 //
-// Counted: nothing new. The arithmetic is that of rung 6, and its clocks stay where they were. What changes
-// is how they overlap with memory, which no count tells. At best the time is that of the slowest clock alone,
+// Counted: nothing new. The arithmetic is that of rung 6, and its times stay where they were. What changes
+// is how they overlap with memory, which no count tells. At best the time is the longest of the three alone,
 // memory's 900 us. Against it: 16 warps on a multiprocessor, of the 64 that it can hold.
 //
 // Predict: the time. What does this rung win, and what does it lose?
@@ -902,7 +903,7 @@ int main(int argc, char** argv) try {
 
 // Hints for your rung. Read one, and try it, before you read the next.
 //
-// 1. What limits rung 3? Compare its three clocks.
+// 1. What limits rung 3? Compare its three times.
 // 2. Which divisions have a divisor that is the same for all elements of a group? Which can the host do?
 // 3. 60% is reached without any division. Then memory: how wide is the widest load, and how many elements
 //    of 2 bytes is that? How many lanes does a group have then?
@@ -946,9 +947,9 @@ int main(int argc, char** argv) try {
 //    7       as 6           as 6              900      1,000 to 1,050               1,106     slower
 //    8       as 6           as 6              900      a tenth faster than rung 7     988
 //
-// Rungs 1 to 3: one clock decides by far, and the prediction is nearly its time. Rungs 1 and 2 come out 6%
+// Rungs 1 to 3: one resource decides by far, and the prediction is nearly its time. Rungs 1 and 2 come out 6%
 // and 3% below it, because they run at 1.98 GHz (measured): at this clock their counts are 7,520 and 4,800
-// us. How wide a load is does not matter yet. From rung 4 on the three clocks are alike, and how they overlap
+// us. How wide a load is does not matter yet. From rung 4 on the three times are alike, and how they overlap
 // decides. To see it, copies of rungs 4 to 6 were measured in which all groups use the
 // memory of the first 2^20 parameters. These stay in the L2 cache, so what is left is the arithmetic:
 //
@@ -957,7 +958,7 @@ int main(int argc, char** argv) try {
 //    5     1,037        875              800
 //    6       987        793              720
 //
-// Alone, too, it takes a tenth longer than the slowest of its clocks.
+// Alone, too, it takes a tenth longer than the longest of its counts.
 //
 // Rung 5 was predicted from the instructions that it saves, and these it does save: a tenth of the
 // arithmetic. But 15% less than 1,105 us would be 940, or 96% of the rate of a copy, while no kernel here has
@@ -985,10 +986,10 @@ int main(int argc, char** argv) try {
 //   c   Groups of 64: how many bytes a parameter? How many lanes has a group in rung 5, and how many shuffles
 //       does each of its reductions take then?
 //   d   How many special functions has rung 4's arithmetic with N = 16, and how long do they take? Which
-//       clock decides? What speaks against it?
+//       resource decides? What speaks against it?
 //   e   A kernel has 72 registers a thread. How many blocks of 256 threads fit on a multiprocessor?
 //   f   How many registers may a thread of rung 7 have if three blocks are to fit? It has 96: what happens?
-//   g   On a GPU with 8 lanes for special functions in place of 16, which clock decides in rung 6?
+//   g   On a GPU with 8 lanes for special functions in place of 16, which resource decides in rung 6?
 //
 // a Two (32 x 2 bytes), 8 (32 x 8) and 16 (32 x 16). b Weight, remainder and gradient move 4 + 4 + 2 bytes,
 // and two moments 2 x (4 + 4): 26 bytes, 1,630 us. c Scales are 0.5 bytes in place of 0.25: 14.5. Then 8

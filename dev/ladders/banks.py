@@ -60,5 +60,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     first_bytes = addresses(arguments.index, arguments.bytes)
     print(f"memory: {sectors(first_bytes, arguments.bytes)} sectors of {SECTOR} bytes")
-    print(f"shared memory: {clocks(first_bytes, arguments.bytes)} clocks")
+    turns = clocks(first_bytes, arguments.bytes)
+    print(f"shared memory: {turns} clock{'s' if turns > 1 else ''}")
     print(drawing(first_bytes, arguments.bytes))

@@ -118,7 +118,8 @@ __global__ void quantize(Tensors t) {
 //
 // Counted: about 160 instructions for an element, and 22 bytes (1.125 + 4, 4 + 4, 4, 4 + 1) as before.
 //
-// Predict: the two clocks. Four kernels follow each other: does each of them have the same limit?
+// Predict: the times of both resources. Four kernels follow each other: does each of them have the same
+// limit?
 __device__ float sum_of_block(float x) {
     __shared__ float warps[THREADS / 32];
     x = gpu::sum_of_warp(x);
@@ -447,9 +448,9 @@ int main(int argc, char** argv) try {
 //    5       95            51      120 to 150                       117
 //    6       81            51      10% faster than rung 5           110     6% faster
 //
-// Rung 2 takes more than twice as long as predicted. Its clocks were those of all four kernels together, as
+// Rung 2 takes more than twice as long as predicted. Its times were those of all four kernels together, as
 // if one could do its instructions while another moves its bytes. But kernels that follow each other do not
-// overlap. And neither clock sees that the kernel for the amax has 2.1 million warps, one for each 32
+// overlap. And neither count sees that the kernel for the amax has 2.1 million warps, one for each 32
 // elements, which all go to one address. In rung 3 a warp does that once for 512 elements: 842 us less, six
 // times what bytes and instructions explain. (The kernels of rung 2 were not measured one by one: try it with
 // nsys.)

@@ -14,8 +14,9 @@
 // Training does this to every gradient. FP8 GEMMs on Hopper reduce over contiguous elements only: dgrad reads
 // the codes by rows, and wgrad reads them transposed. The amax is already known.
 //
-// What limits a rung. Four clocks run at the same time, and the slowest decides. An H200 has 132
-// multiprocessors at about 1.8 GHz (README.md, "What the machine has"), so for these 67 million elements
+// What limits a rung. It uses four resources at the same time, and that which takes longest decides. Here is
+// how long each takes for these 67 million elements. An H200 has 132 multiprocessors at about 1.8 GHz
+// (README.md, "What the machine has"); "a clock" is one cycle of these:
 //
 //   memory           2 bytes of BF16 in, 1 + 1 out, at about 4.27 TB/s, the rate of a copy         63 us
 //   instructions     a multiprocessor issues 4 a clock, each for 32 lanes:   2.2 us for each that every
@@ -23,8 +24,9 @@
 //   shared memory    32 banks of 4 bytes a clock: 8.8 us for each access that every element takes, if the
 //                    lanes of a warp use different banks or the same word; twice that if two lanes need
 //                    different words of a bank, and so on
-//   latency          a load takes about 0.8 us. Half of the bytes are loaded, at 2.1 TB/s: so
-//                    2.1e12 x 0.8e-6 = 1.7 MB must be on their way at any moment
+//   latency          what a load asks for arrives about 0.8 us later. Half of the bytes are loaded, at
+//                    2.1 TB/s. So what arrives in the next 0.8 us must have been asked for already:
+//                    2.1e12 x 0.8e-6 = 1.7 MB
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
 // build/ladder_quantize_transpose prints (here that of nvcc 12.9): one follows a thread from the first line
@@ -133,7 +135,7 @@ __global__ void transpose_rung2(Matrix m) {
 // but for four elements only. And a thread has one load of 2 bytes on its way. The next one comes after the
 // store of the code, because for all that the compiler knows `codes` could be where `x` is.
 //
-// Predict: the clock of instructions, and that of latency, with 2,048 threads on each multiprocessor.
+// Predict: the time of instructions, and that of latency, with 2,048 threads on each multiprocessor.
 
 // Rungs 3 and 4. PADDING: bytes after each row of the tile. The grid is that of rung 2.
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
@@ -191,7 +193,7 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //
 // Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
-// Predict: the four clocks, and the time.
+// Predict: the times of the four resources, and that of the rung.
 //
 // Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
 // load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is
@@ -576,9 +578,9 @@ int main(int argc, char** argv) try {
 //
 // The first one is limited by latency, which we learned in rung 3. (There the first prediction, 130 us, had
 // seen the instructions alone, too.) It is faster than the 200 us of the rule: a load takes 0.7 us here. The
-// second one does not fit: no clock of its own has 153 us. Its instructions and its shared memory would, one
-// after the other, take 179, and the threads of a block do wait for each other between them, at the barrier.
-// How far the other blocks of a multiprocessor fill that time was not measured.
+// second one does not fit: none of its resources takes 153 us. Its instructions and its shared memory would,
+// one after the other, take 179, and the threads of a block do wait for each other between them, at the
+// barrier. How far the other blocks of a multiprocessor fill that time was not measured.
 //
 // Rung 4 is a good change in the wrong place: eight times fewer clocks of shared memory, 4% of the time.
 

@@ -198,7 +198,7 @@ TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(
         CAPTURE(access);
         const std::string out = run(access);
         CHECK(contains(out, concat("memory: ", sectors, " sectors of 32 bytes\n")));
-        CHECK(contains(out, concat("shared memory: ", clocks, " clocks\n")));
+        CHECK(contains(out, concat("shared memory: ", clocks, clocks == 1 ? " clock\n" : " clocks\n")));
     };
     prints("lane", 4, 1);
     prints("'lane + 1'", 5, 1);
