@@ -109,18 +109,13 @@ static const Skipped* skipped(const std::string& command) {
 
 namespace {
 
-// How this program was built: then `make` in a command builds nothing else. The Makefile writes it down
-// beside the program: in settings, lines such as CXX=g++, and in gpu_arch the GPU, where it was built with
-// nvcc.
+// How this program was built: then `make` in a command builds nothing else. The Makefile writes it into the
+// file settings beside the program, as lines such as CXX=g++.
 struct Build {
     std::string folder = fs::relative(fs::read_symlink("/proc/self/exe").parent_path()).string();
     std::vector<std::string> settings = lines_of(read_file(folder + "/settings"));
     std::string program = folder == "build" ? "train" : folder + "/train";
 
-    Build() {
-        if (fs::exists(folder + "/gpu_arch"))
-            settings.push_back("GPU_ARCH=" + lines_of(read_file(folder + "/gpu_arch"))[0]);
-    }
     // What `make` in a command calls: it builds as this program was built, not as a make above asks.
     std::string shell_function() const {
         std::string words = "'O=" + folder + "'";
