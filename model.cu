@@ -107,19 +107,15 @@ class GpuModel final : public Model {
     const bool gated_ = config_.arch.gated;
     const bool head_norms_ = config_.arch.qk_norm;
 
-    // In backward, two gradients may take the place of the layer's saved gate and up.
-    //
-    // First dgate_up, the gradient of gate and up, as an operand, which is computed from gate and up. It may
-    // overwrite them under two conditions. Both hold in coat and in recipes without FP8:
-    // 1. An element of the operand has as many bytes as a saved one, because a thread writes only where it
-    //    has read (gpu/operators.h, quantize()).
-    // 2. The operand is per tensor. Other operands have scales after their codes (gpu/linear.cpp,
-    //    allocate_operand()), where the scales of the saved groups lie. (In every recipe x, w and g are per
-    //    tensor together, or none is: so the test of x is one of g.)
+    // In backward two gradients take the place of the layer's saved gate and up, if they fit (gpu/state.h,
+    // the last table above Memory). The first is dgate_up, their own gradient, as an operand. quantize() may
+    // write over its input if elements have as many bytes in both. And g must have one scale per tensor:
+    // other scales lie after the codes (LinearLayer::allocate_operand()), where the groups' own scales are
+    // still read.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
-        recipe_.x.granularity == PER_TENSOR;
-    // Later dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
+        linear_context_.formats.g.granularity == PER_TENSOR;
+    // The second is dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 

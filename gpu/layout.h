@@ -1,6 +1,6 @@
 // gpu/layout.h - what is known of a run on a GPU before it starts: how its memory is divided, and which
 // recipes a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes()
-// need CUDA. The words bucket, stage, flat order and rank's order are defined at the top of gpu/operators.h.
+// need CUDA. The words bucket, stage, flat order and rank's order are defined in gpu/operators.h.
 #pragma once
 #include "../model.h"
 
@@ -14,9 +14,9 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 namespace gpu {
 class Transport;  // gpu/sharding.h: how GPUs send each other bytes
 }
-// The model on a GPU (model.cu). bytes: of its allocation. cache_weights: all FP8 weights are made once per
-// step; else when a GEMM needs them. transport: to the other ranks; null with one rank, and in a dry run.
-// (make_gpu() of model.h first asks what the GPU supports.)
+// The model on a GPU (model.cu). bytes: the size of its allocation. cache_weights: whether all FP8 weights
+// are made once per step; otherwise they are made when a GEMM needs them. transport: to the other ranks; null
+// with one rank, and in a dry run. (make_gpu() of model.h first asks what the GPU supports.)
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
                                  std::shared_ptr<gpu::Transport> transport = nullptr);
 // The bytes that this model needs: found by a dry run of a step, which needs no GPU. 0 in a program without
@@ -38,11 +38,11 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
-    // The number, among the shard units of all parameters, of this parameter's first.
-    // (Shard::first_owned_unit is the number of the first in this rank's part.)
+    // The shard units of all parameters are numbered in the flat order. This is the number of the parameter's
+    // first one, whoever owns it. (Shard::first_owned_unit is that of the first one which this rank owns.)
     int64_t first_shard_unit;
 };
-// By parameter. One more entry follows, where the last parameter ends.
+// The table by parameter. One more entry follows, where the last parameter ends.
 std::vector<ShardPlace> shard_places(const Setup& s);
 
 // The parameters [first, last) of a bucket, and where they are in the flat order, in elements.
@@ -51,7 +51,7 @@ struct BucketRange {
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
-// How many elements of gradients exist at one time, at most.
+// The most elements of gradients that exist at one time.
 struct BucketElements {
     int64_t largest = 0;  // elements of the largest bucket; the bucket of a tied embedding does not count
     // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their
@@ -60,13 +60,13 @@ struct BucketElements {
 };
 BucketElements bucket_elements(const Setup& s);
 
-// Several ranks: the most bytes that a rank receives of a bucket's gradients, and that the matrices of a
-// stage take when they are gathered (gpu/sharding.h). With one rank both are 0.
+// With several ranks: the most bytes that a rank receives of a bucket's gradients, and the most that the
+// gathered matrices of a stage take (gpu/sharding.h). With one rank both are 0.
 struct ReceivedBytes {
     int64_t gradients = 0, weights = 0;
 };
 ReceivedBytes received_bytes(const Setup& s);
-// The bytes between a gathered matrix and the next one.
+// The bytes from the beginning of a gathered matrix to that of the next one.
 inline int64_t gathered_bytes(const Setup& s, const Param& p) {
     return round_up(p.padded_size() * info(s.recipe.compute).bytes, GPU_ALIGNMENT);
 }
@@ -78,11 +78,8 @@ inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (Where GEMMs are FP8, B * T is a multiple
 // already: coat.h, linear_formats().)
 inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
-int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
-// The bytes from the first saved activation to the first gradient. With one micro-batch per step, a layer's
-// gradients may lie where later layers' activations were: those are not needed when gradients are written.
-// With more micro-batches gradients begin behind all activations: their sums must outlive the next forward
-// pass.
+int64_t saved_layer_bytes(const Setup& s);  // the bytes of what a layer saves for backward
+// The bytes from the first saved activation to the first gradient (drawn above Memory in gpu/state.h).
 int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.

@@ -11,7 +11,7 @@
 //   weights     while one stage computes, the matrices of the stage that comes next in this direction are
 //               gathered. Each of the two stages has a buffer.
 //
-// The words bucket and stage are defined at the top of gpu/operators.h. Bytes travel in one of two ways: GPUs
+// The words bucket and stage are defined in gpu/operators.h. Bytes travel in one of two ways: GPUs
 // of one machine write into each other's memory with their copy engines; others send through NCCL.
 #pragma once
 #include "state.h"

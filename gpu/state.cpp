@@ -46,8 +46,8 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
     return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
 }
 
-// Takes the moments of what this rank owns. A scale per tensor has room for two: while the update encodes
-// with the new scale, the old one still decodes.
+// Allocates the moments of what this rank owns. If they have one scale per tensor, there is room for two:
+// while the update encodes with the new scale, the old one still decodes.
 static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& places) {
     const OptimizerFormat& o = s.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
@@ -68,13 +68,7 @@ static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std:
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
-// With one rank and one micro-batch a step, gradients that are kept lie over saved activations. With more
-// micro-batches they lie behind the activations, because sums must outlive the next forward pass. Gradients
-// that are not kept (--gradients none) share one place, which each bucket uses in turn. With several ranks,
-// sums of gradients lie where the gradients of one rank do, and the gradients of one micro-batch alternate by
-// bucket between two places: those of one bucket travel while the next are computed. In these last two cases
-// the gradients of a tied embedding have a place of their own, because the head writes them before all
-// others.
+// The places of gradients are a table above Memory (gpu/state.h).
 static void allocate_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
                                                const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
@@ -100,40 +94,6 @@ static void allocate_activations_and_gradients(Memory& m, const Setup& s, Arena&
     if (!s.keep_gradients) m.owned_gradient_sums = m.gradients_to_write;
 }
 
-// The allocation, from its beginning. What lasts for the run, in the order of Memory:
-//
-//   scalars | cuBLASLt's scratch | [what other ranks write] | weights | remainders of masters |
-//   AdamW's table | scales | histories | moments |
-//
-//   saved activations, and over them gradients of weights (with more than one micro-batch a step: behind
-//   them):
-//     forward writes the layers from left to right, backward needs them from right to left
-//   +---------+---------+-- ... --+-----------+
-//   | layer 0 | layer 1 |         | layer L-1 |  activations
-//   +---------+---------+-- ... --+-----------+
-//             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
-//             +-----------+---------+---------+-----+-----------+------+
-//             ^ gradients_offset(): so far left that the gradients of layer l begin behind the activations of
-//               the layers 0 to l, the only ones that backward still needs when it writes them
-//
-//   [gradients of one micro-batch, with several ranks or --gradients none] | tokens, targets, token order |
-//   dresidual | norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
-//
-// Behind that lies what a step takes where it uses it (Arena::Scope): the operands of one linear layer,
-// gradients of activations, logits.
-//
-// Tensors that replace each other in one place, from left to right in the order of a step:
-//
-//   place                forward             head                  backward, layer by layer
-//   dresidual            final norm's input  gradient of that  ->  gradient of the residual stream
-//   gate and up of l     gate and up         -                     dgate_up, their gradient, as an operand;
-//                                                                  then dqkv (both only if they fit:
-//                                                                  model.cu, dgate_up_in_place_ and
-//                                                                  dqkv_in_place_)
-//   activations of       saved by forward    gradients of the      gradients of later layers' weights
-//   later layers                             head, final norm
-//   logits               -                   logits, then their    -
-//                                            gradients
 Memory allocate_memory(Device& device) {
     const Setup& s = device.setup;
     Arena& arena = device.arena;
@@ -230,7 +190,7 @@ Parameters::Parameters(const Device& device, const Memory& memory, Scales& scale
     initialize_state();
 }
 
-// The table of parameters has a bias right behind its weight.
+// In the table of parameters a bias follows right after its weight.
 std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;
     if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
@@ -266,7 +226,7 @@ void Parameters::note_delayed_scales(size_t i) {
     }
 }
 
-// Weights as architecture.h's initial_value() gives them. Moments are zero: max = 0 and k = 1 in every group.
+// Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every group.
 void Parameters::initialize_state() {
     clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
     clear(memory_.moments_begin, memory_.moments_bytes, stream_);
@@ -305,8 +265,8 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
-// Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns by
-// shard unit, and these sums travel, behind the loss: `units` + 1 numbers from each rank.
+// Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns, by
+// shard unit. These sums travel after the loss: 1 + `units` numbers from each rank.
 void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding) {
     const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
     const int count = int(end - begin);
@@ -328,7 +288,8 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
           rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_storage.format, state, stream_);
 }
 
-// add_moment_quant_errors() copies the moments to the host: it must not have to wait for another rank.
+// add_moment_quant_errors() copies the moments to the host, without device_: it would not notice that another
+// rank has ended, for which the stream may wait. So device_.wait() comes first.
 void Parameters::add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding,
                                             QuantReport& report) const {
     device_.wait();
@@ -393,7 +354,8 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
     else device_.wait_and_copy_to_gpu(data, in, bytes);
 }
 
-// The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder.
+// The fp32 recipe stores FP32 masters. Files have the two halves of a master: the BF16 weight and the
+// remainder.
 void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
     const int64_t count = places[i].own.count;
     uint8_t* const masters = owned_weight_data(i);

@@ -2,12 +2,12 @@
 // where in it (Memory), the stream of the computation (Device), the scales of FP8 operands (Scales), and by
 // parameter weights, gradients and moments with their update (Parameters).
 //
-// What the other GPUs of a run do is behind one interface, Sharding (gpu/sharding.h).
+// What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. The top of
-// gpu/operators.h says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables
-// ShardPlace, by parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B *
-// T, or the length of a prompt.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
+// says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables ShardPlace, by parameter,
+// and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the length of a
+// prompt.
 #pragma once
 #include <map>
 #include <memory>
@@ -24,18 +24,19 @@ class Sharding;
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-// The allocation, from which memory is taken as from a stack: a Scope gives back at its end what was taken in
-// it. Every step takes the same sizes in the same order, so it gets the same addresses, also those that CUDA
-// graphs hold. How much a run needs is found out by a dry run (gpu/cuda.h), whose addresses are never used.
+// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope gives back at its
+// end what was allocated in it. Every step allocates the same sizes in the same order, so it gets the same
+// addresses, even those that CUDA graphs hold. How much a run needs is found out by a dry run (gpu/cuda.h),
+// whose addresses are never used.
 class Arena {
 public:
-    explicit Arena(int64_t bytes);  // of the allocation; 0: a dry run
+    explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
     uint8_t* begin() const { return memory_; }
 
     template <class T = uint8_t> T* allocate(int64_t count) {
         return reinterpret_cast<T*>(allocate_bytes(count * int64_t(sizeof(T))));
     }
-    int64_t peak() const { return peak_; }  // bytes in use at one time, so far
+    int64_t peak() const { return peak_; }  // the most bytes that were in use at one time
 
     class Scope {
     public:
@@ -44,7 +45,7 @@ public:
             if (!ended_) end();
         }
         Scope(const Scope&) = delete;
-        // Ends the scope before its block does: what is taken from now on may take the same memory.
+        // Ends the scope before its block does: what is allocated from now on may get the same memory.
         void end() {
             arena_.used_ = used_;
             ended_ = true;
@@ -52,7 +53,7 @@ public:
 
     private:
         Arena& arena_;
-        const int64_t used_ = arena_.used_;  // when it began
+        const int64_t used_ = arena_.used_;  // the bytes in use when the scope began
         bool ended_ = false;
     };
 
@@ -67,7 +68,7 @@ private:
     uint8_t* allocate_bytes(int64_t bytes);
 };
 
-// What a step finds out. It is on the device, cleared before the step, and fetched at its end.
+// What a step finds out. It is on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
     double loss;         // the sum of the losses so far * Scalars::loss_weight
     double loss_or_nan;  // the same, or NaN if FP8 codes have hidden a value that is not finite
@@ -84,17 +85,64 @@ struct Scalars {
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
-// Where everything is that lasts for the run. A drawing stands above allocate_memory() in state.cpp.
+// Where everything is that lasts for the run. In the allocation, from its beginning:
+//
+//   scalars | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
+//   weights | remainders of masters | AdamW's table | scales | histories | moments |
+//   saved activations and gradients | tokens, targets, token order | dresidual |
+//   norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
+//
+// After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
+// gradients of activations, logits.
+//
+// Gradients of weights lie over saved activations, if there is one rank and one micro-batch a step:
+//
+//     forward writes the layers from left to right, backward needs them from right to left
+//   +---------+---------+-- ... --+-----------+
+//   | layer 0 | layer 1 |         | layer L-1 |  activations
+//   +---------+---------+-- ... --+-----------+
+//             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
+//             +-----------+---------+---------+-----+-----------+------+
+//             ^ gradients_offset(): so far left that the gradients of layer l begin after the activations of
+//               the layers 0 to l, the only ones that backward still needs when it writes them
+//
+// In all cases:
+//
+//   ranks, micro-batches of each   gradients that backward writes     their sums over a step
+//   one, one                       over activations, as drawn         the same memory
+//   one, several                   after the activations, because     the same memory
+//                                  sums outlive the next forward
+//   several, one or several        two places of their own, for       where one rank has its gradients,
+//                                  even and odd buckets: one bucket   but only of the part that this rank
+//                                  travels, the next is computed      owns
+//   one, one, --gradients none     one place of their own, which      the same memory
+//                                  each bucket uses in turn
+//
+// In the last two cases the gradients of a tied embedding have another place of their own, because the head
+// writes them before all others.
+//
+// Tensors that replace each other in one place, from left to right in the order of a step:
+//
+//   place                forward             head                  backward, layer by layer
+//   dresidual            final norm's input  gradient of that  ->  gradient of the residual stream
+//   gate and up of l     gate and up         -                     dgate_up, their gradient, as an operand;
+//                                                                  then dqkv (both only if they fit:
+//                                                                  model.cu, dgate_up_in_place_ and
+//                                                                  dqkv_in_place_)
+//   activations of       saved by forward    gradients of the      gradients of later layers' weights
+//   later layers                             head, final norm
+//   logits               -                   logits, then their    -
+//                                            gradients
 struct Memory {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
-    // With several ranks: what other ranks write here. Its place, counted from the beginning of the
-    // allocation, is the same on all ranks.
+    // What other ranks write here, if there are several. Each place, counted from the beginning of the
+    // allocation, is the same on all ranks. One rank needs `squares` alone.
     uint32_t* flags;               // two for each rank
     uint8_t* received_gradients;   // of a bucket
     uint8_t* gathered_weights[2];  // the matrices of an even and of an odd stage
-    double* squares;               // (ranks, 1 + shard units): sums of squares of gradients
+    double* squares;               // (ranks, 1 + shard units): the loss, and sums of squares of gradients
     TensorScale* scales_of_ranks;  // (ranks, number of scales)
 
     // What this rank owns, in the rank's order
@@ -106,11 +154,11 @@ struct Memory {
     void* moments_begin;
     int64_t moments_bytes;  // of all moments and their scales
 
-    uint8_t* saved_activations;                 // activations: layers of saved_layer_bytes() each
+    uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
-    // For the pass that runs. There is room for a whole micro-batch of N tokens
+    // For the pass that runs. There is room for a micro-batch of N tokens
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
@@ -127,18 +175,18 @@ struct Device {
     const Setup setup;
     const Stream stream;
     Arena arena;
-    // While quantization is measured: what has been found out, by ReportKind, on the device; else null.
+    // While quantization is measured: the errors so far, by ReportKind, on the device. Otherwise null.
     QuantStats* quant_stats = nullptr;
 
-    // bytes: as for the Arena.
+    // bytes: the size of the allocation; 0: a dry run.
     Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
     // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
     // that rank has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
-    // Copy between the host and this GPU. Both call wait() before they copy: CUDA may wait there anyway, and
-    // it would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait for its copy, so what
-    // it reads must stay until the next wait(). copy_to_host() returns when the copy is there.
+    // Copies between the host and this GPU. Both functions call wait() before they copy: CUDA may wait there
+    // anyway, and it would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait for its own
+    // copy, so what it reads must stay until the next wait(). copy_to_host() returns when the copy is there.
     void wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
@@ -147,7 +195,7 @@ struct Device {
     }
 };
 
-// Takes what lasts for the run.
+// Allocates what lasts for the run.
 Memory allocate_memory(Device& device);
 
 // A tensor in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
@@ -158,15 +206,14 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 //
 //   one for each parameter | one for the x of each linear layer | w of each | g of each
 //
-// The entry of a parameter belongs to its weights, whose amax an update leaves there. With delayed scaling,
-// where scales come from a history of amaxes, the weight of a linear layer uses the entry of its operand w
-// instead.
+// An update leaves the amax of a parameter's weights in its entry. With delayed scaling, where scales come
+// from a history of amaxes, the weight of a linear layer uses the entry of its operand w instead.
 
 class Scales {
 public:
     Scales(const Device& device, const Memory& memory);
 
-    const int64_t tensor_count;  // how many parameters there are: tensors, not elements
+    const int64_t tensor_count;  // of the parameters: how many tensors they are
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
@@ -189,9 +236,9 @@ public:
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (The amaxes of parameters stay.)
     void clear_operand_amaxes() const;
-    // To be called after the state has been set or written: histories may be empty now.
+    // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
-    // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 take no amaxes:
+    // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 have no amaxes:
     // then histories and scales stay as they are. outcome: on the device.
     void update_from_histories(StepOutcome* outcome) const;
 
@@ -208,8 +255,8 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, the table of
-// architecture.h, which is in the order of forward.
+// Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, which is the
+// table of architecture.h, in the order of forward.
 
 class Parameters {
 public:
@@ -218,7 +265,7 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
-    // By parameter: what this rank owns, and where; one more where the last ends.
+    // By parameter: what this rank owns, and where. One more entry follows, where the last parameter ends.
     const std::vector<ShardPlace> places;
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // of one element
@@ -231,7 +278,7 @@ public:
     int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
-    // Where the weights of parameter i begin: of the part that this rank owns.
+    // Where the weights of this rank's part of parameter i begin.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
@@ -245,7 +292,7 @@ public:
         return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
-    // Where the gradients of parameter i begin that the update reads: of the part that this rank owns.
+    // Where the gradients of this rank's part of parameter i begin, which the update reads.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
     TensorRef whole_gradient(size_t i) const {
@@ -253,14 +300,15 @@ public:
     }
 
     // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
-    // of the new ones. Nothing is updated if something in the step was not finite so far.
+    // of the new weights. Nothing is updated if something in the step was not finite so far.
     void update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding);
 
-    // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
+    // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
+    // of all moment groups.
     void add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
-    // A tensor of the state, or a gradient, by name, as Model::read() and write() pass it.
+    // Pass a tensor of the state by its name, as Model::read() and write() do. read() also passes a gradient.
     void read(const std::string& name, void* out) const;
     void write(const std::string& name, const void* in);
 
