@@ -14,8 +14,8 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
     if (context_.caches_weights) cached_w8_ = allocate_operand(LinearOperand::W, out_, Form::Both);
 }
 
-// The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has that many, but a prompt may have
-// any number: then x8 and y have more rows than x, and nobody reads what is in them.
+// The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has a multiple of 16 tokens, but a
+// prompt may have any number: then x8 and y have more rows than x, and nobody reads what is in these.
 static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
     return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -96,8 +96,8 @@ Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& source,
     return operand;
 }
 
-// w8, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as row-major codes:
-// these are transposed for dgrad. Otherwise it is made here, of the weight.
+// w8, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as row-major codes,
+// which are transposed for dgrad. Otherwise it is made here from the weight.
 Operand LinearLayer::w8_for(Gemm reader) const {
     if (context_.caches_weights) return cached_w8_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
@@ -129,7 +129,7 @@ Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
-    const Operand g8 = allocate_g8(g.rows);
+    const Operand g8 = allocate_g8(g.rows, /*codes=*/nullptr);
     write_g8_and_dbias(g, amax, g8);
     return g8;
 }

@@ -1,29 +1,30 @@
 // gpu/linear.h - a linear layer of the model, y = x w^T + bias, with x (N, in), w (out, in) and y (N, out):
 // its three GEMMs (gpu/gemm.h), and how their operands are made.
 //
-// x8, w8 and g8 are the input, the weight and the gradient of the output as a GEMM reads them. The 8 is that
-// of FP8, which is the case that this file is about: in recipes without FP8 they are BF16 or FP32 values. An
-// FP8 GEMM reads codes along the dimension that it reduces over, so each operand has two forms:
+// g (N, out) is the gradient of y. x8, w8 and g8 are x, w and g as a GEMM reads them. The 8 is that of FP8,
+// the case that this file is about; in recipes without FP8 they are BF16 or FP32 values. An FP8 GEMM reads
+// codes along the dimension that it reduces over, so each operand has two forms:
 //
 //   GEMM    computes       reads row-major    reads transposed
 //   fprop   y = x w^T      x8, w8
 //   dgrad   dx = g w       g8                 w8
 //   wgrad   dw = g^T x                        g8, x8
 //
-// How long they live:
+// How long the operands live:
 //   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
 //        again from these.
 //   w8   for one GEMM; or, in a cache, for a step.
 //   g8   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
-// Memory is taken from the Arena (gpu/state.h), like from a stack. allocate_ is memory alone, write_ puts
-// codes into it, and make_ does both. Every operand lies in the Arena::Scope of the caller.
+// Memory comes from the Arena (gpu/state.h), which is a stack. Names that begin with allocate_ stand for
+// memory alone, those with write_ for the codes in it, and those with make_ for both. An operand lies in the
+// caller's Arena::Scope.
 //
-// If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are made.
-// Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the linear
-// layer that will read the tensor, and leaves the amax there. If no kernel does, a pass over the tensor
-// computes the amax just before it is quantized. (In recipes that need no amaxes both functions return null.)
-// Who computes the amaxes in model.cu:
+// Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
+// made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the
+// linear layer that will read the tensor, and leaves the amax there. If no kernel does, a pass over the
+// tensor computes the amax just before it is quantized. (In recipes that need no amaxes both functions return
+// null.) Who computes the amaxes in model.cu:
 //
 //   operand            what it is                 who computes its amax
 //
@@ -63,11 +64,11 @@ struct LinearContext {
     const Scales& scales;
     Sharding& sharding;
     Gemms& gemms;
-    const bool caches_weights;  // whether w8 is FP8 and made once per step, in both forms
+    const bool caches_weights;  // whether every w8 is FP8 and is made once per step, in both forms
     const LinearFormats formats = linear_formats(device.setup);
 
-    // Whether the amax of an operand is needed before its codes can be made: if x, w and g have one scale per
-    // tensor, which comes just in time; or is delayed, and some history of amaxes is still empty.
+    // Whether the amax of an operand is needed before its codes can be made. FP8 with one scale per tensor
+    // needs it, unless scaling is delayed and every operand has a history.
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scales.delayed() || scales.any_empty_history);
@@ -76,7 +77,7 @@ struct LinearContext {
 
 class LinearLayer {
 public:
-    // weight_index: of the parameter w, in Parameters::params.
+    // weight_index: the index of w in Parameters::params.
     LinearLayer(LinearContext& context, size_t weight_index);
 
     // --- The three GEMMs
@@ -84,42 +85,43 @@ public:
     void fprop(const LazyTensor& x, const TensorRef& y);
     // dx = g w
     void dgrad(const Operand& g8, const TensorRef& dx);
-    // dw = g^T x, where gradients are overwritten, as in the first micro-batch of a step; else dw += g^T x.
+    // dw = g^T x; or, if `overwrite` is false, dw += g^T x.
     void wgrad(const Operand& g8, const LazyTensor& x, bool overwrite);
 
-    // --- g8, and dbias, the gradient of the bias, to which the column sums of g are added while g is at hand
-    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed here first.
+    // --- g8, and dbias, the gradient of the bias: the column sums of g are added to it while g is at hand
+    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed before g8.
     enum class AmaxIs : uint8_t { Known, Unknown };
-    // Makes g8 of g (N, out), and adds to dbias. In recipes without FP8, a g that is stored is its own
-    // operand and takes no memory.
+    // Makes g8 of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no memory is
+    // allocated.
     Operand make_g8_and_dbias(const LazyTensor& g, AmaxIs amax);
-    // The same in two parts, for dgate_up alone: it outlives dact, from which it is computed, so its memory
-    // must be allocated before that of dact. codes: where the row-major codes go; null: into memory that is
-    // allocated, too.
-    Operand allocate_g8(int64_t N, void* codes = nullptr) const;
+    // The same in two parts, for dgate_up (model.cu) alone: it outlives dact, from which it is computed, so
+    // its memory must be allocated before that of dact. codes: where the row-major codes go; null: into
+    // memory that is allocated, too.
+    Operand allocate_g8(int64_t N, void* codes) const;
     void write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8);
 
     // --- w8, if weights are cached
     void make_cached_w8();
 
-    // --- Amaxes: where a kernel that has the values of x or g leaves their amax; null if none is needed.
+    // --- Amaxes
+    // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
     TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
     TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
-    // For an x whose amax no earlier kernel has computed.
+    // A pass over x, if its amax is needed. For an x whose amax no earlier kernel has computed.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameters.params[weight_index_].bucket; }
 
 private:
-    enum class Form : uint8_t { RowMajor, Transposed, Both };  // what of an operand is made
+    enum class Form : uint8_t { RowMajor, Transposed, Both };  // the forms of an operand that are made
 
     LinearContext& context_;
-    const size_t weight_index_;               // of the parameter (out, in), in Parameters::params
-    const std::optional<size_t> bias_index_;  // of the parameter (out), if there is one
+    const size_t weight_index_;               // the index of w (out, in) in Parameters::params
+    const std::optional<size_t> bias_index_;  // that of the bias (out), if there is one
     const int64_t out_, in_;
-    const int64_t linear_layer_index_;  // in the order of forward
-    // Of each operand the amax and, if it has one scale per tensor, the scale. (In other granularities the
+    const int64_t linear_layer_index_;  // the number of this layer in the order of forward
+    // The amax of each operand and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
     TensorScale* const x_scale_;
     TensorScale* const w_scale_;

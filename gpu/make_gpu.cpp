@@ -16,7 +16,7 @@ int gpu_capability() {
            device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
 }
 
-// Kernels are compiled for one kind of GPU.
+// Why this GPU does not run the program's kernels, which are compiled for one kind of GPU; empty if it does.
 static std::string why_no_kernels() {
     const cudaError_t error = find_kernels();
     if (error == cudaSuccess) return "";
@@ -31,20 +31,22 @@ static std::string why_no_kernels() {
 std::string why_no_gpu(int gpu) {
     int gpus = 0;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
-    cudaGetLastError();  // clear it: nothing has failed
+    cudaGetLastError();  // clears the error: nothing has failed
     if (error != cudaSuccess)
         return concat("CUDA does not start: ", cudaGetErrorString(error),
                       "; nvidia-smi must show a GPU and CUDA ", CUDART_VERSION / 1000,
                       " or newer, else install a newer driver");
-    cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
+    cudaSetDevice(std::min(gpu, gpus - 1));  // otherwise GPU 0 would get a context, too
     if (gpu_capability() < 80)
         return "this GPU is too old: BF16 needs compute capability 8.0 (Ampere) or newer";
     return why_no_kernels();
 }
 
-// FP8 weights are cached only if they fit. NCCL has taken its memory before.
+// The model, with cached FP8 weights if they fit; or an Error if there is too little memory. A dry run has
+// found out what each of the two needs. NCCL has allocated its memory before.
 static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Transport> transport) {
-    constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
+    // The bytes that CUDA and cuBLAS allocate when kernels are first launched.
+    constexpr int64_t LOADED_LATER = 256 << 20;
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     int64_t needed = 0;
@@ -61,7 +63,7 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
 }
 
 std::unique_ptr<Model> make_gpu(const Setup& setup) {
-    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // number of the GPU
+    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // the number of the GPU
     const std::string missing = why_no_gpu(gpu);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
     if (std::getenv("COAT_SHARE_GPU")) gpu = 0;  // slow: for tests of several ranks on one GPU

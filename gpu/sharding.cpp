@@ -51,7 +51,7 @@ public:
         for (int theirs : processes_.all_gather(int(mapped))) mapped = mapped && theirs;
         return mapped;
     }
-    // The place at a rank that has this address here.
+    // The place at another rank that corresponds to this address at this rank.
     template <class T> T* at(int64_t rank, T* here) const {
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - mine_;
         return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[size_t(rank)]) + offset);
@@ -63,7 +63,8 @@ private:
     uint8_t* const mine_;
     std::vector<void*> others_;  // by rank; null if it is not mapped
 
-    // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
+    // Ranks that are threads of one process share its addresses. The memory of another process is mapped by
+    // CUDA.
     bool map(const Address& theirs, void*& other) const {
         if (!processes_.ranks_are_threads)
             return cudaIpcOpenMemHandle(&other, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
@@ -83,7 +84,7 @@ public:
     explicit CopyEngines(const Setup& s) : setup_(s) {}
     ~CopyEngines() override {
         if (!memory_ || std::uncaught_exceptions()) return;
-        // Copies may be in flight, which wait for another rank.
+        // Copies may be in flight that wait for another rank.
         setup_.communicator->wait_until([&] { return cudaStreamQuery(comm_stream_) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
     }
@@ -99,8 +100,9 @@ public:
             throw Error("The GPUs do not reach each other's memory any more; set COAT_NCCL=libnccl.so.2.");
     }
 
-    // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
-    // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
+    // First tells every sender that the places here are free. Then, for one receiver after the other: waits
+    // until its places are free, copies, and tells it that everything has arrived. At last waits until what
+    // the others send has arrived.
     void send(const std::vector<Transfer>& transfers, cudaStream_t) override {
         exchange_number_++;
         const int64_t me = setup_.rank, count = setup_.ranks;
@@ -122,13 +124,13 @@ private:
     cudaStream_t comm_stream_ = nullptr;
     uint32_t *ready_ = nullptr, *arrived_ = nullptr;  // flags, by the rank that sets them
     std::unique_ptr<MappedMemory> memory_;
-    uint32_t exchange_number_ = 0;  // of the exchange; flags only grow
-    // What other GPUs have written before the flag must be visible after it: where a GPU reorders such
-    // writes, it has this option of waiting.
+    uint32_t exchange_number_ = 0;  // of the last send(); flags only grow
+    // What another GPU has written before it sets a flag must be visible after the wait for this flag. GPUs
+    // that may reorder such writes have an option for the wait, flush_, which forbids it.
     static constexpr unsigned AT_LEAST = CU_STREAM_WAIT_VALUE_GEQ;
     const unsigned flush_ =
         device_attribute(cudaDevAttrCanFlushRemoteWrites) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
-    // Sets a flag; waits until a flag is at least the value.
+    // write_ sets a flag; wait_ waits until a flag is at least the value.
     using StreamFlag = decltype(cuStreamWriteValue32);
     StreamFlag* const write_ =
         library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", CURE_OLD_DRIVER);
@@ -141,7 +143,7 @@ private:
     }
 };
 
-// NCCL. It is loaded at run time, so that a program that does not use it does not need it.
+// GPUs send through NCCL. It is loaded at run time, so that a program that does not use it does not need it.
 class Nccl : public Transport {
 public:
     Nccl(const Setup& s, const std::string& library)
@@ -160,8 +162,8 @@ public:
 
     void attach(uint8_t*, uint32_t*, cudaStream_t) override {}
 
-    // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
-    // circle.
+    // The sends and receives are a group of NCCL's: it starts them together, so that their order cannot make
+    // ranks wait in a circle.
     void send(const std::vector<Transfer>& transfers, cudaStream_t stream) override {
         succeed(start_(), "ncclGroupStart");
         for (const Transfer& t : transfers) {
@@ -174,8 +176,8 @@ public:
         succeed(end_(), "ncclGroupEnd");
     }
 
-    // NCCL allocates its buffers for another rank when the first bytes travel to it. Sends a byte to each, so
-    // that all are there.
+    // Sends a byte to every other rank. NCCL allocates its buffers for a rank when the first bytes travel to
+    // it: so afterwards it has all its memory.
     void allocate_buffers() {
         const Stream stream(false);
         UniqueHandle<void*, cudaFree> bytes;
@@ -196,7 +198,8 @@ public:
     }
 
 private:
-    // What is used of NCCL's interface, as in its documentation. It has been the same since version 2.7.
+    // The part of NCCL's interface that is used here, as its documentation gives it. It has been the same
+    // since version 2.7.
     struct UniqueId {
         char bytes[128];
     };
@@ -344,28 +347,30 @@ private:
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
     std::vector<std::vector<size_t>> matrices_;   // by stage: the parameters that it gathers
     std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
-    // Every rank knows a per-tensor scale before it has the whole weight.
+    // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, every rank
+    // knows it before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
-    Event is_sent_[3];                     // by buffer of gradients: it may be written again
-    Event is_gathered_[2];                 // by buffer: those of even and of odd stages
-    int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
+    Event is_sent_[3];      // by buffer of gradients: its gradients are sent, so it may be written again
+    Event is_gathered_[2];  // by buffer of weights, of even and of odd stages: the stage in it is gathered
+    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the stage in it
 
     // What is put on the stream from now on runs after what the computation has launched so far.
     void wait_for_compute() {
         launched_so_far_.record(compute_stream_);
         launched_so_far_.make_wait(comm_stream_);
     }
-    // Before CUDA loads a kernel, it waits for all GPUs of the process. One that waits for a transfer, which
-    // the host of another rank is about to launch, would wait for ever, if that host, in the same process,
-    // loads a kernel. So where ranks are threads, their hosts meet before and after they launch transfers.
+    // Where ranks are threads of one process, their hosts meet before and after they launch transfers. The
+    // reason: before CUDA loads a kernel, it waits for all GPUs of the process. Suppose that one of them
+    // waits for a transfer which the host of another rank is about to launch. If that host loads a kernel
+    // first, both wait for ever.
     void send(const std::vector<Transfer>& transfers) {
         if (!transport_) return;
         if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
         transport_->send(transfers, comm_stream_);
         if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
     }
-    // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
+    // Rank r has the bytes part(r) of `whole`. Adds the transfers after which every rank has all of them.
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
         const Range mine = part(setup_.rank);
         for (int64_t other = 0; other < setup_.ranks; other++)
@@ -398,7 +403,7 @@ private:
     }
 
     // --- Weights
-    // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
+    // Whether weights of linear layers travel as codes now: not while a delayed scale is missing.
     bool sends_codes() const { return codes_travel_ && !scales_.any_empty_history; }
 
     void list_matrices() {
@@ -418,8 +423,8 @@ private:
             quantize(stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
                      device_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
-    // Gathers a stage, unless it is there. FP8 codes travel, which each rank makes of its part with the scale
-    // of the whole; or the weights as they are.
+    // Gathers a stage, unless it is in its buffer. Either FP8 codes travel, which each rank makes from its
+    // part with the scale of the whole weight; or the weights travel as they are.
     void gather(int64_t stage) {
         if (in_buffer_[stage % 2] == stage) return;
         uint8_t* to = memory_.gathered_weights[stage % 2];
@@ -452,7 +457,7 @@ private:
 
 }  // namespace
 
-// Whether the copy engines can be used: tried with a small allocation.
+// Whether the copy engines can be used. A small allocation is mapped to find out.
 static bool reach_each_other(const Setup& s) {
     UniqueHandle<void*, cudaFree> memory;
     check(cudaMalloc(&memory.handle, GPU_ALIGNMENT), "Allocating memory failed");
@@ -470,7 +475,7 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
     if (s.ranks == 1) return nullptr;
     const char* const set = std::getenv("COAT_NCCL");
     const std::string library = set ? set : "";
-    bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
+    bool chosen = false;  // whether any rank has it: a launcher may have set the variable on one host only
     for (const std::string& theirs : s.communicator->all_gather(library)) chosen = chosen || !theirs.empty();
     if (!chosen && reach_each_other(s)) return std::make_shared<CopyEngines>(s);
     const int64_t before = free_memory();

@@ -1,7 +1,7 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
 // gathers weights, reduces gradients and exchanges small values. sharding.cpp implements it twice: Unsharded
-// is for one GPU, where nothing travels, and Zero3Sharding for several (step by step: dev/WALK2.md). With
-// several:
+// is for one GPU, where nothing travels, and Zero3Sharding for several (step by step: dev/WALK2.md), with
+// these promises:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
@@ -11,8 +11,8 @@
 //   weights     while one stage computes, the matrices of the stage that comes next in this direction are
 //               gathered. Each of the two stages has a buffer.
 //
-// The words bucket and stage are defined in gpu/operators.h. Bytes travel in one of two ways: GPUs
-// of one machine write into each other's memory with their copy engines; others send through NCCL.
+// The words bucket and stage are defined in gpu/operators.h. Bytes travel in one of two ways: GPUs of one
+// machine write into each other's memory with their copy engines; others send through NCCL.
 #pragma once
 #include "state.h"
 
@@ -105,9 +105,9 @@ public:
 };
 
 // Chooses the transport. Copy engines move the bytes if all GPUs are in this machine and reach each other's
-// memory: that takes no multiprocessor from the computation. Otherwise NCCL does; also if the environment
-// variable COAT_NCCL of any rank names its library (libnccl.so.2, or a path). NCCL takes its own memory in
-// this call. The result is null with one rank.
+// memory: that takes no multiprocessor from the computation. Otherwise, or if the environment variable
+// COAT_NCCL of any rank names NCCL's library (libnccl.so.2, or a path), NCCL moves them. It allocates its own
+// memory in this call. The result is null with one rank.
 std::shared_ptr<Transport> connect_gpus(const Setup& s);
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
