@@ -1,16 +1,16 @@
-// architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, their
-// parameters with the initial values, and which targets count in the loss. It uses the words of coat.h.
+// architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, the
+// parameters with their initial values, and the table of models. It uses the words of coat.h.
 #pragma once
 #include "coat.h"
 
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Models
+// The shape of a model
 
 struct Architecture {
     const char* name;       // Hugging Face's model_type
-    const char* causal_lm;  // its class in transformers
+    const char* causal_lm;  // its class in transformers, Hugging Face's library
     bool rms = false;       // norms are RMSNorm; else LayerNorm with a bias
     bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
     bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
@@ -62,105 +62,23 @@ struct ModelConfig {
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; rows from V on stay zero
-    // The longest --seq. Sliding windows are not implemented: a model that has one works up to the window's
-    // length, for which the window makes no difference.
+    // The longest --seq. Sliding windows are not implemented. A model that has one can read sequences up to
+    // the window's length, for which it makes no difference.
     int64_t longest_sequence() const { return sliding_window ? std::min(sliding_window, max_T) : max_T; }
 };
 
-inline const std::vector<ModelConfig>& models() {
-    constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
-    constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
-    // clang-format off
-    static const std::vector<ModelConfig> table = {
-        {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "gpt2-tiny", .arch = GPT2, .L = 4, .C = 128, .NH = 4, .NKV = 4, .F = 512,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "llama-30m", .arch = LLAMA, .L = 8, .C = 512, .NH = 8, .NKV = 4, .F = 1408,
-         .V = 0, .max_T = 1024, .tied = true},
-        {.name = "gpt2", .arch = GPT2, .L = 12, .C = 768, .NH = 12, .NKV = 12, .F = 3072,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-medium", .arch = GPT2, .L = 24, .C = 1024, .NH = 16, .NKV = 16, .F = 4096,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-large", .arch = GPT2, .L = 36, .C = 1280, .NH = 20, .NKV = 20, .F = 5120,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-xl", .arch = GPT2, .L = 48, .C = 1600, .NH = 25, .NKV = 25, .F = 6400,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "tinyllama-1.1b", .arch = LLAMA, .L = 22, .C = 2048, .NH = 32, .NKV = 4, .F = 5632,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-2-7b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 32, .F = 11008,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-2-13b", .arch = LLAMA, .L = 40, .C = 5120, .NH = 40, .NKV = 40, .F = 13824,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-3-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 8192, .tied = false, .rope_theta = 5e5f},
-        {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_8},
-        {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
-        {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
-         .V = 151936, .max_T = 32768, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen2.5-7b", .arch = QWEN2, .L = 28, .C = 3584, .NH = 28, .NKV = 4, .F = 18944,
-         .V = 152064, .max_T = 131072, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen3-0.6b", .arch = QWEN3, .L = 28, .C = 1024, .NH = 16, .NKV = 8, .F = 3072,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-1.7b", .arch = QWEN3, .L = 28, .C = 2048, .NH = 16, .NKV = 8, .F = 6144,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-8b", .arch = QWEN3, .L = 36, .C = 4096, .NH = 32, .NKV = 8, .F = 12288,
-         .V = 151936, .max_T = 40960, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-    };
-    // clang-format on
-    return table;
-}
-
-// Error if the shape is not supported. Nothing is allocated before this check.
-inline void require_supported(const ModelConfig& c) {
-    auto require = [&](bool ok, const auto&... what) {
-        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
-    };
-    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows. A row
-    // of FP32 logits fits a GPU's GEMM workspace, and a row of the hidden size the kernels of gpu/norm.cu.
-    const struct {
-        const char* name;
-        int64_t value, limit;
-    } sizes[] = {{.name = "number of layers", .value = c.L, .limit = 1 << 12},
-                 {.name = "hidden size", .value = c.C, .limit = 1 << 14},
-                 {.name = "number of heads", .value = c.NH, .limit = 1 << 15},
-                 {.name = "number of key/value heads", .value = c.NKV, .limit = 1 << 15},
-                 {.name = "feed-forward size", .value = c.F, .limit = 1 << 20},
-                 {.name = "vocabulary", .value = c.V, .limit = 1 << 22},
-                 {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
-    for (const auto& [name, value, limit] : sizes)
-        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
-    // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
-    constexpr int64_t multiple = std::max(16, PER_1x16.cols);
-    require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
-            " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
-    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
-    require(c.q_cols() % multiple == 0 && c.kv_cols() % multiple == 0,
-            "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
-}
-
 // -----------------------------------------------------------------------------------------------------------
-// What a transformer layer saves for backward (table 2). Its passes are layer_forward() and layer_backward()
-// of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of its operators.
+// What a transformer layer saves for backward (paper, table 2). The passes of a layer are layer_forward() and
+// layer_backward() of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of
+// their operators.
 
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
 // and of the activation function. These are not saved: backward computes them again from their saved inputs,
 // which costs little.
 enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor has the shape (N, cols). The log-sum-exp alone has another: (B, NH, T), which are N * cols
-// elements, too.
+// A saved tensor has the shape (N, cols). Only the log-sum-exp has another, (B, NH, T), with as many
+// elements.
 struct SavedTensor {
     Saved which;
     const char* name;
@@ -206,16 +124,18 @@ struct Param {
     int64_t rows, cols;  // a vector of n elements is (1, n)
     float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
     // The place of its first element in the flat order: all parameters one after the other, each padded to a
-    // multiple of 128 elements.
+    // multiple of 128 elements. The GPU stores the gradients of a bucket in this order, and stochastic
+    // rounding counts its random bits by it.
     int64_t flat_offset;
     // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
-    // backward completes at the same time.
+    // backward completes at the same time: the GPU sends or updates them together, while backward goes on.
     int64_t bucket;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
-    // The format of its first or second moments, for which the optimizer's table has `of_optimizer`.
+    // The format in which this parameter's first or second moments are stored. of_optimizer is the
+    // optimizer's format for them (OptimizerFormat::m or v), which vectors do not use.
     Format moment_format(Format of_optimizer) const {
         return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
     }
@@ -278,7 +198,8 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     return table.params;
 }
 
-// The number of elements of p without the padding rows that follow the vocabulary's rows and stay zero.
+// The number of elements of p that are not padding. Padding are the rows after those of the vocabulary, which
+// stay zero.
 inline int64_t used_elements(const ModelConfig& c, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
 }
@@ -293,7 +214,8 @@ inline int64_t parameter_count(const ModelConfig& c) {  // elements, without pad
 // The initial values of parameters
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate.
+// four uniform integers of 16 bits is nearly a normal variate. (mixed_bits() in coat.h would serve as well as
+// the mixing here. But it would give other initial values, and no earlier run could be repeated.)
 COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
@@ -315,17 +237,90 @@ COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t u
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Targets of the loss
+// The models by name, and the limits of models
 
-// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all its micro-batches on all ranks.
-inline constexpr int32_t NO_TARGET = -1;
-inline int64_t counted_targets(const int32_t* targets, int64_t n) {
-    return n - std::count(targets, targets + n, NO_TARGET);
+inline const std::vector<ModelConfig>& models() {
+    constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
+    constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
+    // clang-format off
+    static const std::vector<ModelConfig> table = {
+        {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
+         .V = 0, .max_T = 256, .tied = true},
+        {.name = "gpt2-tiny", .arch = GPT2, .L = 4, .C = 128, .NH = 4, .NKV = 4, .F = 512,
+         .V = 0, .max_T = 256, .tied = true},
+        {.name = "llama-30m", .arch = LLAMA, .L = 8, .C = 512, .NH = 8, .NKV = 4, .F = 1408,
+         .V = 0, .max_T = 1024, .tied = true},
+        {.name = "gpt2", .arch = GPT2, .L = 12, .C = 768, .NH = 12, .NKV = 12, .F = 3072,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-medium", .arch = GPT2, .L = 24, .C = 1024, .NH = 16, .NKV = 16, .F = 4096,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-large", .arch = GPT2, .L = 36, .C = 1280, .NH = 20, .NKV = 20, .F = 5120,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "gpt2-xl", .arch = GPT2, .L = 48, .C = 1600, .NH = 25, .NKV = 25, .F = 6400,
+         .V = 50257, .max_T = 1024, .tied = true},
+        {.name = "tinyllama-1.1b", .arch = LLAMA, .L = 22, .C = 2048, .NH = 32, .NKV = 4, .F = 5632,
+         .V = 32000, .max_T = 2048, .tied = false},
+        {.name = "llama-2-7b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 32, .F = 11008,
+         .V = 32000, .max_T = 4096, .tied = false},
+        {.name = "llama-2-13b", .arch = LLAMA, .L = 40, .C = 5120, .NH = 40, .NKV = 40, .F = 13824,
+         .V = 32000, .max_T = 4096, .tied = false},
+        {.name = "llama-3-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 128256, .max_T = 8192, .tied = false, .rope_theta = 5e5f},
+        {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
+         .V = 32000, .max_T = 2048, .tied = false},
+        {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
+        {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
+         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
+        {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_8},
+        {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
+         .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
+        {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
+         .V = 151936, .max_T = 32768, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f},
+        {.name = "qwen2.5-7b", .arch = QWEN2, .L = 28, .C = 3584, .NH = 28, .NKV = 4, .F = 18944,
+         .V = 152064, .max_T = 131072, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f},
+        {.name = "qwen3-0.6b", .arch = QWEN3, .L = 28, .C = 1024, .NH = 16, .NKV = 8, .F = 3072,
+         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
+        {.name = "qwen3-1.7b", .arch = QWEN3, .L = 28, .C = 2048, .NH = 16, .NKV = 8, .F = 6144,
+         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
+        {.name = "qwen3-8b", .arch = QWEN3, .L = 36, .C = 4096, .NH = 32, .NKV = 8, .F = 12288,
+         .V = 151936, .max_T = 40960, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
+    };
+    // clang-format on
+    return table;
 }
-// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
-inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+
+// Error if the shape is not supported. Nothing is allocated before this check.
+inline void require_supported(const ModelConfig& c) {
+    auto require = [&](bool ok, const auto&... what) {
+        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
+    };
+    // With these limits a model has fewer than 2^49 parameters, and no number of bytes overflows. A row of
+    // FP32 logits fits the workspace of a GPU's GEMMs, and a row of the hidden size fits the kernels of
+    // gpu/norm.cu.
+    const struct {
+        const char* name;
+        int64_t value, limit;
+    } sizes[] = {{.name = "number of layers", .value = c.L, .limit = 1 << 12},
+                 {.name = "hidden size", .value = c.C, .limit = 1 << 14},
+                 {.name = "number of heads", .value = c.NH, .limit = 1 << 15},
+                 {.name = "number of key/value heads", .value = c.NKV, .limit = 1 << 15},
+                 {.name = "feed-forward size", .value = c.F, .limit = 1 << 20},
+                 {.name = "vocabulary", .value = c.V, .limit = 1 << 22},
+                 {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
+    for (const auto& [name, value, limit] : sizes)
+        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
+    // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
+    constexpr int64_t multiple = std::max(16, PER_1x16.cols);
+    require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
+            " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
+    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
+    require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
+    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
+    require(c.q_cols() % multiple == 0 && c.kv_cols() % multiple == 0,
+            "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
+    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
 }  // namespace coat

@@ -1,7 +1,7 @@
 // coat.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
-// 2410.19313) share: number formats, which elements share a scale, recipes and optimizers. The last part has
-// what only the training step needs: stochastic rounding and the statistics of quantization errors. Models
-// are in architecture.h.
+// 2410.19313) share: number formats, which elements share a scale, recipes and optimizers. The last parts
+// have what only the training step needs: stochastic rounding, the statistics of quantization errors, and
+// targets that do not count. Models are in architecture.h.
 //
 // clang-format off
 // These words are used in all files:
@@ -13,8 +13,8 @@
 //                   value is decode(code) * s
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
-//   moment scaling  (max, k), which a moment group has in place of a scale: max is its amax, and k is the
-//                   exponent of dynamic range expansion. Without expansion the scale is max / FMAX
+//   moment scaling  (max, k), which is stored for a moment group: max is its amax, and k is the exponent of
+//                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 // clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
@@ -28,6 +28,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -50,12 +51,12 @@ namespace coat {
 enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
 struct FormatInfo {
-    const char* name;         // in flags and print-outs
+    const char* name;               // in flags and print-outs
     const char* safetensors_dtype;  // in safetensors files
-    int bytes;                // of an element
+    int bytes;                      // of an element
     int mantissa_bits;  // a normal value has a relative rounding error of at most 2^-(mantissa_bits + 1)
-    float max;     // FMAX, the largest finite value
-    float min;     // FMIN, the smallest positive value, which is subnormal
+    float max;          // FMAX, the largest finite value
+    float min;          // FMIN, the smallest positive value, which is subnormal
 };
 
 // The rows have the order of Format.
@@ -76,8 +77,8 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format have moment scalings. Moments without a scaling would not fit the range of
-// FP8 and FP16.
+// Whether moments in this format have moment scalings. FP8 and FP16 have too little range for moments as they
+// are.
 constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -139,30 +140,36 @@ inline constexpr Storage E4M3_1x128{.format = Format::E4M3, .granularity = PER_1
 inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
 
 // -----------------------------------------------------------------------------------------------------------
-// Recipes: how each kind of tensor is stored (section 5). A recipe is a row of a table. Code asks for a
-// column and never for the name of a recipe.
+// Recipes: how each kind of tensor is stored (paper, section 5). A recipe is a row of a table. Code asks for
+// a column and never for the name of a recipe.
 //
 // A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
 // Each of its three GEMMs reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
-// A GEMM multiplies codes. Along the reduction it sums the products of one scale block, where the scales are
-// constant and can be taken out of the sum; then it multiplies this sum by them. Every further scale block
-// interrupts the tensor cores for such a multiplication. So scale blocks are long along the reduction: 128
-// elements, a row, or the whole tensor. (1x16 groups are no operands of GEMMs.)
-// In recipes(), below, a Granularity is that of the matrix as the GEMM reads it: cols runs along the
-// reduction. x (N, in) is read as x by fprop and as x^T by wgrad. With one scale per row or per 1x128 block
-// these are different blocks, so fprop and wgrad have different codes of x. With one scale per tensor or per
-// 128x128 block wgrad reads the transpose of fprop's codes. (This program computes the codes of x twice
-// nevertheless, because it does not keep them until backward. The codes of g are computed once: dgrad and
-// wgrad read them one after the other.)
+//
+// Scale blocks of operands are long along the reduction: 128 elements, a row, or the whole tensor. A GEMM
+// multiplies codes. It sums the products of one scale block, where the scales are constant, and multiplies
+// this sum by the scales. Each scale block interrupts the tensor cores for such a multiplication: with groups
+// of 1x16 this would happen too often, so they are no operands of GEMMs.
+//
+// The Granularity of an operand in recipes(), below, is that of the matrix as the GEMM reads it: its columns
+// run along the reduction. Two GEMMs read each operand, and one of them reads the transpose: fprop reads x,
+// and wgrad reads x^T.
+//   - Symmetric scale blocks (a tensor, 128x128) are the same in the transpose, and so are the codes.
+//   - Others (a row, 1x128) are not. So fprop and wgrad read different codes of x; dgrad and wgrad, of g.
+// This program keeps no codes of x from forward to backward: it computes them twice in any case. It computes
+// symmetric codes of g once, and dgrad and wgrad both read them.
 
-// Just-in-time scales come from the tensor's own amax, delayed scales from the amaxes of earlier steps.
+// Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
+// amaxes of earlier steps, as many as Recipe::history_steps. As long as there are none, a delayed scale comes
+// from the largest amax of the step so far, over its micro-batches.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
-// For fprop, dgrad and wgrad: whether the whole sum stays in Hopper's FP8 tensor cores, which keep about 14
-// bits of it. If not, partial sums are added up in FP32, which takes longer.
+// Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
+// cores of a Hopper GPU, which keep about 14 bits of it. If not, partial sums are added up in FP32, which
+// takes longer. The CPU reference has no fast accumulation: it always sums in FP32.
 using FastAccumulation = std::array<bool, 3>;
 inline constexpr FastAccumulation IN_NO_GEMM{false, false, false};
 inline constexpr FastAccumulation IN_FPROP{true, false, false};
@@ -175,19 +182,19 @@ struct Recipe {
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
     Storage x = BF16, w = BF16, g = BF16;
-    // The inputs of norms 1 and 2 and of the activation function, as they are saved for backward.
+    // How the inputs of norms 1 and 2 and of the activation function are saved for backward.
     Storage saved_inputs = BF16;
-    // q, k, v and attention's output, as they are saved: in the compute dtype or in groups. No row of the
-    // table sets groups: the flag --attention groups does.
+    // How q, k, v and attention's output are saved for backward: in the compute dtype or in groups. No row of
+    // the table sets groups: the flag --attention groups does.
     Storage saved_attention = BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether forward computes with the saved groups of `saved_inputs` tensors, as in the paper. If not
-    // (coat-saved), forward uses the values before they were quantized. Backward uses the groups in both
-    // cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
+    // Whether norms and the activation function read in forward, too, what is saved of their inputs, as in
+    // the paper. If not (coat-saved), they read in forward the values before these were quantized. Backward
+    // reads what is saved in both cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
     bool forward_reads_saved = true;
-    int history_steps = 1024;  // how many steps' amaxes delayed scaling remembers
+    int history_steps = 1024;  // the number of steps whose amaxes delayed scaling remembers
     const char* about = "";    // a line of --help
 };
 
@@ -239,10 +246,21 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 
+// The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
+enum class LinearOperand : uint8_t { X, W, G };
+inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
+inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
+
+// How the operand is stored. formats is a Recipe or LinearFormats.
+template <class Formats> const Storage& storage_of(const Formats& formats, LinearOperand o) {
+    if (o == LinearOperand::X) return formats.x;
+    return o == LinearOperand::W ? formats.w : formats.g;
+}
+
 // -----------------------------------------------------------------------------------------------------------
-// Optimizers: how AdamW's moments are stored between steps (section 4). Moments in FP8 and FP16 have a moment
-// scaling for each moment group. A moment group is 128 elements or, in MS-AMP's FP8-LM (arXiv 2310.18313), a
-// whole parameter.
+// Optimizers: how AdamW's moments are stored between steps (paper, section 4). Moments in FP8 and FP16 have a
+// moment scaling for each moment group. A moment group is 128 elements or, in MS-AMP's FP8-LM (arXiv
+// 2310.18313), a whole parameter.
 
 inline constexpr int MOMENT_GROUP = 128;
 
@@ -264,8 +282,8 @@ struct OptimizerFormat {
     int64_t moment_group_count(Format f, int64_t n) const {
         return coat::moment_group_count(f, per_tensor, n);
     }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
-    // table has one such moment and one other.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. In every row of
+    // the table both moments are, or none is.
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
@@ -289,15 +307,15 @@ inline const std::vector<OptimizerFormat>& optimizers() {
     return table;
 }
 
-// The arguments of one step of AdamW.
+// What a step of AdamW is given besides parameters and gradients.
 struct AdamWOptions {
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts
     // of the parameters are updated before the norm of all gradients is known.
     float clip = 1.0f;
-    // How many steps before this one were skipped. With --gradients none they may have updated some
-    // parameters, so stochastic rounding counts them too: otherwise it would use their random bits again.
+    // How many steps before this one were skipped. A step that is skipped half-way (--gradients none) has
+    // used its random bits of stochastic rounding. Counting it gives the next step new ones.
     int64_t skipped = 0;
 };
 
@@ -324,12 +342,12 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value,
-// so that updates which are smaller than half a BF16 step count on average. rounding_bits(key, q) has the
-// random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
-// Param::flat_offset): the lowest 16 bits are for element 4q.
+// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value:
+// updates that are smaller than half a BF16 step are not lost, but count on average. rounding_bits(key, q)
+// has the random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
+// Param::flat_offset). The lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update, whose number also counts skipped steps: AdamWOptions::step + AdamWOptions::skipped.
+// The key of one update. step = AdamWOptions::step + AdamWOptions::skipped: it counts skipped steps, too.
 inline uint64_t rounding_key(uint64_t seed, int64_t step) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
 }
@@ -340,7 +358,7 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {
 struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
     int64_t elements = 0;
-    int64_t saturated = 0;  // elements with |x| more than half a step above FMAX times the scale
+    int64_t saturated = 0;  // elements that are cut off: |x| / scale is above FMAX by more than half a step
     int64_t flushed = 0;    // elements that were not zero and became zero
 
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
@@ -364,10 +382,23 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
     "weights", "gradients", "first moments", "second moments"};
 // clang-format on
 
+// The kind of a linear layer's operand.
+inline ReportKind report_kind(LinearOperand o) {
+    if (o == LinearOperand::X) return ReportKind::LinearInput;
+    return o == LinearOperand::W ? ReportKind::Weight : ReportKind::Gradient;
+}
+
 struct QuantReport {
     QuantStats kinds[static_cast<int>(ReportKind::Count)];
     std::vector<float> k_m, k_v;   // k of every moment group, of first and of second moments
     bool part_of_moments = false;  // only some of the moments of large parameters were measured
 };
+
+// -----------------------------------------------------------------------------------------------------------
+// Needed later: targets of the loss
+
+// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
+// The loss of a step is the mean over the targets that count, in all its micro-batches on all ranks.
+inline constexpr int32_t NO_TARGET = -1;
 
 }  // namespace coat

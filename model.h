@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <numeric>
 #include <type_traits>
@@ -27,9 +26,9 @@ struct Setup {
     int64_t B, T;                        // a micro-batch has B sequences of T tokens
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
-    // Whether weights have FP32 masters. Without, the BF16 weights are rounded stochastically.
+    // Whether weights have FP32 masters. If not (--master none), the BF16 weights are rounded stochastically.
     bool has_master = true;
-    // Whether the gradients of a whole step exist at the same time. Without (--gradients none), a GPU updates
+    // Whether the gradients of a whole step exist at the same time. If not (--gradients none), a GPU updates
     // each bucket within backward.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
@@ -73,8 +72,8 @@ inline void require_supported(const Setup& s) {
 // of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
 // just before it is used. A vector is small: every rank owns the whole of it, and all compute the same.
 
-// Matrices are divided between shard units. So no moment group of 128 is divided, and a sum that is taken
-// within shard units first, then over these, is the same for any number of ranks. If a matrix has fewer shard
+// A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
+// first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
 // units than there are ranks, some ranks own nothing of it: a single shard unit belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 
@@ -91,12 +90,14 @@ inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     return {.first = begin, .count = end - begin};
 }
 inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
+// The number of elements with the padding that completes the last moment group.
 inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
 
-// The format in which a weight's gradients are summed over the micro-batches of a step. A micro-batch adds
-// one gradient, or two to the embedding if this is also the head. Sums of at most four are in the compute
-// dtype. Longer sums are in FP32, because every addition to a BF16 sum rounds it. The micro-batches of all
-// ranks are counted, so that the format does not depend on how they are divided among ranks.
+// The format in which gradients are summed over the micro-batches of a step, the same for all parameters. A
+// micro-batch adds one gradient to each sum, or two to that of an embedding that is also the head. If no sum
+// has more than four gradients, all are in the compute dtype. Else all are in FP32, because every addition to
+// a BF16 sum rounds it. The micro-batches of all ranks count: the format does not depend on how they are
+// divided among ranks.
 inline Format gradient_format(const Setup& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
 }
@@ -105,8 +106,8 @@ inline Format gradient_format(const Setup& s) {
 // State: all tensors that a run needs to resume, by name. They are the same on the CPU and on a GPU.
 
 struct StateTensor {
-    // The name of the parameter, which is that of the weight, or this with a suffix: ".remainder", ".m",
-    // ".v", ".m.max", ".m.k", ".x.scale", ...
+    // The weight has the name of its parameter. The other tensors of the parameter have this name and a
+    // suffix: ".remainder", ".m", ".v", ".m.max", ".m.k", ".x.scale", ...
     std::string name;
     const char* dtype;  // its name in safetensors files
     int bytes;          // of an element
@@ -146,30 +147,14 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
-enum class LinearOperand : uint8_t { X, W, G };
-inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
-inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
-
-// How the operand is stored. formats is a Recipe or LinearFormats.
-template <class Formats> const Storage& storage_of(const Formats& formats, LinearOperand o) {
-    if (o == LinearOperand::X) return formats.x;
-    return o == LinearOperand::W ? formats.w : formats.g;
-}
 // What follows the weight's name in the names of the operand's state tensors.
 inline const char* suffix_of(LinearOperand o) {
     if (o == LinearOperand::X) return ".x";
     return o == LinearOperand::W ? ".w" : ".g";
 }
-// The row of the quantization report in which the operand counts.
-inline ReportKind report_kind(LinearOperand o) {
-    if (o == LinearOperand::X) return ReportKind::LinearInput;
-    return o == LinearOperand::W ? ReportKind::Weight : ReportKind::Gradient;
-}
 
-// The state of delayed scaling, for each operand of a linear layer: the amaxes of the last steps, the newest
-// first, and the scale of the next step. All are 0 before the first step. While the scale is 0, the operand
-// is scaled just in time.
+// The state of delayed scaling (coat.h, Scaling), for each operand of a linear layer: the amaxes of the last
+// steps, the newest first, and the scale of the next step. All are 0 before the first step.
 inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
@@ -236,12 +221,21 @@ inline Range owned(const Setup& s, const StateTensor& t) {
 struct StepResult {
     double loss;       // nats per token: the mean over all targets of the step that count
     double grad_norm;  // of all gradients, before clipping
-    // Whether nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not
-    // finite, because the clipped norm was 2^62 or more, or because no target counts. (Without keep_gradients
-    // a GPU may learn this after it has updated some buckets: these stay updated.)
+    // Whether nothing was updated, for one of these reasons: the loss, a gradient or a tensor that was
+    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. (Without
+    // keep_gradients a GPU may notice this after it has updated some buckets. These stay updated.)
     bool skipped;
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
+
+// The number of targets that count.
+inline int64_t counted_targets(const int32_t* targets, int64_t n) {
+    return n - std::count(targets, targets + n, NO_TARGET);
+}
+// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
+inline double divisor_of_mean(const int32_t* targets, int64_t n) {
+    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+}
 
 // With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
 // at the same time. Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An
@@ -260,19 +254,20 @@ public:
     // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
     // that an update would store. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // Copy the elements that this rank owns (owned()) of a tensor of weight_tensors() or optimizer_tensors()
-    // to `out`, or from `in`. With keep_gradients, read() also knows "<param>.gradient" (FP32): the gradient
-    // of the last step, until the next forward pass.
+    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
+    // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows
+    // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;
 };
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
-// On a GPU (gpu/state.cpp). It is an Error if this machine has no GPU that can run it.
+// The following are in gpu/make_gpu.cpp or, in a program that is built without CUDA, in gpu/none.cpp.
+// On a GPU. It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
-bool built_with_cuda();  // whether this program has a GPU part (if not: gpu/none.cpp)
-// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used. (gpu/state.cpp)
+bool built_with_cuda();
+// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used.
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
 int gpu_capability();
