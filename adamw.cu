@@ -57,7 +57,7 @@ template <class V> static __device__ V get(const void* from) { return __ldca(sta
 
 namespace {
 
-// The moment scaling of a moment group (coat.h).
+// The moment scaling of a moment group (formats.h).
 struct MomentScaling {
     float max, k;
 };

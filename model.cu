@@ -1,5 +1,6 @@
 // model.cu - one training step on the GPU, from the first token to the last update, of any model and recipe
-// of coat.h, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in reference_model.cpp.
+// of formats.h, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in
+// reference_model.cpp.
 //
 // A step, in the order of this file:
 //

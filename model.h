@@ -153,8 +153,8 @@ inline const char* suffix_of(LinearOperand o) {
     return o == LinearOperand::W ? ".w" : ".g";
 }
 
-// The state of delayed scaling (coat.h, Scaling), for each operand of a linear layer: the amaxes of the last
-// steps, the newest first, and the scale of the next step. All are 0 before the first step.
+// The state of delayed scaling (formats.h, Scaling), for each operand of a linear layer: the amaxes of the
+// last steps, the newest first, and the scale of the next step. All are 0 before the first step.
 inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {

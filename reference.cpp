@@ -1,6 +1,6 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop: the operators of a training step. Read
-// coat.h first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested against
-// it; ./train uses it if there is no GPU. Each section needs only the sections before it:
+// formats.h first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested
+// against it; ./train uses it if there is no GPU. Each section needs only the sections before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling      (the preliminaries, sections 5.1 and 5.2)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -272,7 +272,7 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 
 // A GEMM operand x (rows, cols) with the rounding of FP8: quantized and dequantized again. Tensor cores
 // multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
-// columns of a granularity run along the reduction (coat.h, Recipes). So for a reduction over rows the
+// columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
 Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
                      QuantStats* stats, const float* scale) {

@@ -22,7 +22,7 @@ float round_to(Format f, float x);  // x as the nearest value of f, which is FP3
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 // The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
-// random bits of coat.h, rounding_bits().
+// random bits of formats.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---
@@ -87,7 +87,7 @@ struct Moment {
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. expansion, per_tensor: as in coat.h, OptimizerFormat.
+    // A moment of n zeros. expansion, per_tensor: as in formats.h, OptimizerFormat.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
     // Stores x (n). A positive second moment in a moment group of 128 gets at least the smallest code: if it

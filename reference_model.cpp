@@ -238,7 +238,7 @@ public:
             return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
-    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_saved).
+    // What a norm or an activation function reads in the forward pass (formats.h, forward_reads_saved).
     Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
         return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
     }

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <set>
 
-#include "../coat.h"
+#include "../formats.h"
 #include "json.h"
 
 namespace coat {

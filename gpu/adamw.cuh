@@ -132,7 +132,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// Whether a moment has moment scalings: moments_need_scaling() of coat.h, for kernels. The FP32 moments of
+// Whether a moment has moment scalings: moments_need_scaling() of formats.h, for kernels. The FP32 moments of
 // norm weights and biases have none, in every optimizer.
 inline __device__ bool has_scales(const MomentRef& m) {
     return m.format != Format::FP32 && m.format != Format::BF16;
@@ -154,7 +154,7 @@ struct AdamWArguments {
     EitherDense gradients;  // of the shards, from first_element on
     const GradientState* state;
 
-    // v is in groups where m is (coat.h, OptimizerFormat::has_fp8_moment_groups).
+    // v is in groups where m is (formats.h, OptimizerFormat::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
         return has_scales(shard.m) && !per_tensor;
     }

@@ -104,7 +104,7 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 namespace {
 
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
-// (coat.h, FastAccumulation). The epilogue adds the bias.
+// (formats.h, FastAccumulation). The epilogue adds the bias.
 struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;

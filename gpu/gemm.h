@@ -29,7 +29,7 @@ public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs others may use it
 
-    // fast_accumulation: for each Gemm (coat.h, FastAccumulation).
+    // fast_accumulation: for each Gemm (formats.h, FastAccumulation).
     Gemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~Gemms();

@@ -76,7 +76,7 @@ inline int64_t gathered_bytes(const Setup& s, const Param& p) {
 
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of this
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (Where GEMMs are FP8, B * T is a multiple
-// already: coat.h, linear_formats().)
+// already: formats.h, linear_formats().)
 inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // the bytes of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient (drawn above Memory in gpu/state.h).

@@ -20,9 +20,9 @@
 //
 // Words for parts of tensors and of parameters, from small to large:
 //   chunk         8 neighbouring elements of a row: what a thread loads or stores at a time (gpu/device.cuh)
-//   group         16 neighbouring features of a token, which share a scale (coat.h)
+//   group         16 neighbouring features of a token, which share a scale (formats.h)
 //   piece         16 rows of one column of a tile (gpu/device.cuh, TransposeTile)
-//   moment group  128 elements of a moment, which share (max, k) (coat.h)
+//   moment group  128 elements of a moment, which share (max, k) (formats.h)
 //   span          128 elements of a parameter, which have one moment group of m and one of v (adamw.cu)
 //   bundle        8 spans, which a warp updates (adamw.cu)
 //   tile          128 x 128 elements of a tensor, on which a thread block works (gpu/device.cuh, part 5)
@@ -227,7 +227,7 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
                      cudaStream_t s);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
 // next GEMM's operand, and amax_out gets its amax in the same pass: of what the activation computes from the
-// groups if forward_reads_saved, else from x (coat.h, forward_reads_saved).
+// groups if forward_reads_saved, else from x (formats.h, forward_reads_saved).
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t s);
@@ -246,9 +246,9 @@ struct Weights {
     Format format;
 };
 
-// One moment of one parameter. In groups: codes, and the moment scaling of each moment group (coat.h). With
-// one scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32
-// and BF16: no scale.
+// One moment of one parameter. In groups: codes, and the moment scaling of each moment group (formats.h).
+// With one scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next.
+// FP32 and BF16: no scale.
 struct MomentRef {
     void* data;  // (padded_size) of format; padding stays zero
     float* max;
@@ -312,9 +312,9 @@ void add_gradients(void* sum, bool overwrite, const void* own, const void* recei
 
 // Updates whole shards, all of this rank or those of a bucket, by AdamW. They are the elements `updated` of
 // the rank's order. `gradients` begin with the first of these; their `format` is FP32 or that of the weights.
-// Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step (coat.h),
-// for weights without a master.
-// The shards' amaxes become those of the new weights; where state->skip is set, all stays as it was.
+// Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step
+// (formats.h), for weights without a master. The shards' amaxes become those of the new weights; where
+// state->skip is set, all stays as it was.
 void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
            const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
            Format format, const GradientState* state, cudaStream_t s);
@@ -333,7 +333,7 @@ void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard*
 //   next.row_statistics   of next.in if forward_reads_saved, else of x_out
 //   y_amax_out            the amax of the norm's output, computed from the same values
 // forward_reads_saved says that the norm reads next.in not only in backward, but also in forward: because the
-// recipe's forward_reads_saved (coat.h) is true, or because next.in is not in groups.
+// recipe's forward_reads_saved (formats.h) is true, or because next.in is not in groups.
 void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
                   bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s,
                   const int32_t* tokens = nullptr, int64_t T = 1);
@@ -450,8 +450,8 @@ void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, i
                     cudaStream_t s);
 
 // ===========================================================================================================
-// 10. The quantization report (gpu/quant_report.cu; coat.h, QuantStats). It has a kernel of its own, so that
-// training pays nothing for it.
+// 10. The quantization report (gpu/quant_report.cu; formats.h, QuantStats). It has a kernel of its own, so
+// that training pays nothing for it.
 
 // Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
 // the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of

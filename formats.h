@@ -1,4 +1,4 @@
-// coat.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
+// formats.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
 // 2410.19313) share: number formats, which elements share a scale, recipes and optimizers. The last parts
 // have what only the training step needs: stochastic rounding, the statistics of quantization errors, and
 // targets that do not count. Models are in architecture.h.
