@@ -25,10 +25,9 @@
 //
 // Three rules:
 //   - A Pass says what runs: it is given to every function that depends on it.
-//   - Memory is one allocation, the arena (gpu/state.h has its map). What lasts is allocated at the
-//   beginning.
-//     What a step needs besides is allocated where it is used, and given back when the Arena::Scope ends in
-//     which that happened.
+//   - Memory is one allocation, the arena (gpu/state.h has its map). What lasts for the run is allocated at
+//     the beginning. What a step needs besides is allocated where it is used, and given back when the
+//     Arena::Scope around it ends.
 //   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
 //     activation functions are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what
 //     they are computed from, and the kernel that makes the operand of the next GEMM computes them.
@@ -49,14 +48,14 @@ struct Layer {
     size_t norm1_index, norm2_index;
     std::optional<size_t> head_norm_index;  // Qwen3 has norms of the heads of q and k
     LinearLayer qkv_proj, o_proj, gate_up_proj, down_proj;
-    std::vector<TensorRef> saved_tensors;  // by Saved (architecture.h), with the rows of a whole micro-batch
+    std::vector<TensorRef> saved_tensors;  // by Saved (architecture.h), with the rows of a micro-batch
 };
 
 // A norm of the residual stream, and the linear layer that reads its output.
 struct ResidualNorm {
     Norm norm;            // as kernels are given it; norm.in is its saved input
-    size_t weight_index;  // index of the parameter
-    LinearLayer* reader;  // null for the final norm, which the head reads: it is not quantized
+    size_t weight_index;  // the index of its weight in Parameters::params
+    LinearLayer* reader;  // null for the final norm, whose output is not quantized: the head reads it
 
     TensorScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
 };
@@ -66,8 +65,8 @@ struct Pass {
     int64_t B, T;
     int64_t N = B * T;  // tokens
 
-    // The rest is for backward. first_micro_batch: of the step, on this rank.
-    bool first_micro_batch = true;
+    // The rest is for backward.
+    bool first_micro_batch = true;  // of the step, on this rank
     // Whether GEMMs overwrite gradients. Otherwise they add to those of the micro-batches before. With
     // several ranks they always overwrite: gradients are sent, and the sums lie elsewhere.
     bool overwrites_gradients = true;
@@ -176,8 +175,8 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A step
 
-    // Forward and backward of each micro-batch, then the update. (With --gradients none,
-    // finish_bucket() updates the weights within backward.)
+    // Forward and backward of each micro-batch, then the update. (With --gradients none, finish_bucket()
+    // updates the weights within backward.)
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
@@ -224,9 +223,9 @@ private:
         return found;
     }
 
-    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(). target_count: of the
-    // targets that count. quant_stats: by ReportKind, where quantization errors are added up; null: they are
-    // not measured.
+    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(). target_count: how many
+    // targets count. quant_stats: where quantization errors are added up, by ReportKind; null: they are not
+    // measured.
     void begin_step_or_evaluation(double target_count, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / target_count;
         device_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
@@ -235,14 +234,14 @@ private:
         if (scales_.delayed()) begin_delayed_scaling();
         if (linear_context_.caches_weights) make_cached_weights();
     }
-    // Delayed scaling: this step takes the amaxes of all operands for the histories.
+    // Delayed scaling: this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
         scales_.clear_operand_amaxes();
-        cached_weights_are_valid_ = false;     // they are made again, which takes their amaxes
-        sharding_->forget_gathered_weights();  // they are FP8 codes, whose scales change
+        cached_weights_are_valid_ = false;     // they are made again, which computes their amaxes
+        sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
-    // are made in any case, because that measures their errors.
+    // are made in any case, because their errors are measured while they are made.
     void make_cached_weights() {
         if (cached_weights_are_valid_ && !device_.quant_stats) return;
         for (Layer& layer : layers_)
@@ -284,8 +283,7 @@ private:
         device_.wait_and_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then the update skips the
-    // step.
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then no weight is updated.
     void store_loss_or_nan(double* loss_or_nan) {
         write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, loss_or_nan, stream_);
     }
@@ -833,9 +831,11 @@ public:
         sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
         const Arena::Scope scope(arena_);
         const TensorRef last = compute_logits(pass, n - 1, allocate_tensor(1, config_.C));
-        void* const in_fp32 = gemms_.scratch;  // it has room for a row of logits
-        convert(last, {in_fp32, nullptr, 1, last.cols, FP32}, stream_);
-        device_.copy_to_host(logits, in_fp32, config_.V * info(Format::FP32).bytes);
+        // The scratch memory of GEMMs is free between them, and has room for a row of logits
+        const TensorRef in_fp32{
+            .data = gemms_.scratch, .scales = nullptr, .rows = 1, .cols = last.cols, .storage = FP32};
+        convert(last, in_fp32, stream_);
+        device_.copy_to_host(logits, in_fp32.data, config_.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -869,7 +869,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
     // Runs a step, if this is a dry run. Returns the bytes that the whole allocation needs: for what lasts,
-    // and for what a step takes besides.
+    // and for what a step allocates besides.
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(step_tokens()));
         step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
