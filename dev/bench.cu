@@ -31,6 +31,7 @@
 #include "../gpu/gemm.h"
 #include "../gpu/operators.h"
 #include "../program/plan.h"
+#include "gpu_tools.h"
 
 namespace {
 
@@ -38,7 +39,7 @@ using namespace coat;
 using namespace coat::gpu;
 using Json = nlohmann::ordered_json;
 
-constexpr int REPEATS = 21, REST = 300, STEPS = 20;
+constexpr int REST = 300, STEPS = 20;
 
 struct Run {
     const char* model;
@@ -112,46 +113,17 @@ private:
 
 class Clock {
 public:
-    Clock() {
-        const int64_t cache = std::max(device_attribute(cudaDevAttrL2CacheSize), 1 << 20);
-        other_ = memory_.random(1, round_up(2 * cache, 1024), Format::BF16);  // four times as many bytes
-        slot_ = memory_.take<TensorScale>(sizeof(TensorScale));
-        for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
-    }
-
-    TensorScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
+    TensorScale* slot() const { return slot_.get(); }  // zero at the beginning of every timed operation
 
     // The median time of an operation that does not wait for the GPU.
-    double seconds(const std::function<void()>& run) {
-        run();
-        // A GPU is slower after long GEMMs: all start after the same light work
-        for (int i = 0; i < REST; i++) fill_cache();
-        for (int i = 0; i < REPEATS; i++) {
-            check(cudaMemsetAsync(slot_, 0, sizeof *slot_), "Clearing memory failed");
-            fill_cache();
-            check(cudaEventRecord(events_[2 * i]), "Recording an event failed");
-            run();
-            check(cudaEventRecord(events_[2 * i + 1]), "Recording an event failed");
-        }
-        check(cudaDeviceSynchronize(), "A timed operation failed");
-        std::vector<float> ms(REPEATS);
-        for (int i = 0; i < REPEATS; i++)
-            check(cudaEventElapsedTime(&ms[size_t(i)], events_[2 * i], events_[2 * i + 1]),
-                  "Reading an event failed");
-        std::nth_element(ms.begin(), ms.begin() + REPEATS / 2, ms.end());
-        return ms[REPEATS / 2] * 1e-3;
+    double seconds(const std::function<void()>& run) const {
+        // A GPU is slower after long GEMMs: all operations start after the same light work.
+        for (int i = 0; i < REST; i++) dev::flush_cache();
+        return dev::median_seconds(run, [&] { clear(slot(), sizeof(TensorScale), nullptr); });
     }
 
 private:
-    Memory memory_;
-    TensorRef other_{};
-    TensorScale* slot_;
-    cudaEvent_t events_[2 * REPEATS] = {};
-
-    // Reads `other_`, so that the cache contains nothing that must be written back.
-    void fill_cache() {
-        compute_amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, BF16}), slot_, nullptr);
-    }
+    dev::Buffer<TensorScale> slot_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// ladder.h - what the ladders share: device memory, wide accesses, random data, the clock, and the table that
-// a ladder prints.
+// ladder.h - what the ladders share: wide accesses, random data, and the table that a ladder prints. Device
+// memory and the clock are in gpu_tools.h.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -12,41 +12,13 @@
 
 #include "../../gpu/adamw.cuh"
 #include "../../reference.h"
+#include "../gpu_tools.h"
 
 namespace ladder {
 
 using namespace coat;
+using dev::Buffer;
 using bf16 = __nv_bfloat16;
-
-template <class T> class Buffer {
-public:
-    explicit Buffer(size_t n) : size(n) {
-        gpu::check(cudaMalloc(&data_, n * sizeof(T)), "Allocating failed");
-        poison();
-    }
-    explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { write(host); }
-    ~Buffer() { cudaFree(data_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
-    const size_t size;
-    T* get() const { return data_; }
-    void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
-    void poison() { fill(0xFF); }  // NaN in every format that the ladders use
-    void write(const std::vector<T>& host) {
-        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
-                   "Copying failed");
-    }
-    std::vector<T> read() const {
-        std::vector<T> host(size);
-        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost),
-                   "Copying failed");
-        return host;
-    }
-
-private:
-    T* data_ = nullptr;
-};
 
 // N neighbouring elements in the registers of one thread, which loads and stores them with one instruction.
 // Their address is a multiple of their size: 4, 8 or 16 bytes.
@@ -70,42 +42,14 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
     return x;
 }
 
-// Fills the L2 cache with other data, 256 MiB of it, which is only read and needs no write-back.
-inline void flush_cache() {
-    static const Buffer<uint16_t> other(128 << 20);
-    static const Buffer<gpu::TensorScale> scale(1);
-    constexpr int64_t COLS = 1024;
-    const int64_t rows = static_cast<int64_t>(other.size) / COLS;
-    gpu::compute_amax(gpu::stored({other.get(), nullptr, rows, COLS, BF16}), scale.get(), nullptr);
-}
-
-// Median time in milliseconds.
-template <class Run> float milliseconds(int repeats, Run run) {
-    gpu::UniqueHandle<cudaEvent_t, cudaEventDestroy> start, stop;
-    gpu::check(cudaEventCreate(&start.handle), "Creating an event failed");
-    gpu::check(cudaEventCreate(&stop.handle), "Creating an event failed");
-    std::vector<float> times(static_cast<size_t>(repeats));
-    run();
-    for (float& ms : times) {
-        flush_cache();
-        gpu::check(cudaEventRecord(start.handle), "Timing failed");
-        run();
-        gpu::check(cudaEventRecord(stop.handle), "Timing failed");
-        gpu::check(cudaEventSynchronize(stop.handle), "Timing failed");
-        gpu::check(cudaEventElapsedTime(&ms, start.handle, stop.handle), "Timing failed");
-    }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
-}
-
 // Copy bandwidth within the device in bytes per second, reads plus writes.
 inline double copy_rate() {
     Buffer<uint8_t> from(1 << 30), to(1 << 30);
-    const float ms = milliseconds(20, [&] {
+    const double seconds = dev::median_seconds([&] {
         gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice),
                    "Copying failed");
     });
-    return 2e3 * static_cast<double>(from.size) / ms;
+    return 2 * static_cast<double>(from.size) / seconds;
 }
 
 // What a comparison with the CPU reference says of a rung.
@@ -141,7 +85,7 @@ int climb(const std::vector<const char*>& names, const Limit& limit, int argc, c
     printf("%s\n\n", limit.text.c_str());
     printf("%-64sus  %s  speed-up  codes\n", "rung", limit.column);
     bool wrong = false;
-    float previous = 0;
+    double previous = 0;
     for (int i = 0; i < static_cast<int>(names.size()); i++) {
         bool wanted = argc == 1;
         for (int a = 1; a < argc; a++) wanted = wanted || std::atoi(argv[a]) == i + 1;
@@ -154,13 +98,13 @@ int climb(const std::vector<const char*>& names, const Limit& limit, int argc, c
                 printf("not written yet\n");
                 continue;
             }
-            const float ms = milliseconds(20, [&] { run(i); });
-            printf("%8.1f  %8.0f%%", ms * 1e3, 1e5 * limit.seconds / ms);
-            if (previous > 0) printf("  %7.2fx", previous / ms);
+            const double seconds = dev::median_seconds([&] { run(i); });
+            printf("%8.1f  %8.0f%%", 1e6 * seconds, 100 * limit.seconds / seconds);
+            if (previous > 0) printf("  %7.2fx", previous / seconds);
             else printf("         -");
             printf("  %s%s\n", verdict.right ? "" : "WRONG: ", verdict.text.c_str());
             wrong = wrong || !verdict.right;
-            previous = ms;
+            previous = seconds;
         } catch (const Error& e) {
             // After an illegal access every call of CUDA fails. `build/ladder_... 5` then runs rung 5 alone.
             printf("WRONG: %s\n", e.what());

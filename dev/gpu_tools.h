@@ -1,0 +1,76 @@
+// gpu_tools.h - what the bench and the ladders share: an array in device memory, and the clock.
+#pragma once
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "../gpu/operators.h"
+
+namespace coat::dev {
+
+template <class T> class Buffer {
+public:
+    explicit Buffer(size_t n) : size(n) {
+        gpu::check(cudaMalloc(&data_, n * sizeof(T)), "Allocating failed");
+        poison();
+    }
+    explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { write(host); }
+    ~Buffer() { cudaFree(data_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    const size_t size;
+    T* get() const { return data_; }
+    void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
+    void poison() { fill(0xFF); }  // NaN in every format that is used here
+    void write(const std::vector<T>& host) {
+        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
+                   "Copying failed");
+    }
+    std::vector<T> read() const {
+        std::vector<T> host(size);
+        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost),
+                   "Copying failed");
+        return host;
+    }
+
+private:
+    T* data_ = nullptr;
+};
+
+// Fills the L2 cache with other data, of four times its size. They are only read, so the cache then contains
+// nothing that must be written back.
+inline void flush_cache() {
+    constexpr int64_t COLS = 1024;
+    static const int64_t rows = 2 * int64_t{gpu::device_attribute(cudaDevAttrL2CacheSize)} / COLS;
+    static const Buffer<uint16_t> other(std::vector<uint16_t>(size_t(rows * COLS)));  // BF16: zeros
+    static const Buffer<gpu::TensorScale> scale(1);
+    gpu::compute_amax(gpu::stored({other.get(), nullptr, rows, COLS, BF16}), scale.get(), nullptr);
+}
+
+// The median time of run(), which launches work on the GPU and does not wait for it. prepare() comes before
+// each run, and is not timed.
+inline double median_seconds(
+    const std::function<void()>& run, const std::function<void()>& prepare = [] {}) {
+    constexpr int REPEATS = 21;
+    gpu::UniqueHandle<cudaEvent_t, cudaEventDestroy> starts[REPEATS], stops[REPEATS];
+    run();
+    for (int i = 0; i < REPEATS; i++) {
+        gpu::check(cudaEventCreate(&starts[i].handle), "Creating an event failed");
+        gpu::check(cudaEventCreate(&stops[i].handle), "Creating an event failed");
+        prepare();
+        flush_cache();
+        gpu::check(cudaEventRecord(starts[i].handle), "Recording an event failed");
+        run();
+        gpu::check(cudaEventRecord(stops[i].handle), "Recording an event failed");
+    }
+    gpu::check(cudaDeviceSynchronize(), "A timed operation failed");
+    std::vector<float> ms(REPEATS);
+    for (int i = 0; i < REPEATS; i++)
+        gpu::check(cudaEventElapsedTime(&ms[i], starts[i].handle, stops[i].handle),
+                   "Reading an event failed");
+    std::nth_element(ms.begin(), ms.begin() + REPEATS / 2, ms.end());
+    return ms[REPEATS / 2] * 1e-3;
+}
+
+}  // namespace coat::dev
