@@ -70,10 +70,10 @@ private:
 
 // What a step finds out. It is on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
-    double loss;         // the sum of the losses so far * Scalars::loss_weight
+    double loss;         // the sum of the losses so far, times Scalars::loss_weight
     double loss_or_nan;  // the same, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
-    uint32_t empty_histories;  // delayed scaling: operands that have had no amax yet
+    uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct Scalars {
@@ -140,8 +140,8 @@ struct Memory {
     // What other ranks write here, if there are several. Each place, counted from the beginning of the
     // allocation, is the same on all ranks. One rank needs `squares` alone.
     uint32_t* flags;               // two for each rank
-    uint8_t* received_gradients;   // of a bucket
-    uint8_t* gathered_weights[2];  // the matrices of an even and of an odd stage
+    uint8_t* received_gradients;   // the other ranks' gradients of a bucket, as far as this rank owns it
+    uint8_t* gathered_weights[2];  // the matrices of an even stage, and of an odd one
     double* squares;               // (ranks, 1 + shard units): the loss, and sums of squares of gradients
     TensorScale* scales_of_ranks;  // (ranks, number of scales)
 
@@ -149,10 +149,10 @@ struct Memory {
     Weights weights;
     Shard* shards;                      // AdamW's table of parameters
     TensorScale* scales;                // see Scales
-    float* histories;                   // of amaxes: (operands, linear layers, Recipe::history_steps)
-    std::vector<MomentRef> moments[2];  // the first and the second, by parameter
-    void* moments_begin;
-    int64_t moments_bytes;  // of all moments and their scales
+    float* histories;                   // amaxes: (operands, linear layers, Recipe::history_steps)
+    std::vector<MomentRef> moments[2];  // first and second moments, by parameter
+    void* moments_begin;                // where all moments and their scales begin
+    int64_t moments_bytes;              // how many bytes these take
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
@@ -164,7 +164,7 @@ struct Memory {
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
     void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
     float* norm_partials;       // norm_backward_workspace() bytes
-    RowStatistics* norm_statistics;  // (N) of the norm that was computed last
+    RowStatistics* norm_statistics;  // (N), which the norm that was computed last has written
     float* losses;                   // (N)
 
     float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
@@ -268,7 +268,7 @@ public:
     // By parameter: what this rank owns, and where. One more entry follows, where the last parameter ends.
     const std::vector<ShardPlace> places;
     const Storage weight_storage, gradient_storage;
-    const int64_t weight_bytes, gradient_bytes;  // of one element
+    const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
     // The index of the parameter with this name.
     size_t index(const std::string& param) const { return find(param).param; }
@@ -314,7 +314,7 @@ public:
 
 private:
     struct StateEntry {
-        size_t param;  // that it belongs to
+        size_t param;  // the index of the parameter that it belongs to
         void* data;
         int64_t bytes;
     };
