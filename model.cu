@@ -423,11 +423,13 @@ private:
                       stream_);
         }
     }
-    // To be called when all is launched that adds to the gradients of a bucket in this micro-batch, or reads
-    // its weights. What follows depends on the pass:
-    //   measure_quantization()   they serve only to measure what storing the moments would lose
-    //   a step                   with several ranks they are sent to the ranks that own them, and added there
-    //   with --gradients none    the weights of the bucket are updated, too
+    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
+    // that reads its weights. What follows depends on the pass:
+    //   measure_quantization()   the gradients serve only to measure what storing the moments would lose
+    //   a step                   with several ranks, each rank sends the gradients to those that own them,
+    //   where
+    //                            they are added; with one rank they are where they must be
+    //   with --gradients none    the weights of the bucket are updated
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (pass.report) {
             parameters_.add_moment_quant_errors_of(bucket, *sharding_, *pass.report);
