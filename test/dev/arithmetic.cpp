@@ -291,6 +291,10 @@ NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
         v[i] = float(std::exp(spread * rng.normal()));
     }
     std::fill_n(m.begin(), 128, 0.0f), std::fill_n(v.begin() + 128, 128, 3.0f);  // no range at all
+    for (int64_t i = 256; i < 384; i++) {  // a range beyond that of FP32 quotients
+        m[i] = float(std::pow(10, 4 - 48 * rng.uniform()));
+        v[i] = 1e8f;
+    }
     folder.put("w", w), folder.put("g", g), folder.put("m", m), folder.put("v", v);
     folder.python(R"(
 w, g, m, v = (load(name, -1, 128) for name in "wgmv")
