@@ -2,8 +2,8 @@
 //
 // y = linear(swiglu(linear(norm(x)))), and the loss is half the mean of (y - target)^2. Write one step of
 // training that calls what you wrote in the exercises before: quantize_groups (3), adamw (7), linear (8),
-// norm_backward (10) and swiglu_backward (11). The program first names those that are not solved yet. Then it
-// trains 100 steps, and prints your loss beside the reference's.
+// norm_backward (10) and swiglu_backward (11). The program first names those of them that are not solved yet.
+// Then it trains 100 steps, and prints your loss beside the reference's.
 //
 // A step is: the input of norm, m.x, in groups; norm; a linear layer with m.gate_up; its output in groups;
 // SwiGLU; a linear layer with m.down; the loss, and the same way back; the three weights. Return the loss.
