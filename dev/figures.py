@@ -27,6 +27,7 @@ LIGHT = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1
 DARK = {"ground": "#0d1117", "text": "#e6edf3", "soft": "#9aa4af", "line": "#3a4452", "blue": "#6cb2f7", "red": "#f0808f",
         "green": "#66c48f", "gold": "#e0ab5a", "violet": "#b39df5", "grey": "#7d8794", "pale": "#17202b", "map": "viridis"}
 theme = LIGHT
+DEPTH_ERRORS = []  # what depth() has computed
 
 
 def style():
@@ -140,7 +141,9 @@ def landing():
             ax.text(zero, 0.04, "0", ha="center", va="center", fontsize=9.5, color=theme["red"])
     ticks = (0.02, 0.1, 0.31, 1.1, 4, 24)
     axes[2].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes[2].minorticks_off()
+    for ax in axes:
+        ax.minorticks_off()
+        ax.tick_params(labelbottom=True)
     axes[2].set_xlabel("|x| (logarithmic). Dots above: the 16 values. Grey ticks: the codes, times the scale.\n"
                        "A line goes from a value to the code onto which it falls.")
 
@@ -191,6 +194,21 @@ def delayed():
     errors.legend(loc="lower left", handlelength=1.5)
 
 
+def depth():
+    """The noise of FP8 in the gradients of the first layer, and that of a batch, against the number of layers."""
+    layers = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
+    if not DEPTH_ERRORS:  # once for both themes: it takes half a minute
+        DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[2:] for n in layers)
+    _, ax = plt.subplots(figsize=(6.4, 3.0))
+    for noise, color, name in zip(np.transpose(DEPTH_ERRORS), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
+        ax.plot(layers, noise, "o-", color=color)
+        ax.text(24.6, noise[-1], name, va="center", color=color)
+    ax.set(xlim=(0, 29), ylim=(0, 105), xlabel="layers of model B", ylabel="% of the gradient",
+           title="noise in the gradients of the first layer's matrices")
+    ax.set_xticks([1, 4, 8, 12, 16, 24])
+    ax.spines["bottom"].set_bounds(0, 24)
+
+
 # --- Expansion
 
 def expansion(v):
@@ -236,7 +254,7 @@ def factors(m, v):
                                  (np.minimum(of_m, of_v), theme["violet"], "both: the two overlap here")):
         ax.stairs(heights, edges, fill=True, color=color, label=name)
     ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the moment group)",
-           ylabel="% of moment groups", title="k of all moment groups of a small model (k = 1 stretches nothing)")
+           ylabel="% of moment groups", title="k of all moment groups of model A (k = 1 stretches nothing)")
     ax.annotate("v of the\ndown matrices", (2.45, 2.9), (2.85, 5.6), color=theme["text"],
                 arrowprops={"arrowstyle": "-", "color": theme["text"]})
     ax.set_ylim(0, 10.5)
@@ -260,7 +278,7 @@ def gemms():
     words = {"T": "tokens", "I": "in", "O": "out"}
     colors = {"E4M3": theme["blue"], "E5M2": theme["red"], "BF16": theme["soft"]}
     _, ax = plt.subplots(figsize=(6.4, 6.9))
-    ax.set(xlim=(0, 8.6), ylim=(-0.85, 8.2), aspect="equal")
+    ax.set(xlim=(0, 8.6), ylim=(-1.05, 8.2), aspect="equal")
     ax.axis("off")
 
     def matrix(left, middle, name, sizes, format, in_memory=""):
@@ -290,9 +308,10 @@ def gemms():
         ax.plot([left] * 2, [middle - high, middle + high], color=theme["gold"], linewidth=4, solid_capstyle="butt")
         ax.text(right + 0.3, middle, "=", ha="center", va="center", fontsize=12)
         matrix(right + 0.9, middle, result, first[1][0] + second[1][1], "BF16")
-    ax.text(0, -0.05, "Each operand has one scale. Golden: the dimension that is summed over. In memory:\n"
-            "the matrix whose rows lie there, one after the other. A Hopper GPU adds up only codes\n"
-            "that are neighbours in memory, so it needs rows that run along the sum.", va="top", fontsize=9.2)
+    ax.plot([0.05, 0.55], [-0.3, -0.3], color=theme["gold"], linewidth=4, solid_capstyle="butt")
+    ax.text(0.7, -0.3, "the dimension that is summed over. Each operand has one scale.", va="center", fontsize=9.2)
+    ax.text(0, -0.5, "In memory: the matrix whose rows lie there, one after the other. A Hopper GPU adds up only\n"
+            "codes that are neighbours in memory, so it needs rows that run along the sum.", va="top", fontsize=9.2)
 
 
 def tails(gradients):
@@ -316,7 +335,7 @@ def tails(gradients):
     counts.stairs(100 * share / len(ratios), edges, fill=True, color=theme["green"])
     counts.axvline(np.log2(float(coat.E4M3.min) / 2 / 448), color=theme["text"], linewidth=1.2, linestyle=":")
     counts.set(yscale="log", xlim=(-36, 9), ylim=(1e-5, 100), ylabel="% of the values", xlabel="|g| / amax of its tensor",
-               title="gradients of all linear layers of a small model, by powers of two")
+               title="gradients of all linear layers of model A, by powers of two")
     ticks = range(-32, 1, 4)
     counts.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
     counts.set_yticks([1e-4, 1e-2, 1, 100], ["0.0001", "0.01", "1", "100"])
@@ -350,7 +369,7 @@ def note(ax, x, y, words, ha="left", **more):
 LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C", ""),
          ("q, k, v\nprojection", "linear", "BF16", "", "norm 1's output,\ncomputed again"),
          ("attention,\nwith RoPE", "bf16", "E4M3, one scale", "q, k, v and output\nBF16: 8 C", ""),
-         ("attention_out\nprojection", "linear", "", "", "attention's output,\nas it was saved"),
+         ("attention_out\nprojection", "linear", "", "", "the saved output;\nits codes made again"),
          ("+", "add", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
          ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
@@ -438,7 +457,8 @@ def flow_operator(ax, row, y, colors):
     if saved:
         flow_saved(ax, y, saved, made)
     if again:
-        box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
+        kept = LAYER[row - 1][1] == "bf16"  # attention's output is wgrad's x, and was saved
+        box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=not kept)
         path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
         note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
 
@@ -512,8 +532,10 @@ def amax():
     path(ax, (threads[2], 5.35), (threads[2], 3.7))
     box(ax, middle, 3.3, 8.95, 0.8, "s = amax / 448 = 24 / 448", blue)
     red = theme["red"]
-    path(ax, (13.1, 12.8), (13.55, 12.8), (13.55, 1.3), (9.35, 1.3), color=red)
-    note(ax, 12.85, 1.95, "x: read, or\ncomputed again", "right", color=red)
+    path(ax, (13.1, 12.8), (13.55, 12.8), (13.55, 2.35), (threads[0] + 0.45, 2.35), color=red, head=False)
+    for x in threads:  # each thread reads its own values
+        path(ax, (x + 0.45, 2.35), (x + 0.45, 1.7), color=red)
+    note(ax, words_at, 1.65, "x: read, or\ncomputed again", color=red)
 
 
 def residual_add():
@@ -594,7 +616,10 @@ def granularity(x):
     for ax, (name, decoded) in zip(axes[1:], ways.items()):
         error = np.abs(decoded - x) / np.maximum(np.abs(x), 2.0**-30)
         image = ax.imshow(100 * error, cmap="magma", aspect="auto", vmin=0, vmax=25, interpolation="none")
-        ax.set(title=f"{name}: {np.mean((x != 0) & (decoded == 0)):.0%} become 0")
+        lost = (x != 0) & (decoded == 0)
+        ax.set(title=f"{name}: {np.mean(lost):.0%} become 0")
+        if name == "one scale":
+            ax.set(title=f"{ax.get_title('left')},\nall with |x| < {np.ceil(100 * np.abs(x[lost]).max()) / 100:.2f}")
     for ax in axes:
         ax.set_xticks(range(0, 65, 16))
     for ax in grid[:, 0]:
@@ -614,7 +639,7 @@ def granularity(x):
 def weight_bytes():
     """Where the bytes of one weight of a linear layer lie during a step, and who writes and reads them."""
     _, ax = plt.subplots(figsize=(6.6, 5.1))
-    ax.set(xlim=(-3.1, 10.15), ylim=(-1.6, 7.6))
+    ax.set(xlim=(-3.1, 12.3), ylim=(-1.6, 7.6))
     ax.axis("off")
     green, blue, red, grey, gold = (theme[color] for color in ("green", "blue", "red", "soft", "gold"))
     rows = {"m, in E4M3": (6.35, "1.06", green), "v, in E4M3": (5.45, "1.06", green), "remainder": (4.4, "2", grey),
@@ -644,14 +669,18 @@ def weight_bytes():
         note(ax, x + 0.12, 2.6, words, color=theme["text"])
     note(ax, 6.65, 1.35, "wgrad", "right", color=theme["text"])
     path(ax, (6.9, 1.35), (7.25, 1.35), (7.25, 1.11), color=red)
-    below = 1.11  # the upper edge of what the arrow comes from
-    for name in list(rows)[3::-1]:
-        path(ax, (9.2, below), (9.2, rows[name][0] - 0.31), color=gold)
-        below = rows[name][0] + 0.31
-    note(ax, 9.05, 1.9, "adamw", "right", color=theme["text"])
-    for i, words in enumerate(("Golden: adamw reads the gradient and all four, and writes all four anew.",
-                               "The upper four are always in memory: 6.1 bytes a weight. The others come and go;",
-                               "of codes there are never more than those of one matrix.")):
+    ax.add_patch(FancyBboxPatch((11.0, 0.5), 1.15, 6.2, boxstyle="round,pad=0,rounding_size=0.1", linewidth=1.4,
+                                edgecolor=gold, facecolor=theme["pale"]))
+    ax.text(11.57, 3.6, "adamw", rotation=90, ha="center", va="center", fontsize=10)
+    for name, (y, _, _) in rows.items():
+        if name == "gradient, BF16":
+            path(ax, (10, y), (11.0, y), color=gold)
+        elif name != "codes, E4M3":
+            path(ax, (10, y + 0.12), (11.0, y + 0.12), color=gold)
+            path(ax, (11.0, y - 0.12), (10, y - 0.12), color=gold)
+    for i, words in enumerate(("adamw reads the gradient and the upper four, and writes these four anew. They are",
+                               "always in memory: 6.1 bytes a weight. The others come and go; of codes there are",
+                               "never more than those of one matrix.")):
         note(ax, -3.1, -0.35 - 0.5 * i, words, color=theme["text"])
 
 
@@ -726,7 +755,8 @@ def plan(train, recipe):
 def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
     their place."""
-    _, axes = plt.subplots(1, 2, figsize=(6.6, 3.6), sharey=True)
+    _, axes = plt.subplots(1, 2, figsize=(6.8, 4.0), sharey=True)
+    ends = [0, 32, 64, 92]  # of forward, backward and the update; all layers are 32
     for ax, (recipe, lines) in zip(axes, plans.items()):
         rows = (re.match(r"  (\S.*?) {2,}(-?[\d.]+) +-?[\d.]+ ", line) for line in lines)
         gb = {row[1]: float(row[2]) for row in rows if row}
@@ -737,15 +767,27 @@ def memory(plans):
         over_activations = gb.pop("gradients stored over activations", 0)  # negative
         areas = {"weights": part("weights", "remainder", "amaxes") * np.ones(4),
                  "moments": part("moments", "scales per") * np.ones(4),
-                 "operands of one layer, CUDA": part("operands", "CUDA", "page tables") * np.ones(4),
+                 "operands": part("operands", "CUDA", "page tables") * np.ones(4),
                  "gradients": part("gradients") * np.ones(4) + over_activations * np.array([1, 1, 0, 0])}
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
-        ax.stackplot([0, 32, 64, 68], areas.values(), labels=areas, alpha=0.9,
-                     colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
-        ax.set(title=f"{recipe}: at most {sum(areas.values()).max():.0f} GB", xlim=(0, 68))
-        ax.set_xticks([16, 46, 66], ["forward", "backward", "update"])
+        ax.stackplot(ends, areas.values(), alpha=0.9, colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
+        ax.set(title=f"{recipe}: at most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 145))
+        below = 0
+        for name, area in areas.items():
+            high = area.max()
+            # Activations are named above their peak, gradients during the update, others in their middle.
+            x, y, color = {"saved activations": (32, below + high + 5, theme["text"]),
+                           "gradients": (73, below + high / 2 - 1, theme["ground"])}.get(
+                               name, (32, below + high / 2, theme["ground"]))
+            if high > 5:
+                ax.text(x, y, f"{name}: {high:.0f} GB", ha="center", va="center", fontsize=9.5, color=color)
+            below += area[1]
+        for x in ends[1:3]:
+            ax.axvline(x, color=theme["line"], linewidth=1, zorder=0)
+        ax.set_xticks([16, 48, 78], ["forward", "backward", "update"])
+        ax.tick_params(bottom=False)
+    axes[1].text(3, 125, "Thin green band: the operands\nof one layer, and CUDA", fontsize=9.5, color=theme["green"])
     axes[0].set_ylabel("GB")
-    axes[1].legend(*(part[::-1] for part in axes[1].get_legend_handles_labels()), loc="upper left")
 
 
 def draw(folder, name, function, *values):
@@ -770,6 +812,7 @@ def main(train, folder):
     draw(folder, "landing", landing)
     draw(folder, "staircase", staircase)
     draw(folder, "delayed", delayed)
+    draw(folder, "depth", depth)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
     draw(folder, "k", factors, m, v)
     draw(folder, "gemms", gemms)

@@ -116,15 +116,15 @@ def outliers():
         def of_weight_gradient(a):
             return coat.rms_norm_backward(a, ones, dy)[1][other]
 
-        def behind_norm(weight):
+        def after_norm(weight):
             y = coat.gemm_operand(E4M3, coat.rms_norm(read, weight)) @ w8.T
             return relative_error(y, coat.rms_norm(outlier, weight) @ w.T)
         return (relative_error(read @ w8.T, outlier @ w.T), coat.rms((read / outlier - 1)[:, other]),
                 relative_error(of_weight_gradient(read), of_weight_gradient(outlier)),
-                behind_norm(ones), behind_norm(np.where(other, ones, ones / F32(times))))
+                after_norm(ones), after_norm(np.where(other, ones, ones / F32(times))))
     columns = [errors(1, False), errors(10000, False), errors(100000, False), errors(100000, True)]
     names = ("1. y of a GEMM", "2. each value, as an activation function reads it", "3. the gradient of a norm's weight",
-             "4. y behind a norm whose weights are 1", "5. the same, but the outlier's weight is small")
+             "4. y after a norm whose weights are 1", "5. the same, but the outlier's weight is small")
     table(("error of", "one scale, no outlier", "one scale, 10,000", "one scale, 100,000", "1x16, 100,000"),
           [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)])
 
@@ -185,10 +185,69 @@ def noise():
     table(("linear layer", "error of g as it arrives", "of g in E5M2", "of dx = g w"), of_dgrad)
     table(("linear layer", "error of g as wgrad reads it", "of x as wgrad reads it", "together", "of dw = g^T x",
            "size of dw: a sum with random signs is 1"), of_wgrad)
-    # The difference of two batches has the noise of both, which is √2 times that of one.
-    rows = [(name, f"{relative_error(fp8, exact):.0%}", f"{relative_error(other, exact) / np.sqrt(2):.0%}")
-            for name, fp8, exact, other in zip(gradients[0], *(g.values() for g in gradients)) if "norm" not in name]
-    table(("gradient of", "noise of FP8", "noise of a batch"), rows)
+    table(("gradient of", "noise of FP8", "noise of a batch"),
+          [(name, *(f"{noise:.0%}" for noise in both)) for name, both in noises(*gradients).items()])
+
+
+def backward(embedding, layers, final_norm, windows, HS):
+    """A pass through a model of coat.py with several layers: the gradients of the residual stream, before each layer
+    and after the last, and those of the first layer's weights. windows: (sequences, T + 1) characters."""
+    x, saved = embedding[windows[:, :-1].ravel()], []
+    T = windows.shape[1] - 1
+    for w in layers:
+        x, of_layer = coat.layer_forward(w, x, T, HS)
+        saved.append(of_layer)
+    g = [coat.head_loss(final_norm, embedding, x, windows[:, 1:].ravel())[1]]
+    for w, of_layer in zip(layers[::-1], saved[::-1]):
+        dx, dw = coat.layer_backward(w, of_layer, g[0], T, HS)
+        g.insert(0, dx)
+    return g, dw
+
+
+def model_b(layers, random, C=64):
+    """The weights of coat.py's model before its first step, but with several layers: what `backward` is given."""
+    def matrix(rows):
+        return coat.bf16(random.standard_normal((rows, C)).astype(F32) / F32(np.sqrt(C)))
+
+    ones, embedding = np.ones(C, F32), matrix(128)
+    return embedding, [{"norm1": ones, "norm2": ones, "qkv": matrix(3 * C), "attention_out": matrix(C),
+                        "gate_up": matrix(2 * C), "down": matrix(C)} for _ in range(layers)], ones
+
+
+def noises(fp8, exact, other):
+    """Of each matrix's gradient the noise of FP8, and that of a batch. The difference of two batches has the noise of
+    both, which is √2 times that of one."""
+    return {name: (relative_error(fp8[name], exact[name]), relative_error(other[name], exact[name]) / np.sqrt(2))
+            for name in exact if "norm" not in name}
+
+
+def errors_of_depth(layers):
+    """Of model B with that many layers, the RMS of three seeds: the part of g, the gradient of the stream, that came
+    through the last layer; the error of g before the first layer; and in dw of the first layer's matrices the noise of
+    FP8 and that of a batch."""
+    text, found = np.fromfile(small_run.TEXT, np.uint8), []
+    for seed in (1, 2, 3):
+        random = np.random.default_rng(seed)
+        model, begins = model_b(layers, random), random.integers(0, len(text) - 32, 8)
+        passes = []
+        for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
+            rolled = np.roll(text, moved)
+            passes.append(backward(*model, np.stack([rolled[i:i + 33] for i in begins]), 16))
+        coat.FP8 = True
+        (g8, dw8), (g, dw), (_, other) = passes
+        of_matrices = np.sqrt(np.mean(np.square(list(noises(dw8, dw, other).values())), axis=0))
+        found.append((coat.rms(g[-2] - g[-1]) / coat.rms(g[-2]), relative_error(g8[0], g[0]), *of_matrices))
+    return np.sqrt(np.mean(np.square(found), axis=0))
+
+
+def depth():
+    rows = []
+    for layers in (1, 4, 12, 24):
+        share, of_g, of_fp8, of_batch = errors_of_depth(layers)
+        rows.append((layers, f"{share:.0%}", f"{of_g:.0%}", f"{of_fp8:.0%}", f"{of_batch:.0%}",
+                     f"{of_batch / of_fp8:.1f} times"))
+    table(("layers", "of g, what came through the last layer", "error of g before layer 1",
+           "dw of layer 1: noise of FP8", "noise of a batch", "FP8 is smaller"), rows)
 
 
 def expansion():
@@ -242,13 +301,24 @@ def of_moments(m, v):
             groups = x[:x.size // size * size].reshape(-1, size)
             groups = groups[np.abs(groups).max(axis=1) > 0]
             stored, counted = coat.store_moment(groups, x is v), groups != 0
-            error = coat.load_moment(*stored)[counted] / groups[counted] - 1
-            row += [f"{np.median(stored[2]):.2f}", f"{np.median(np.abs(error)):.2%}"]
-        _, plain = scaled(E4M3, groups, coat.scales_of(E4M3, np.abs(groups).max(axis=1, keepdims=True)))
-        plain_error = plain[counted] / groups[counted] - 1
-        rows.append(row + [f"{np.median(np.abs(plain_error)):.2%}", f"{1 + 8 / size:.4f}"])
-    table(("values in a moment group", "m: median k", "median error", "v: median k", "median error",
-           "v without expansion", "bytes a moment"), rows)
+            _, plain = scaled(E4M3, groups, coat.scales_of(E4M3, np.abs(groups).max(axis=1, keepdims=True)))
+            row.append(f"{np.median(stored[2]):.2f}")
+            for read in (coat.load_moment(*stored), plain):
+                row.append(f"{np.median(np.abs(read[counted] / groups[counted] - 1)):.2%}")
+        rows.append(row + [f"{1 + 8 / size:.4f}"])
+    table(("values in a moment group", "m: median k", "median error", "without expansion", "v: median k",
+           "median error", "without expansion", "bytes a moment"), rows)
+
+
+def of_first_layer(run):
+    """The noise of FP8 and of a batch of 4 x 256 characters in a trained model of four layers."""
+    text, passes = np.fromfile(small_run.TEXT, np.uint8), []
+    for coat.FP8, begin in ((True, 0), (False, 0), (False, 20000)):
+        windows = np.stack([text[i:i + 257] for i in range(begin, begin + 1024, 256)])
+        passes.append(backward(run.weights["embedding"], run.layers, run.weights["final_norm"], windows, 32)[1])
+    coat.FP8 = True
+    table(("gradient of, in layer 1 of model A", "noise of FP8", "noise of a batch"),
+          [(name, *(f"{noise:.0%}" for noise in both)) for name, both in noises(*passes).items()])
 
 
 def real(folder):
@@ -256,6 +326,7 @@ def real(folder):
     of_widths(np.concatenate(run.norm_inputs), np.concatenate(run.gate_up))
     of_gradients(run.gradients)
     of_moments(run.m, run.v)
+    of_first_layer(run)
 
 
 def reports():
@@ -279,7 +350,7 @@ def reports():
 
 
 LESSONS = {"1": formats, "2": one_scale, "3": granularity, "4": delayed, "5": gemms, "7": staircase, "noise": noise,
-           "9": expansion, "13": reports}
+           "depth": depth, "9": expansion, "13": reports}
 
 if __name__ == "__main__":
     wanted, *folder = sys.argv[1:] or ["none"]

@@ -291,6 +291,7 @@ def link(match):
     if to.startswith("http"):
         return f'<a href="{to}">{words}</a>'
     path, _, place = to.partition("#")
+    place = re.sub(r"^(\d+)-.*", r"lesson-\1", place)  # on GitHub the title of a lesson
     if not path or path in COURSE:
         return f'<a href="#{place or COURSE[path]}">{words}</a>'
     target = (ROOT / "dev" / path).resolve()
