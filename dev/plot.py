@@ -34,7 +34,7 @@ def picture(width, height, parts):
 ON_DARK = {"#ffffff": "#0d1117", DARK: "#f0f6fc", TEXT: "#c9d1d9", LIGHT: "#9aa4af", LINE: "#232a33",
            REST: "#3a4452", "#a0aec0": "#7d8794", "#94a3b8": "#8b949e", "#0b6bcb": "#58a6ff",
            "#d1495b": "#ff7b8c", "#2e8b57": "#4fc486", "#b7791f": "#e0ab5a", "#6b4fbb": "#b39df5",
-           "#4a5568": "#aab4c2", "#a9cdf2": "#1d3a5c",
+           "#4a5568": "#aab4c2", "#a9cdf2": "#1d3a5c", "#ffefc2": "#3d341b",
            "#cdc2ec": "#3a3160", "#b3dcc3": "#1d4431", "#ecd3a4": "#4c3a19", "#f2bcc4": "#53252d"}
 
 
@@ -309,12 +309,16 @@ def draw_loss(runs):
 KINDS = {"linear layers": ("#0b6bcb", "#a9cdf2"), "attention": ("#6b4fbb", "#cdc2ec"),
          "between the GEMMs": ("#2e8b57", "#b3dcc3"), "embedding, head, loss": ("#b7791f", "#ecd3a4"),
          "optimizer": ("#d1495b", "#f2bcc4")}
-BENCH_WIDTH, BENCH_LEFT, BENCH_RIGHT, ROW = 1060, 340, 230, 21
-BENCH_LEGEND = ("A bar is the time of an operator in one step. Its strongly coloured part is the floor: the bytes at "
-                "the rate of a copy, or the FLOPs at the rate of a large GEMM.",
-                "Behind it: its time, and the floor in percent of it (above 100%: faster than the estimate). At the "
-                "right: how often in a step x the time of one.",
-                "An optimizer that has more weights is timed on a billion: 6.738 x 3853 us are 6.738 billion weights.")
+BENCH_WIDTH, BENCH_LEFT, BENCH_RIGHT, ROW = 1060, 360, 240, 22
+MARK = "#ffefc2"
+# The operators of the table in lesson 11 of the course.
+IN_LESSON_11 = ("up fprop", "attention backward", "residual add", "SiLU x up backward: amax", "AdamW, coat moments")
+BENCH_LEGEND = ("A bar is the time of an operator in one step. Its strongly coloured part is the floor: the bytes at the "
+                "rate of a copy, or the FLOPs at the rate",
+                "of a large GEMM. After it: its time, and the floor in percent of it (above 100%: faster than the "
+                "estimate). At the right: how often in a step x the time",
+                "of one. An optimizer that has more weights is timed on a billion: 6.738 x 3853 us are 6.738 billion "
+                "weights.")
 
 
 def step_bar(top, sums):
@@ -324,23 +328,24 @@ def step_bar(top, sums):
     for name, seconds, color in sums:
         words = f"{name} {seconds * 1e3:.1f} ms"
         parts += [bar(x, top, seconds * scale, 20, color), bar(label, top + 30, 10, 10, color),
-                  text(label + 15, top + 39, words, 11)]
+                  text(label + 15, top + 39, words, 12.5)]
         x += seconds * scale
-        label += 30 + 6.2 * len(words)
+        label += 24 + 6.5 * len(words)
     return parts
 
 
-def operator_bar(y, scale, operator, dark, light):
+def operator_bar(y, scale, operator, dark, light, marked):
     """The time of an operator in a step, light, and over it the floor, dark, with its part of the time."""
     count, floor = operator["count"], operator["count"] * (operator["floor"] or 0)
     total = count * operator["seconds"]
     percent = f", {100 * floor / total:.0f}%" if floor else ""
     each = f"{count:.4g} x {operator['seconds'] * 1e6:.0f} us"
-    return [text(BENCH_LEFT - 8, y + 13, operator["name"], 11.5, "end"),
+    return [*([bar(12, y - 1, BENCH_WIDTH - 24, ROW, MARK)] if marked else []),
+            text(BENCH_LEFT - 8, y + 14, operator["name"], 13, "end", DARK, "bold" if marked else "normal"),
             bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
             bar(BENCH_LEFT, y + 2, min(floor, total) * scale, ROW - 6, dark),
-            text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
-            text(BENCH_WIDTH - 24, y + 13, each, 11, "end", LIGHT)]
+            text(BENCH_LEFT + total * scale + 6, y + 14, f"{total * 1e3:.2f} ms{percent}", 13),
+            text(BENCH_WIDTH - 24, y + 14, each, 12.5, "end", LIGHT)]
 
 
 def operators_of_step(run):
@@ -348,8 +353,8 @@ def operators_of_step(run):
     return [o for o in run["operators"] if o["count"] > 0]
 
 
-def bench_panel(device, run, top):
-    """The parts of one model's panel, and where the next panel begins."""
+def bench_panel(device, run, top, marked):
+    """The parts of one model's panel, and where the next panel begins. marked: names of operators."""
     step, groups = run["step"], {}
     for o in operators_of_step(run):
         groups.setdefault(o["group"], []).append(o)
@@ -361,25 +366,26 @@ def bench_panel(device, run, top):
             for name, group in groups.items()]
     sums.append(("the rest", max(0, step["seconds"] - sum(seconds for _, seconds, _ in sums)), REST))
     parts = [text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
-             text(24, top + 46, summary, 12, "start", LIGHT), *step_bar(top + 60, sums)]
+             text(24, top + 46, summary, 13, "start", LIGHT), *step_bar(top + 60, sums)]
     longest = max(o["count"] * o["seconds"] for o in operators_of_step(run))
     scale = (BENCH_WIDTH - BENCH_LEFT - BENCH_RIGHT) / longest
     y = top + 120
     for name, group in groups.items():
         dark, light = KINDS[name]
-        parts.append(text(24, y + 14, name, 12, "start", dark, "bold"))
+        parts.append(text(24, y + 14, name, 13, "start", dark, "bold"))
         for operator in group:
             y += ROW
-            parts += operator_bar(y, scale, operator, dark, light)
+            parts += operator_bar(y, scale, operator, dark, light, operator["name"] in marked)
         y += ROW + 6
     return parts, y + 18
 
 
-def draw_bench(report):
+def draw_bench(report, marked=()):
     """Every operator of every run of the report, one model below the other."""
-    parts, y = [text(24, 26 + 17 * i, words, 12, "start", TEXT) for i, words in enumerate(BENCH_LEGEND)], 68
+    legend = [*BENCH_LEGEND, "Marked: the operators of the table in lesson 11."] if marked else BENCH_LEGEND
+    parts, y = [text(24, 26 + 18 * i, words, 13, "start", TEXT) for i, words in enumerate(legend)], 20 + 18 * len(legend)
     for run in report["runs"]:
-        rows, y = bench_panel(report["device"], run, y)
+        rows, y = bench_panel(report["device"], run, y, marked)
         parts += rows
     return picture(BENCH_WIDTH, y, parts)
 
@@ -526,7 +532,7 @@ def bench_of(rows):
 def figures(results):
     """The figures of dev/RESULTS.md as {name: SVG}, from dev/results.json."""
     bench = bench_of(results["bench"])
-    return {"bench": draw_bench(bench), "bench-7b": draw_bench({**bench, "runs": bench["runs"][:1]}),
+    return {"bench": draw_bench(bench), "bench-7b": draw_bench({**bench, "runs": bench["runs"][:1]}, IN_LESSON_11),
             "memory": draw_memory(results["memory"]["memory"]),
             "moments": draw_moments(results["moments"]["gpt2"]),
             "convergence": draw_convergence(results["convergence"])}
