@@ -18,7 +18,7 @@ addEventListener("scroll", () => requestAnimationFrame(follow), {passive: true})
 
 // The code of a lesson has columns: CPU, GPU, test. In a wide window they are tabs beside the text, one of which is
 // open; without the text they stand beside each other. In a narrow window they lie below the text and fold.
-const KINDS = {2: "cpu", 3: "gpu", 4: "test"}, wide = matchMedia("(min-width: 1300px)");
+const KINDS = {2: "cpu", 3: "gpu", 4: "test"}, wide = matchMedia("(min-width: 1200px)");
 const columns = all(".cols").map(c => all(".col", c));
 let text_shown = true;
 const are_tabs = () => wide.matches && text_shown;

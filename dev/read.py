@@ -132,7 +132,7 @@ class Cut:
 
     def rows(self):
         """[(comment, code)]: a comment on lines of its own begins a row. Both are lists of lines."""
-        rows, trailing = [([], [])], -1  # trailing: the column of a comment behind code, which may go on
+        rows, trailing = [([], [])], -1  # trailing: the column of a comment after code, which may go on
         for line in self.lines:
             at = line.find("//")
             if line[:at].strip() or at < 0 or at == trailing:
@@ -206,16 +206,21 @@ class Page:
                         "t" if word in TYPES or word == cut.short and cut.is_type else
                         "f" if word == cut.short else "")
             return f"<i class={kind}>{text}</i>" if kind else text
-        def between(words):
-            """What stands between tokens. A long line may break behind a bracket or :: and before a dot or arrow."""
-            words = html.escape(words, quote=False).replace("-&gt;", "<wbr><u>-&gt;</u>")
-            return re.sub(r"([({]|::)", r"\1<wbr>", re.sub(r"\.$", "<wbr>.", words))
+        long = {i for run in re.finditer(r"\S{33,}", line) for i in range(run.start(), run.end())}
+
+        def between(begin, end):
+            """What stands between tokens. A long line breaks at spaces, and in what is long without a space after a
+            bracket or :: and before a dot or arrow."""
+            words = html.escape(line[begin:end], quote=False).replace("-&gt;", "<u>-&gt;</u>")
+            if end - 1 not in long:
+                return words
+            return re.sub(r"([({]|::)", r"\1<wbr>", re.sub(r"\.$|<u>", r"<wbr>\g<0>", words))
 
         out, at = [], 0
         for match in TOKEN.finditer(line):
-            out += [between(line[at:match.start()]), mark(match)]
+            out += [between(at, match.start()), mark(match)]
             at = match.end()
-        text = "".join(out) + between(line[at:])
+        text = "".join(out) + between(at, len(line))
         dent = len(line) - len(line.lstrip())  # kept for who copies it, but shown as padding
         return f"<b style=--n:{dent}><s>{text[:dent]}</s>{text[dent:]}\n</b>" if dent else f"<b>{text}\n</b>"
 
@@ -312,7 +317,7 @@ def table(lines, places):
     return f"<div class=scrolls><table><tr>{head}{rows}</table></div>"
 
 def equation(lines):
-    """Formulas. What stands behind a wide gap of a single line may go below it."""
+    """Formulas. What stands after a wide gap of a single line may go below it."""
     lines = [line[4:] for line in lines]
     parts = re.split(r" {5,}", lines[0])
     if len(lines) > 1 or len(parts) == 1:
@@ -359,7 +364,7 @@ def lessons(text):
         yield title, FIELD.findall(comment[1]) if comment else [], rest[comment.end():] if comment else rest
 
 def breakable(name):
-    """A name that may break behind each of its words."""
+    """A name that may break after each of its words."""
     return re.sub(r"(_|(?<=[a-z])(?=[A-Z]))", r"\1<wbr>", html.escape(name))
 
 def columns(page, mine):
