@@ -38,6 +38,7 @@
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
+namespace {
 
 constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // lanes that own a span: 16
 constexpr int PAIR = 32 / SPAN_LANES;             // spans that a warp updates at a time: 2
@@ -48,14 +49,12 @@ static_assert(PAIRS * FIELDS == SPAN_LANES, "a lane keeps one field of a bundle"
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
-template <class V> static __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
+template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
 
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper section 4.2)
 //
 // x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
-
-namespace {
 
 // The moment scaling of a moment group (formats.h).
 struct MomentScaling {
@@ -76,12 +75,10 @@ template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits 
     static constexpr float LOG_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
 
-}  // namespace
-
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
 // group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
 // 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
-template <class Traits> static __device__ float expansion_factor(float largest, float smallest) {
+template <class Traits> __device__ float expansion_factor(float largest, float smallest) {
     const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
     const float rounded = rintf(256.0f * Traits::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
@@ -90,20 +87,18 @@ template <class Traits> static __device__ float expansion_factor(float largest, 
 
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
 // -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
-template <class Traits> static __device__ float expand_magnitude(float k, float inverse_max, float x) {
+template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG_FMAX));
 }
 // 1 / max: the fast reciprocal, and one iteration of Newton's method.
-static __device__ float inverse_of_max(float max) {
+__device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
 // contract() takes y and returns x. Here decode_moments() leaves the product with max to its caller.)
-static __device__ float contract_to_ratio(float inverse_k, float log_y) {
-    return fast_exp2(log_y * inverse_k);
-}
+__device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for the few moment groups that are so wide or so small that what the equations above
@@ -114,19 +109,19 @@ static __device__ float contract_to_ratio(float inverse_k, float log_y) {
 enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
-template <class Traits> static __device__ bool is_wide(const MomentScaling& scaling) {
+template <class Traits> __device__ bool is_wide(const MomentScaling& scaling) {
     return Traits::EXPANDS && Traits::LOG_RANGE > 120.0f * scaling.k;
 }
 // Encoding divides by max, so that also 1 / max must be normal.
-template <class Traits> static __device__ bool is_wide_or_small(const MomentScaling& scaling) {
+template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& scaling) {
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
     return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
 }
-template <class Traits> static __device__ float expand_carefully(const MomentScaling& scaling, float x) {
+template <class Traits> __device__ float expand_carefully(const MomentScaling& scaling, float x) {
     return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
 // |x|, not |x| / max: the power alone may underflow where its product with max does not.
-static __device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
+__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
     return root * scaling.max * root;
 }
@@ -136,21 +131,21 @@ static __device__ float contract_carefully(const MomentScaling& scaling, float i
 
 // A second moment above zero must stay above zero, because the update divides by its root. y: the magnitude
 // that is encoded for x.
-template <class Traits> static __device__ float at_least_fmin(float y, float x) {
+template <class Traits> __device__ float at_least_fmin(float y, float x) {
     return !Traits::SIGNED && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
 }
-template <class Traits> static __device__ uint2 encode_with_signs(Values& y, const Values& x) {
+template <class Traits> __device__ uint2 encode_with_signs(Values& y, const Values& x) {
     if (Traits::SIGNED)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     return encode(Traits::E5M2, y, 1.0f);
 }
 
-// The codes of eight moments x. What is expanded on the fast path is at least FMIN by itself: with the exact
-// k of equation 4 the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it
-// may be 1/512 too large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most
+// The codes of eight moments x. What the fast path expands is at least FMIN without further care: with the
+// exact k of equation 4 the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded,
+// it may be 1/512 too large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most
 // 2^120 or so, which makes R_X^(-1/512) at least 0.85. And the code of 0.85 FMIN is that of FMIN.
 template <class Traits, Path PATH>
-static __device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
+__device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
     const float inverse_max = inverse_of_max(scaling.max);
     const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // without expansion
     Values y;
@@ -163,32 +158,31 @@ static __device__ uint2 encode_moments(const MomentScaling& scaling, const Value
     return encode_with_signs<Traits>(y, x);
 }
 
-static __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
+__device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
 // For each code, without its sign, log2(|y| / FMAX) of its value y; or |y| where nothing is expanded. The
 // table saves a thread 16 logarithms for each span, one for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
-template <class Traits> static __device__ void fill_table(float* table) {
+template <class Traits> __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
         const float y = decode2(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
     }
 }
 
-// magnitude, with the sign of its FP8 code, which is moved to where FP32 has it.
-template <class Traits> static __device__ float with_sign(float magnitude, uint32_t code) {
+// The magnitude, with the sign of its FP8 code, which is moved to where FP32 has its sign.
+template <class Traits> __device__ float with_sign(float magnitude, uint32_t code) {
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
 // Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. The two
-// are not multiplied here, because adamw_element() (gpu/adamw.cuh) can multiply by factor * b1 in the
-// operation that decays the moment. With expansion the factor is max on the fast path, and 1 on the careful
-// one. Without expansion it is the scale, max / FMAX.
+// are multiplied in adamw_element() (gpu/adamw.cuh), which multiplies by factor * b1 in the operation that
+// decays the moment: that saves one multiplication for each moment. With expansion the factor is max on the
+// fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
 template <class Traits, Path PATH>
-static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
-                                       Values& x) {
+__device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table, Values& x) {
     const float inverse_k = fast_reciprocal(scaling.k);
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
@@ -207,30 +201,29 @@ static __device__ float decode_moments(const MomentScaling& scaling, uint2 codes
 // The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
-template <class Traits> static __device__ MomentScaling scaling_of_new_moments(const Values& x) {
-    uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
+template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Values& x) {
+    uint32_t top_bits = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
-        top = max(top, bits);
+        top_bits = max(top_bits, bits);
         low_minus_1 = min(low_minus_1, bits - 1);
     }
     for (int lanes = 1; lanes < SPAN_LANES; lanes *= 2) {
-        top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
+        top_bits = max(top_bits, __shfl_xor_sync(ALL_LANES, top_bits, lanes));
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
-    const float largest = __uint_as_float(top), smallest = __uint_as_float(low_minus_1 + 1);
+    const float largest = __uint_as_float(top_bits), smallest = __uint_as_float(low_minus_1 + 1);
     return {.max = largest, .k = Traits::EXPANDS ? expansion_factor<Traits>(largest, smallest) : 1.0f};
 }
-
-namespace {
 
 // Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
 // gpu/operators.h, is what this rank has of one parameter.)
 struct FieldOfLane {
     int which;         // M_MAX ... V_K
-    int pair, span;    // of the bundle: the field's span, and the pair to which that belongs
-    float* in_memory;  // by span of the shard; null: the moment has no k
-    int spans;         // of the shard
+    int span;          // the number of the field's span in the bundle
+    int pair;          // the number of the pair to which that span belongs
+    float* in_memory;  // this field of all spans of the shard; null if the moment has no k
+    int spans;         // how many spans the shard has
 
     __device__ FieldOfLane(const Shard& shard, int number_of_spans) : spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
@@ -242,8 +235,8 @@ struct FieldOfLane {
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
     __device__ bool is_k() const { return which == M_K || which == V_K; }
-    // The field in the bundle that begins with span `first`. Beyond the last span it is that of the last
-    // span.
+    // The field in the bundle that begins with span `first` of the shard. For a span past the last one it is
+    // the field of the last span.
     __device__ float load(int first) const {
         return in_memory ? get<float>(in_memory + min(first + span, spans - 1)) : 1.0f;
     }
@@ -252,11 +245,9 @@ struct FieldOfLane {
     }
 };
 
-}  // namespace
-
 // The field `which` of the span that this half of the warp has of a pair, fetched from the lane that keeps it
 // in `kept`.
-static __device__ float field_of_pair(float kept, int pair, int which) {
+__device__ float field_of_pair(float kept, int pair, int which) {
     return __shfl_sync(ALL_LANES, kept, pair * FIELDS + which, SPAN_LANES);
 }
 
@@ -266,10 +257,9 @@ static __device__ float field_of_pair(float kept, int pair, int which) {
 // It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits M and V of each
 // optimizer's first and second moments.
 
-constexpr int WARPS = 8, BLOCKS_PER_SM = 2;  // of a block; a thread may then have 128 registers
-constexpr int64_t LEAST_SPANS = 16384;       // of a block, so that its start and end take little of its time
-
-namespace {
+constexpr int WARPS = 8;                // of a block
+constexpr int BLOCKS_PER_SM = 2;        // a thread may then have 128 registers
+constexpr int64_t LEAST_SPANS = 16384;  // of a block, so that its start and end take little of its time
 
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {
@@ -280,26 +270,26 @@ template <class W> struct Loaded {
 
 // Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
 //   from the shard's first element           the codes of m and v
-//   in the rank's order                      weights and remainders; there the shard begins at its offset
-//   from the first element of this update      gradients
-//   in the flat order of all parameters        the random bits of rounding
+//   in the rank's order                      weights and remainders
+//   from the first element of this update    gradients
+//   in the flat order of all parameters      the random bits of rounding
 // The distance from a span to the next is the same in all of them.
 template <class W, class M, class V> struct ElementsOfThread {
     const AdamWArguments& a;
     const Shard& shard;
-    const int spans;      // of the shard
+    const int spans;      // how many spans the shard has
     const int64_t start;  // the thread's first element of the shard's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& this_shard)
         : a(arguments), shard(this_shard), spans(static_cast<int>(spans_of(shard.size))),
-          start(shard.rank_offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.w, start),
+          start(shard.rank_offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.weights, start),
           codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.rank_offset),
           codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.rank_offset) {}
 
-    // From the thread's elements of the first span to those of this one; for a span beyond the shard's
-    // last, to those of the last.
+    // The distance from the thread's elements of the shard's first span to those of this one or, for a span
+    // past the last one, to those of the last.
     __device__ int64_t distance(int span) const {
         return static_cast<int64_t>(min(span, spans - 1)) * MOMENT_GROUP;
     }
@@ -308,41 +298,40 @@ template <class W, class M, class V> struct ElementsOfThread {
         return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
                 a.gradients.load(start - a.first_element + i)};
     }
-    // The codes are stored unless the span is beyond the last.
+    // Stores nothing for a span past the last one.
     __device__ void encode_and_store(int span, Values& w, const Values& m, const Values& v,
                                      const MomentScaling& new_m, const MomentScaling& new_v,
-                                     uint32_t& top) const {
+                                     uint32_t& top_bits) const {
         const bool live = span < spans;
         const int64_t i = distance(span);
         uint2 new_codes_m = encode_moments<M, Path::Fast>(new_m, m);
         uint2 new_codes_v = encode_moments<V, Path::Fast>(new_v, v);
         if (is_wide_or_small<M>(new_m)) new_codes_m = encode_moments<M, Path::Careful>(new_m, m);
         if (is_wide_or_small<V>(new_v)) new_codes_v = encode_moments<V, Path::Careful>(new_v, v);
-        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top);
+        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top_bits);
         if (!live) return;
         put(codes_m + i, new_codes_m);
         put(codes_v + i, new_codes_v);
     }
 };
 
-}  // namespace
-
 // A warp updates bundles of a shard: the one that begins with span `first_span`, and then every WARPS-th
 // that begins before `end_span`. If the last span of the shard has no partner in its pair, half of the
-// warp computes it a second time and stores nothing. Returns the bits of the largest new weight.
+// warp computes it a second time and stores nothing. Returns the bits of the largest magnitude of this lane's
+// new weights.
 //
 // Rung 6 of dev/ladders/adamw.cu is the skeleton of this function: it decodes, updates and encodes a pair.
 // Rung 7 adds the loads ahead, and rung 8 the bundles. The careful path is here alone.
 template <class W, class M, class V>
-static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span,
-                                          int end_span, const float* table_m, const float* table_v) {
+__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span, int end_span,
+                                   const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
     const ElementsOfThread<W, M, V> elements(a, shard);
     const int spans = elements.spans;
     const int half = threadIdx.x % 32 / SPAN_LANES;
     const FieldOfLane mine(shard, spans);
-    const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
-    uint32_t top = 0;
+    const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    uint32_t top_bits = 0;
     // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
     // bundle is known by the number of its first span.
     Loaded<W> next = elements.load(first_span + half);
@@ -372,9 +361,9 @@ static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& 
             if (is_wide<V>(old_v)) factor_v = decode_moments<V, Path::Careful>(old_v, now.v, table_v, v);
 
             // Update: AdamW.
-            const float keep_m = a.f.beta1 * factor_m, keep_v = a.f.beta2 * factor_v;
+            const float keep_m = a.constants.beta1 * factor_m, keep_v = a.constants.beta2 * factor_v;
             for (int j = 0; j < CHUNK; j++)
-                adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+                adamw_element(a.constants, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
 
             // Encode, and store. The new fields are stored later, with those of the bundle's other spans.
             const MomentScaling new_m = scaling_of_new_moments<M>(m);
@@ -383,16 +372,16 @@ static __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& 
                 const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
-            elements.encode_and_store(span, w, m, v, new_m, new_v, top);
+            elements.encode_and_store(span, w, m, v, new_m, new_v, top_bits);
         }
         mine.store(bundle, new_field);
     }
-    return top;
+    return top_bits;
 }
 
 // The last shard that starts at or before an element. The shards are in order, and the first starts at
 // first_element.
-static __device__ int shard_with(const AdamWArguments& a, int64_t element) {
+__device__ int shard_with(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -407,7 +396,7 @@ static __device__ int shard_with(const AdamWArguments& a, int64_t element) {
 // bundle, warp 1 the second, and so on; after the last warp it is warp 0 again. A bundle that lies in two
 // blocks belongs to the one in which it begins.
 template <class W, class M, class V>
-static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_kernel(const AdamWArguments a) {
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
     if (a.state->skip) return;
     fill_table<M>(table_m);
@@ -426,9 +415,9 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
         const int64_t first = max(begin, shard_begin) - shard_begin;
         const int64_t stop = min(end, shard_end) - shard_begin;
         const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
-        const uint32_t top = update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle) * BUNDLE,
-                                                     static_cast<int>(stop), table_m, table_v);
-        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top);
+        const uint32_t top_bits = update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle) * BUNDLE,
+                                                          static_cast<int>(stop), table_m, table_v);
+        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_bits);
     }
 }
 
@@ -438,34 +427,34 @@ static __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_fp8_ke
 // The number of blocks: as many as the GPU runs at once; or several times as many, if each then has at least
 // LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the embeddings of
 // tokens that no longer occur. More blocks share them out better.
-static unsigned blocks_of(int64_t spans) {
+unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));
     const int64_t useful = ceil_div(spans, WARPS * PAIR);
     return static_cast<unsigned>(std::min(useful, at_once * rounds));
 }
 
-static AdamWConstants adamw_constants(const AdamWOptions& a) {
-    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
-    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    return {.lr = a.lr,
-            .beta1 = a.beta1,
-            .beta2 = a.beta2,
-            .one_minus_beta1 = 1 - a.beta1,
-            .one_minus_beta2 = 1 - a.beta2,
-            .weight_decay = a.weight_decay,
+AdamWConstants adamw_constants(const AdamWOptions& options) {
+    const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), static_cast<double>(options.step));
+    const double bias2 = 1 - std::pow(static_cast<double>(options.beta2), static_cast<double>(options.step));
+    return {.lr = options.lr,
+            .beta1 = options.beta1,
+            .beta2 = options.beta2,
+            .one_minus_beta1 = 1 - options.beta1,
+            .one_minus_beta2 = 1 - options.beta2,
+            .weight_decay = options.weight_decay,
             .root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
-            .scaled_eps = static_cast<float>(bias1 * a.eps)};
+            .scaled_eps = static_cast<float>(bias1 * options.eps)};
 }
 
 // Calls f<M, V>() with the MomentTraits of first moments in the format OF_M and second moments in OF_V.
-template <Format OF_M, Format OF_V, bool EXPANSION, class F> static void call_with_traits(F f) {
+template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_traits(F f) {
     using M = MomentTraits<WhichMoment::First, OF_M, EXPANSION>;
     using V = MomentTraits<WhichMoment::Second, OF_V, EXPANSION>;
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 groups.
-template <class F> static void with_moment_traits(const OptimizerFormat& o, F f) {
+template <class F> void with_moment_traits(const OptimizerFormat& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
     if (both_e4m3 && o.expansion) call_with_traits<E4M3, E4M3, /*EXPANSION=*/true>(f);
@@ -475,38 +464,40 @@ template <class F> static void with_moment_traits(const OptimizerFormat& o, F f)
 }
 
 // The amaxes of the weights start at 0, because an update only raises them.
-static __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
+__global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     TensorScale* const scale = a.shards[i].amax_out;
     if (scale) scale->amax = 0;
 }
 
-void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
-           const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
-           Format format, const GradientState* state, cudaStream_t s) {
+}  // namespace
+
+void adamw(const AdamWOptions& options, const OptimizerFormat& optimizer, const ShardGradients& g,
+           const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in groups must both be in FP8");
-    const AdamWArguments arguments{.f = adamw_constants(a),
+    const AdamWArguments arguments{.constants = adamw_constants(options),
                                    .fmax_m = info(optimizer.m).max,
                                    .fmax_v = info(optimizer.v).max,
                                    .per_tensor = optimizer.per_tensor,
-                                   .shards = shards,
-                                   .shard_count = shard_count,
-                                   .first_element = updated.first,
-                                   .spans = updated.count / MOMENT_GROUP,
-                                   .w = w,
+                                   .shards = g.shards,
+                                   .shard_count = g.count,
+                                   .first_element = g.elements.first,
+                                   .spans = g.elements.count / MOMENT_GROUP,
+                                   .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = either_dense(gradients, format),
+                                   .gradients = either_dense(g.gradients, g.format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(shard_count, 128), 128, 0, s, arguments);
-    update_other_formats(arguments, has_fp8_moment_groups, s);
-    if (!has_fp8_moment_groups || updated.count == 0) return;
-    with_weights(w, [&]<class W>() {
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
+           arguments);
+    update_other_formats(arguments, has_fp8_moment_groups, stream);
+    if (!has_fp8_moment_groups || g.elements.count == 0) return;
+    with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
-            launch("adamw, FP8", adamw_fp8_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, s,
+            launch("adamw", adamw_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, stream,
                    arguments);
         });
     });

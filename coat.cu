@@ -1,26 +1,27 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
 // gpu/operators.h; the same arithmetic on the CPU: section 2 of reference.cpp).
 //
-// What is stored. Activations that backward reads again are E4M3 codes, with a BF16 scale for each 1x16 group
-// (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor; it is stored by
-// rows, by columns (transposed), or both, and only for as long as its GEMMs need it (part 3). The scale
+// What is stored. What non-linear layers save for backward (the inputs of norms and activations; with
+// --attention groups also q, k, v and the output of attention) is E4M3 codes, with a BF16 scale for each 1x16
+// group (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor. It is
+// stored row-major, transposed, or both, and only for as long as its GEMMs need it (part 3). The scale
 // follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
-// their codes by rows.
-// (Transposed codes pass through shared memory, so other threads store those.) Two neighbouring lanes own a
-// 1x16 group.
+// their row-major codes. Transposed codes pass through shared memory, so other threads store those. Two
+// neighbouring lanes own a 1x16 group.
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
 // norm's output are never stored: a producer computes them from what is (part 4 of gpu/device.cuh).
 // for_each_row() there loads a thread's rows, several at once, and hands over the values of one row after the
-// other. Its `live` is false for a row behind the tensor's last: that one is computed, but not stored. What
-// gated activations read or write, such as [gate | up], has two planes side by side.
+// other, with `live` false for a row past the tensor's last, which must not be stored. What gated activations
+// read or write, such as [gate | up], has two planes side by side.
 //
 // Who calls whom. Callers begin with quantize() in part 4, which chooses. For the operand of a GEMM (part 3)
-// it goes on like this; what has no part named is in gpu/device.cuh:
+// it goes on like this. What has no part named is in gpu/quantize.cuh (store_codes, TransposeTile and
+// launch_quantizer) or in gpu/device.cuh:
 //
 //   on the host                                        on the GPU
 //   quantize()               part 4                    quantize_kernel()        part 3; a block: one tile
@@ -30,8 +31,11 @@
 //           launch()         starts the kernel               encode()           their codes
 //                                                          TransposeTile        to shared memory, and back
 //
-// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
-#include "gpu/device.cuh"
+// Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
+// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 8 and
+// 10 of gpu/operators.h). dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four
+// lines.
+#include "gpu/quantize.cuh"
 
 namespace coat::gpu {
 
@@ -57,8 +61,8 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 // What the kernel does besides quantizing x, while it has the values of x at hand.
 enum class Also : uint8_t {
     Nothing,
-    WriteBack,               // x becomes what the groups hold
-    ActivationAmaxOfX,       // activation_amax_out gets the amax of the activation's output, computed from x
+    WriteBack,               // writes to x what the groups hold, rounded to BF16
+    ActivationAmaxOfX,       // finds the amax of the activation's output, computed from x
     ActivationAmaxOfGroups,  // likewise, but computed from what the groups hold
 };
 
@@ -67,10 +71,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    // A thread outside the tensor ends here. Its values would be thrown away, but reading what another thread
+    // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
     // writes back would be a race.
     //   - The two owners of a group end together.
-    //   - The shuffles and maxima below go on without the lanes that have ended: their mask names all 32, but
+    //   - The shuffles and maxima below are among the lanes that have not ended: their mask names all 32, but
     //     CUDA lets a mask name lanes that have exited.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
@@ -95,32 +99,33 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 template <Also ALSO, bool GATED = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    TensorScale* activation_amax_out, QuantStats* quant_stats,
-                                   cudaStream_t s) {
+                                   cudaStream_t stream) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
-    add_quant_errors(stored(x), {groups}, quant_stats, s);
+    add_quant_errors(stored(x), {groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, ALSO>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, 0, s, producer, x.rows, groups_of(groups), activation_amax_out);
+           TILE_THREADS, 0, stream, producer, x.rows, groups_of(groups), activation_amax_out);
 }
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
-                     cudaStream_t s) {
-    if (write_back) launch_quantize_groups<Also::WriteBack>(x, groups, nullptr, quant_stats, s);
-    else launch_quantize_groups<Also::Nothing>(x, groups, nullptr, quant_stats, s);
+                     cudaStream_t stream) {
+    if (write_back) launch_quantize_groups<Also::WriteBack>(x, groups, nullptr, quant_stats, stream);
+    else launch_quantize_groups<Also::Nothing>(x, groups, nullptr, quant_stats, stream);
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
-                               cudaStream_t s) {
-    if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, s);
-    auto run = [&]<Also ALSO>() {
-        if (gated) launch_quantize_groups<ALSO, /*GATED=*/true>(x, groups, amax_out, quant_stats, s);
-        else launch_quantize_groups<ALSO, /*GATED=*/false>(x, groups, amax_out, quant_stats, s);
-    };
-    if (forward_reads_saved) run.template operator()<Also::ActivationAmaxOfGroups>();
-    else run.template operator()<Also::ActivationAmaxOfX>();
+                               cudaStream_t stream) {
+    if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
+    using enum Also;
+    auto* launch_it = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/false>;
+    if (forward_reads_saved && gated)
+        launch_it = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/true>;
+    else if (forward_reads_saved) launch_it = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/false>;
+    else if (gated) launch_it = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/true>;
+    launch_it(x, groups, amax_out, quant_stats, stream);
 }
 
 // ===========================================================================================================
@@ -147,20 +152,20 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
 // finds the producer that computes it.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s) {
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream) {
     with_bf16_producer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, x_amax_out);
+               TILE_THREADS, 0, stream, producer, x.rows, x_amax_out);
     });
 }
 
 // ===========================================================================================================
-// 3. Operands of GEMMs: one scale per tensor, just in time; codes by rows, and transposed
+// 3. Operands of GEMMs: one scale per tensor, just in time; row-major codes, and transposed ones
 //
 // scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32.
-// store_codes() (gpu/device.cuh) computes x and stores the codes. The transposed copy goes through shared
-// memory there (TransposeTile): a thread hands over the codes of four of its rows at a time; when all threads
-// have done so, the block writes its tile by columns.
+// store_codes() (gpu/quantize.cuh) computes x and stores the codes. Transposed codes go through shared memory
+// there (TransposeTile): a thread hands over the codes of four of its rows at a time; when all threads have
+// done so, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
@@ -177,18 +182,18 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 template <Format FP8>
-static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t s) {
+static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_kernel<P, FP8, TRANSPOSED>; };
-    launch_quantizer("quantize", kernel, x, out, s, tensor_scale(out.tensor), info(FP8).max);
+    launch_quantizer("quantize", kernel, x, out, stream, tensor_scale(out.tensor), info(FP8).max);
 }
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
-// through every COLUMN_PARTIALS-th tile of its columns, as store_column_sums() (gpu/device.cuh) says; so the
-// sums have the bits of add_column_sums().
+// down every COLUMN_PARTIALS-th tile of its columns, as store_column_sums() (gpu/device.cuh) says; so the
+// sums equal those of add_column_sums() bit for bit.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    quantize_and_sum_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
-                            uint8_t* transposed, float* partials) {
+    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax,
+                                         uint8_t* codes, uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse = __frcp_rn(scale);
@@ -223,55 +228,58 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     });
 }
 
-void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t s) {
+void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, either_dense(out));
+               TILE_THREADS, 0, stream, producer, x.rows, either_dense(out));
     });
 }
 
-void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Storage& q = out.tensor.storage;
     require(q.fp8(), "quantize() makes FP8 codes");
     if (q == E4M3_1x16) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.tensor, /*write_back=*/false, quant_stats, s);
+        return quantize_groups(x.input, out.tensor, /*write_back=*/false, quant_stats, stream);
     }
     // Both of these are in gpu/other_scaling.cu.
-    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, s);
-    if (out.delayed) return quantize_delayed(x, out, quant_stats, s);
-    add_quant_errors(x, out, quant_stats, s);  // first, because the codes may overwrite x
-    if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, s);
-    else quantize_per_tensor<Format::E4M3>(x, out, s);
+    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
+    if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
+    add_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
+    if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
+    else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
 
-void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    if (out.tensor.storage.fp8()) quantize(x, out, quant_stats, s);
-    else store_values(x, out.tensor, s);
+void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
+    if (out.tensor.storage.fp8()) quantize(x, out, quant_stats, stream);
+    else store_values(x, out.tensor, stream);
 }
 
-void convert(const TensorRef& x, const TensorRef& out, cudaStream_t s) { store_values(stored(x), out, s); }
+void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
+    store_values(stored(x), out, stream);
+}
 
-// One pass, if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's residual
-// stream do; else two.
-void quantize_and_sum(const LazyTensor& x, const Operand& out, const TensorRef& gradient, float* workspace,
-                      QuantStats* quant_stats, cudaStream_t s) {
+// One pass is enough if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's
+// residual stream do; else there are two.
+void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                   float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
     const Storage& q = out.tensor.storage;
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
-    if (x.op != LazyOp::Stored || x.input.storage != BF16 || !per_tensor || !both_forms) {
-        add_column_sums(x, gradient, workspace, nullptr, s);
-        return write_operand(x, out, quant_stats, s);
+    const bool one_pass = x.op == LazyOp::Stored && x.input.storage == BF16 && per_tensor && both_forms;
+    if (!one_pass) {
+        add_column_sums(x, gradient, workspace, nullptr, stream);
+        return write_operand(x, out, quant_stats, stream);
     }
-    add_quant_errors(x, out, quant_stats, s);
+    add_quant_errors(x, out, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>>;
-    auto kernel = quantize_and_sum_kernel<P, Format::E4M3>;
-    if (q.format == Format::E5M2) kernel = quantize_and_sum_kernel<P, Format::E5M2>;
-    launch("quantize_and_sum", kernel, column_grid(x.cols), TILE_THREADS, 0, s,
+    auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
+    if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
+    launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
            P{dense<bf16>(x.input.data), x.cols, x}, x.rows, tensor_scale(out.tensor), info(q.format).max,
            static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
-    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 
 }  // namespace coat::gpu

@@ -461,8 +461,10 @@ private:
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
-        save_residual_sum(pass, sharding_->gathered_weight(embedding_index_), positions, residual_buffer,
-                          norm1_of(pass, layers_[0]), memory_.tokens);
+        const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
+        embed(sharding_->gathered_weight(embedding_index_), positions, memory_.tokens, pass.T,
+              residual_output(first_norm, residual_buffer), stream_);
+        add_norm_input_errors(first_norm, residual_buffer);
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
             attention_block_forward(pass, layers_[l], residual_buffer);
@@ -499,7 +501,7 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.o_proj.fprop(stored(saved_out), branch);
         // residual sum; saves the input of norm 2
-        save_residual_sum(pass, residual_before(norm1, residual_buffer), branch, residual_buffer,
+        save_residual_sum(residual_before(norm1, residual_buffer), branch, residual_buffer,
                           norm2_of(pass, layer));
     }
 
@@ -534,7 +536,7 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum; saves the input of the next norm
-        save_residual_sum(pass, residual_before(norm2, residual_buffer), branch, residual_buffer, next);
+        save_residual_sum(residual_before(norm2, residual_buffer), branch, residual_buffer, next);
     }
     // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is
     // computed from the groups if forward reads them, else from the values.
@@ -560,19 +562,25 @@ private:
         return recipe_.forward_reads_saved || !n.norm.in.storage.fp8();
     }
     // The new residual stream, x + branch: saves it as the input of the next norm, and leaves the amax of
-    // that norm's output. With tokens (of the embedding) it is x[token] + branch[position].
-    void save_residual_sum(const Pass& pass, const TensorRef& x, const TensorRef& branch,
-                           const TensorRef& residual_buffer, const ResidualNorm& next,
-                           const int32_t* tokens = nullptr) {
-        const TensorRef& saved_in = next.norm.in;
-        const TensorRef x_out = saved_in.storage.fp8() ? residual_buffer : TensorRef{};
-        residual_add(x, branch, x_out, next.norm, reads_saved_in_forward(next), next.output_amax_out(),
-                     stream_, tokens, pass.T);
-        // The groups are made of the sum in FP32; the error is measured against the sum in BF16, which is
-        // stored
-        if (x_out.data)
-            add_quant_errors(stored(x_out), {saved_in}, device_.quant_stats_of(ReportKind::NormInput),
-                             stream_);
+    // that norm's output.
+    void save_residual_sum(const TensorRef& x, const TensorRef& branch, const TensorRef& residual_buffer,
+                           const ResidualNorm& next) {
+        residual_add(x, branch, residual_output(next, residual_buffer), stream_);
+        add_norm_input_errors(next, residual_buffer);
+    }
+    // Where the residual stream goes that the norm `next` reads.
+    ResidualOutput residual_output(const ResidualNorm& next, const TensorRef& residual_buffer) const {
+        return {.x_out = next.norm.in.storage.fp8() ? residual_buffer : TensorRef{},
+                .next = next.norm,
+                .forward_reads_saved = reads_saved_in_forward(next),
+                .y_amax_out = next.output_amax_out()};
+    }
+    // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
+    // BF16, which is stored.
+    void add_norm_input_errors(const ResidualNorm& next, const TensorRef& residual_buffer) {
+        if (next.norm.in.storage.fp8())
+            add_quant_errors(stored(residual_buffer), {next.norm.in},
+                             device_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -785,9 +793,14 @@ private:
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))
             dbias = sharding_->gradient_to_write(*bias_index);
-        norm_backward(n.norm, dy, dresidual_in, dresidual(pass), dresidual_amax_out, dweight, dbias,
-                      memory_.norm_partials, stream_);
-        return lazy_norm(n.norm);
+        return norm_backward(n.norm,
+                             {.dy = dy,
+                              .residual_in = dresidual_in,
+                              .residual_out = dresidual(pass),
+                              .residual_amax_out = dresidual_amax_out,
+                              .dweight = dweight,
+                              .dbias = dbias},
+                             memory_.norm_partials, stream_);
     }
 
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
@@ -802,9 +815,12 @@ private:
                                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(pass, bucket);
-        embedding_backward(dresidual(pass), memory_.token_order, memory_.token_rows, distinct,
-                           embedding_order_.frequent, sharding_->gradient_to_write(embedding_index_),
-                           stream_);
+        embedding_backward(dresidual(pass),
+                           {.order = memory_.token_order,
+                            .tokens = memory_.token_rows,
+                            .count = distinct,
+                            .frequent = embedding_order_.frequent},
+                           sharding_->gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(pass), pass.T,
                                sharding_->gradient_to_write(parameters_.index("positions")), stream_);

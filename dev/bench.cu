@@ -313,14 +313,15 @@ private:
     }
 
     // Both in one pass: a gradient whose amax is known.
-    void quantize_and_sum_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q) {
+    void write_operand_and_sum_columns_pass(const std::string& name, double count, const LazyTensor& x,
+                                            const Storage& q) {
         const Operand out = memory_.place(x.rows, x.cols, q, true, true);
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         find_scale(x, out);
         pass(BETWEEN, name + ": bias gradient, to " + q.text() + ", and transposed", count,
              reads(x) + 2 * double(q.bytes(x.rows, x.cols)),
-             [&] { quantize_and_sum(x, out, gradient, workspace, nullptr, nullptr); });
+             [&] { write_operand_and_sum_columns(x, out, gradient, workspace, nullptr, nullptr); });
     }
 
     // --- GEMMs ---------------------------------------------------------------------------------------------
@@ -396,8 +397,10 @@ private:
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q), weight,     bias, memory_.take<RowStatistics>(N_ * 8),
                      c_.arch.rms,         c_.norm_eps};
-        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : TensorRef{}, n, true,
-                     nullptr, nullptr);  // leaves stats
+        const TensorRef x = random(N_, c_.C), branch = random(N_, c_.C);
+        const TensorRef x_out = groups_ ? random(N_, c_.C) : TensorRef{};
+        residual_add(x, branch, {x_out, n, /*forward_reads_saved=*/true, nullptr},
+                     nullptr);  // for statistics
         return n;
     }
     void norms() {
@@ -406,13 +409,16 @@ private:
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
         float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
-             [&] { residual_add(x, a, groups_ ? out : TensorRef{}, n, true, slot_, nullptr); });
+             [&] {
+                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, true, slot_}, nullptr);
+             });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
-        pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
-             [&] { norm_backward(n, x, a, out, slot_, dweight, dbias, workspace, nullptr); });
+        pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out), [&] {
+            norm_backward(n, {x, a, out, slot_, dweight, dbias}, workspace, nullptr);
+        });
         if (c_.arch.bias && needs_amax_)
-            return quantize_and_sum_pass("residual gradient", 2 * layers_, stored(x), r_.g);
+            return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, stored(x), r_.g);
         bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
@@ -509,12 +515,13 @@ private:
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRows* pieces = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            residual_add(table, positions, groups_ ? x : TensorRef{}, first, true, slot_, nullptr, on_device,
-                         setup_.T);
+            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, true, slot_},
+                  nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
-             size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes),
-             [&] { gpu::embedding_backward(x, rows, pieces, distinct, order.frequent, table, nullptr); });
+             size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes), [&] {
+                 gpu::embedding_backward(x, {rows, pieces, distinct, order.frequent}, table, nullptr);
+             });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
                  [&] { positions_backward(x, setup_.T, positions, nullptr); });
@@ -570,14 +577,16 @@ private:
         };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
+        const ShardGradients g{
+            .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = stream_};
         auto norm = [&] {
-            compute_gradient_squares(shard, 1, gradient.data, stream_, 0, 0, units, nullptr, sums, nullptr);
+            compute_gradient_squares(g, {0, units}, nullptr, sums, nullptr);
             update_gradient_state(sums, units, 1, 1, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, double(n) * each, [&] {
-            adamw({10, 1e-4f}, o, shard, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
+            adamw({10, 1e-4f}, o, g, w, /*rounding_key=*/0, state, nullptr);
         });
     }
 

@@ -26,26 +26,28 @@ struct AdamWConstants {
     float root_factor, scaled_eps;
 };
 
-// Updates m, v and w. The old first moment is not m, but m * factor, where the factor is a scale or the max
-// of a moment group. keep_m is b1 * factor, so that one multiplication does both. On return m is the new
-// moment. The same holds for v and keep_v. decay: weight_decay, or 0 for a parameter that does not decay.
-inline __device__ void adamw_element(const AdamWConstants& f, float keep_m, float keep_v, float decay,
+// Updates m, v and w. On entry the old first moment is factor * m, where the factor is the scale of a code or
+// the max of a moment group; keep_m is b1 * factor, so that one multiplication does both. On return m is the
+// new first moment. The same holds for v and keep_v. decay is weight_decay, or 0 for a parameter that does
+// not decay.
+inline __device__ void adamw_element(const AdamWConstants& constants, float keep_m, float keep_v, float decay,
                                      float g, float& m, float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
-    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
-    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
-    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
+    m = __fmaf_rn(keep_m, m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
+    v = __fmaf_rn(keep_v, v, constants.one_minus_beta2 * (g * g));
+    const float update =
+        m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
+    w = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w, update), w);
 }
 
 // ===========================================================================================================
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
-// A kernel is compiled for each of Bf16Weights<true>, Bf16Weights<false> and FloatWeights. An object of these
-// counts elements from `first`, the element of the rank's order for which it is constructed. store() rounds
-// eight weights, writes them if `live`, and updates `top`, the bits of the largest magnitude so far. The
-// random bits follow from key, the rounding_key() of the step, and from element, the first element's number
-// in the flat order.
+// A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, Bf16Weights<false> without,
+// and FloatWeights. An object of these classes counts elements from `first`, the element of the rank's order
+// for which it is constructed. store() rounds eight weights, writes them if they are live, and updates
+// `top_bits`, the bits of the largest magnitude so far. The random bits follow from key, the rounding_key()
+// of the step, and from element, the first element's number in the flat order.
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
 // With a master the number is 0x8000, which rounds to nearest. What the weight lacks is its remainder:
@@ -88,13 +90,13 @@ template <bool MASTER> struct Bf16Weights {
         }
     }
     __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,
-                          uint32_t& top) const {
+                          uint32_t& top_bits) const {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
             const uint32_t sixteen = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
             sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : sixteen);
-            top = max(top, sums[j] & 0x7FFF0000u);
+            top_bits = max(top_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
         put(weights + i, sixteen_bits_of(sums, UPPER));
@@ -116,9 +118,9 @@ struct FloatWeights {
         : weights{static_cast<float*>(w.values) + first} {}
     __device__ Raw load(int64_t i) const { return weights.load(i); }
     __device__ void unpack(const Raw& raw, Values& v) const { weights.unpack(raw, v); }
-    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top) const {
+    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top_bits) const {
         weights.round_in_place_and_store(i, v, live);
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude_bits(v[j]));
+        for (int j = 0; j < CHUNK; j++) top_bits = max(top_bits, magnitude_bits(v[j]));
     }
 };
 
@@ -143,13 +145,13 @@ inline __device__ bool has_scales(const MomentRef& m) {
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamWArguments {
-    AdamWConstants f;
+    AdamWConstants constants;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Shard* shards;
     int shard_count;
     int64_t first_element, spans;  // of the shards: their first element in the rank's order, their spans
-    Weights w;
+    Weights weights;
     uint64_t rounding_key;
     EitherDense gradients;  // of the shards, from first_element on
     const GradientState* state;
@@ -163,6 +165,6 @@ struct AdamWArguments {
 // Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). has_fp8_moment_groups:
 // whether the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and
 // biases, are updated here.
-void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t s);
+void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream);
 
 }  // namespace coat::gpu

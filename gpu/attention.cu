@@ -1,4 +1,4 @@
-// attention.cu - causal attention forward and backward: the choice of an implementation, and the one
+// gpu/attention.cu - causal attention forward and backward: the choice of an implementation, and the one
 // that runs on every GPU, in FP32 and BF16.
 //
 // The algorithm is flash attention (FlashAttention-2, arXiv 2307.08691), which never stores the T x T scores.
@@ -6,16 +6,17 @@
 // Forward: a block keeps a tile of queries and loops over tiles of keys and values. The softmax of a
 // row needs its maximum and its sum over all keys, so it is computed "online": with a running maximum
 // m and a running sum l. When a tile of keys raises m, l and the output so far are multiplied by
-// exp(m_old - m_new). At the end the output is divided by l, and lse = m + log(l), the log-sum-exp,
-// is saved: one value per query.
+// exp(m_old - m_new). At the end the output is divided by l. One value of each query is saved for backward:
+// the log-sum-exp, lse = m + log(l).
 //
-// Backward recomputes p = exp(s - lse) from q, k and lse. With delta = rowsum(dout * out), one value
-// per query:
+// Backward recomputes p = exp(s - lse) from q, k and lse. delta = rowsum(dout * out) is one value of each
+// query:
 //   dv = p^T dout,  dp = dout v^T,  ds = p * (dp - delta),  dq = ds k / sqrt(HS),  dk = ds^T q / sqrt(HS).
-// dk and dv are sums over queries, dq is a sum over keys. Atomic additions would make the bits depend
-// on timing, so there are two passes. The first owns tiles of keys and loops over queries (dk, dv);
-// the second owns tiles of queries and loops over keys (dq). One kernel does both, because they
-// differ only in which side is the rows: see KEYS. The price is that s and dp are computed twice.
+// dk and dv are sums over queries, dq is a sum over keys. Atomic additions would make the bits depend on
+// timing, so there are two passes. In the first a block owns a tile of keys and loops over queries, for dk
+// and dv. In the second it owns a tile of queries and loops over keys, for dq. One kernel is compiled for
+// both, because they differ only in which side is the rows: see KEYS. The price is that s and dp are computed
+// twice.
 #include "attention_common.cuh"
 
 #include <cuda_pipeline.h>
@@ -25,14 +26,16 @@ namespace {
 
 using namespace flash;
 
-// One head of one sequence: (T, HS), with rows `stride` elements apart.
+// One head of one sequence, (T, HS): its rows are `stride` elements apart.
 template <class Real> struct Head {
     Real* data;
     int64_t stride;
     __device__ Real* at(int t, int d) const { return data + t * stride + d; }
 };
 
-// Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
+// Where the heads of a tensor are. b is the number of a sequence, h that of a query head, kv that of a
+// key/value head. q(), k() and v() are heads of qkv or of its gradient; out() is one of out or of its
+// gradient.
 template <class Real> struct Heads : Dims {
     using Dims::Dims;
     __device__ Head<Real> of(const void* x, int heads, int b, int h) const {
@@ -47,17 +50,18 @@ template <class Real> struct Heads : Dims {
 // -----------------------------------------------------------------------------------------------------------
 // Tiles in shared memory
 
-// The head size is rounded up to COLS; the columns beyond it are zeros. A tile has 16 KiB at most, so that
-// the six tiles of a backward pass fit into the shared memory of every GPU. Chunks of 16 bytes are permuted
-// by exclusive or with the row. So the eight rows that one ldmatrix reads, and the eight chunks of a row
-// that cp.async writes, are in different banks.
+// A tile (ROWS, COLS) in shared memory. COLS is the head size, rounded up; the columns past it are zeros. A
+// tile has 16 KiB at most, so that the six tiles of a backward pass fit into the shared memory of every GPU.
+// Chunks of 16 bytes are permuted within a row by exclusive or with the row's number. So the eight rows that
+// one ldmatrix reads, and the eight chunks of a row that cp.async writes, are in different banks.
 template <class Real_, int COLS_> struct Tile {
     using Real = Real_;
     static constexpr int COLS = COLS_, ROW_BYTES = COLS * int(sizeof(Real));
     static constexpr int ROWS = std::min(64, (16 << 10) / ROW_BYTES), BYTES = ROWS * ROW_BYTES;
-    static constexpr int STAGE_BYTES = 2 * BYTES + 2 * ROWS * 4;  // of backward
-    static constexpr int THREADS = ROWS / 16 * WARP;              // of a block: a warp owns 16 rows of a tile
-    static constexpr int CHUNK = 16 / int(sizeof(Real));          // elements
+    static constexpr int STAGE_BYTES =
+        2 * BYTES + 2 * ROWS * 4;                         // of a stage of backward: two tiles, statistics
+    static constexpr int THREADS = ROWS / 16 * WARP;      // of a block: a warp owns 16 rows of a tile
+    static constexpr int CHUNK = 16 / int(sizeof(Real));  // elements of a chunk
     uint32_t base;
     __device__ uint32_t at(int row, int col) const {
         return base + row * ROW_BYTES + (((col / CHUNK) ^ (row & 7)) * 16) +
@@ -65,11 +69,12 @@ template <class Real_, int COLS_> struct Tile {
     }
 };
 
-// cp.async copies from global to shared memory in the background; it writes zeros if not `live`.
+// cp.async copies 16 bytes from global to shared memory in the background. If not `live` it writes zeros.
 __device__ void cp_async16(uint32_t to, const void* from, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0));
 }
 
+// Starts to copy a tile whose first row is row `first` of the head.
 template <class T> __device__ void load_tile(T tile, const Dims& d, Head<typename T::Real> head, int first) {
     constexpr int CHUNKS = T::COLS / T::CHUNK;
     for (int i = threadIdx.x; i < T::ROWS * CHUNKS; i += T::THREADS) {
@@ -85,10 +90,14 @@ template <class T> __device__ void load_tile(T tile, const Dims& d, Head<typenam
 // BF16: tensor cores through mma.sync m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16").
 // FP32: the same layout on CUDA cores, because tensor cores would round the operands.
 
-struct Fragment {   // a 16 x 16 operand, spread over a warp; two BF16 values per register
-    uint32_t r[4];  // of a right operand r[0..1] are the first 8 columns, r[2..3] the others
+// A 16 x 16 operand, spread over the registers of a warp: two BF16 values in each register. In a right
+// operand r[0] and r[1] are the first 8 columns, r[2] and r[3] the others.
+struct Fragment {
+    uint32_t r[4];
 };
 
+// One instruction, with which a warp loads a Fragment from shared memory: each lane gives the address of a
+// row of 16 bytes.
 template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
     Fragment x;
     if (TRANSPOSED)
@@ -101,13 +110,13 @@ template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
                      : "r"(address));
     return x;
 }
-template <bool TRANSPOSED, class T>  // a left operand or, transposed, a right one: the tile is (k, n)
-__device__ Fragment load(T tile, int row, int col) {
+// A left operand or, transposed, a right one from a tile (k, n).
+template <bool TRANSPOSED, class T> __device__ Fragment load(T tile, int row, int col) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<TRANSPOSED>(tile.at(row + lane % 16, col + lane / 16 * 8));
 }
-template <class T>  // a right operand: the tile is (n, k)
-__device__ Fragment load_right(T tile, int n, int k) {
+// A right operand from a tile (n, k).
+template <class T> __device__ Fragment load_right(T tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<false>(tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
@@ -122,7 +131,7 @@ __device__ void mma(float* c, const Fragment& a, const Fragment& b) {
             : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * i]), "r"(b.r[2 * i + 1]));
 }
 
-// s (16, ROWS) = rows of x (_, COLS) times y (ROWS, COLS)^T.
+// s (16, ROWS) += 16 rows of x (_, COLS), from `row` on, times y (ROWS, COLS)^T.
 template <int COLS, int R>
 __device__ void scores(Tile<bf16, COLS> x, int row, Tile<bf16, COLS> y, float (&s)[R]) {
 #pragma unroll
@@ -138,7 +147,7 @@ __device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y, float 
         float4 a[2];
         for (int i = 0; i < 2; i++) a[i] = shared<float4>(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
 #pragma unroll
-        for (int i = 0; i < R / 2; i++) {  // columns of s that this lane holds
+        for (int i = 0; i < R / 2; i++) {  // each column of s that this lane holds
             const float4 b = shared<float4>(y.at(i / 2 * 8 + fragment_col() + i % 2, k));
 #pragma unroll
             for (int j = 0; j < 2; j++) {
@@ -149,8 +158,9 @@ __device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y, float 
     }
 }
 
-// acc (16, COLS) += p (16, ROWS) times y (ROWS, COLS).
-template <int COLS, int P, int R>  // p is rounded to BF16; 16 columns of it have the layout of a left operand
+// acc (16, COLS) += p (16, ROWS) times y (ROWS, COLS). In BF16 p is rounded; 16 columns of it then have the
+// layout of a left operand.
+template <int COLS, int P, int R>
 __device__ void accumulate(const float (&p)[P], Tile<bf16, COLS> y, float (&acc)[R]) {
 #pragma unroll
     for (int k = 0; k < y.ROWS; k += 16) {
@@ -164,7 +174,7 @@ template <int COLS, int P, int R>
 __device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc)[R]) {
 #pragma unroll
     for (int k = 0; k < y.ROWS; k++) {
-        float a[2];  // column k of p, from the lane of the quad that holds it
+        float a[2];  // column k of p in the two rows, from the lane of the quad that holds it
         for (int i = 0; i < 2; i++) a[i] = __shfl_sync(~0u, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
 #pragma unroll
         for (int n = 0; n < COLS; n += 8) {
@@ -172,13 +182,14 @@ __device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float* const sum = &acc[n / 2 + i * 2];
-                sum[0] = fmaf(a[i], b.x, sum[0]), sum[1] = fmaf(a[i], b.y, sum[1]);
+                sum[0] = fmaf(a[i], b.x, sum[0]);
+                sum[1] = fmaf(a[i], b.y, sum[1]);
             }
         }
     }
 }
 
-// Writes 16 rows of a head from accumulators, times factor0 (the first 8 rows) or factor1.
+// Writes 16 rows of a head, from `row` on: the accumulators times factor0 (the first 8 rows) or factor1.
 template <class Real, int R>
 __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc)[R], float factor0,
                       float factor1) {
@@ -195,12 +206,12 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 // -----------------------------------------------------------------------------------------------------------
 // Forward
 
-// grid (NH, B, tiles of queries); the last tile, which has the most keys, goes first.
-// Rows beyond T are zeros in shared memory. They result in zeros or are not written, so the causal
-// mask is the only mask.
+// The grid is (NH, B, tiles of queries). The last tile, which sees the most keys, goes first. Rows past T are
+// zeros in shared memory. What follows from them is zero or is not written, so the causal mask is the only
+// mask.
 template <class T>
 __global__ void __launch_bounds__(T::THREADS)
-    forward_kernel(Heads<typename T::Real> d, const void* qkv, void* out, float* lse) {
+    attention_forward_kernel(Heads<typename T::Real> d, const void* qkv, void* out, float* lse) {
     const uint32_t base = dynamic_shared_memory(1);
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
@@ -209,14 +220,14 @@ __global__ void __launch_bounds__(T::THREADS)
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
 
-    // From the last tile of keys that these queries see back to the first.
+    // The loop goes from the last tile of keys that these queries see back to the first.
     int column = (min(first + T::ROWS, d.T) - 1) / T::ROWS * T::ROWS;
     load_tile(queries, d, d.q(qkv, b, h), first);
     load_tile(keys, d, k, column);
     __pipeline_commit();
     float acc[T::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
     for (; column >= 0; column -= T::ROWS) {
-        const bool live = column < first + warp_row + 16;  // this warp sees some of these keys
+        const bool live = column < first + warp_row + 16;  // whether this warp sees some of these keys
         __pipeline_wait_prior(0);
         __syncthreads();  // keys have arrived, values may be overwritten
         load_tile(values, d, v, column);
@@ -246,29 +257,33 @@ __global__ void __launch_bounds__(T::THREADS)
 // -----------------------------------------------------------------------------------------------------------
 // Backward
 
-// KEYS: the pass that owns keys computes dk and dv; the pass that owns queries computes dq.
-// grid (NKV or NH, B, tiles of owned rows)
+__device__ float element(float2 two, int i) { return i == 0 ? two.x : two.y; }
+
+// KEYS: in this pass a block owns a tile of keys and computes dk and dv; else it owns a tile of queries and
+// computes dq. The owned tile is the rows of s and dp. The grid is (NKV or NH, B, tiles of owned rows).
+//
+// Each step loads a tile of the other side into a stage: q and dout (parts 0 and 1) and their QueryStatistics
+// (part 2), or k and v. There are two stages: one is loaded while the other is used.
 template <class T, bool KEYS>
 __global__ void __launch_bounds__(T::THREADS)
-    backward_kernel(Heads<typename T::Real> d, const void* qkv, const void* gradient, void* dqkv,
-                    QueryStatistics statistics) {
+    attention_backward_kernel(Heads<typename T::Real> d, const void* qkv, const void* gradient, void* dqkv,
+                              QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
-    const T own1{base}, own2{base + T::BYTES};  // k and v, or q and dout
-    // A step loads q and dout with their statistics (see QueryStatistics), or k and v; these are parts 0, 1
-    // and 2. There are two stages: one is loaded while the other is used.
+    const T own1{base}, own2{base + T::BYTES};  // the owned k and v, or q and dout
     auto stage = [&](int step, int part) { return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES; };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
     const int first_head = KEYS ? kv * d.group() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
-    const int warp_row = threadIdx.x / WARP * 16, row = warp_row + threadIdx.x % WARP / 4;  // in the tile
+    const int warp_row = threadIdx.x / WARP * 16,
+              row = warp_row + threadIdx.x % WARP / 4;  // of the owned tile
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
     auto stats = [&](int h, int query_tile) {
         return statistics.data + ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * T::ROWS;
     };
 
-    // A step is one tile of columns that the mask leaves, of one query head (every head of the group
-    // if keys are owned).
+    // A step has one tile of the other side that the mask leaves, in one query head. If the block owns keys,
+    // it goes through all query heads that share them.
     const int begin = KEYS ? tile : 0, count = KEYS ? gridDim.z - tile : tile + 1;
     const int steps = count * (KEYS ? d.group() : 1);
     auto load_stage = [&](int step) {
@@ -284,7 +299,7 @@ __global__ void __launch_bounds__(T::THREADS)
     load_stage(0);
     __pipeline_commit();
 
-    float own_lse[2] = {}, own_delta[2] = {};  // of owned queries
+    float own_lse[2] = {}, own_delta[2] = {};  // of this lane's two queries, if queries are owned
     for (int r = 0; !KEYS && r < 2; r++) {
         own_lse[r] = stats(first_head, tile)[row + 8 * r];
         own_delta[r] = stats(first_head, tile)[T::ROWS + row + 8 * r];
@@ -300,40 +315,43 @@ __global__ void __launch_bounds__(T::THREADS)
         float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
         scores(own2, warp_row, in2, ds);  // dp
-        // Of the queries in this lane's columns. Loaded inside the next loop, they cost registers that spill.
+        // The statistics of the queries in this lane's columns. (Loaded in the next loop, registers would
+        // spill.)
         float2 lse[T::ROWS / 8], delta[T::ROWS / 8];
 #pragma unroll
         for (int n = 0; KEYS && n < T::ROWS / 8; n++) {
             const uint32_t at = stage(step, 2) + (n * 8 + fragment_col()) * 4;
-            lse[n] = shared<float2>(at), delta[n] = shared<float2>(at + T::ROWS * 4);
+            lse[n] = shared<float2>(at);
+            delta[n] = shared<float2>(at + T::ROWS * 4);
         }
 #pragma unroll
         for (int n = 0; n < T::ROWS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float l = KEYS ? (i % 2 ? lse[n].y : lse[n].x) : own_lse[i / 2];
-                const float dl = KEYS ? (i % 2 ? delta[n].y : delta[n].x) : own_delta[i / 2];
+                const float lse_i = KEYS ? element(lse[n], i % 2) : own_lse[i / 2];
+                const float delta_i = KEYS ? element(delta[n], i % 2) : own_delta[i / 2];
                 const int own = row + i / 2 * 8, other = n * 8 + fragment_col() + i % 2;
                 const bool masked = diagonal && (KEYS ? own > other : other > own);
                 float &p_i = p[n * 4 + i], &ds_i = ds[n * 4 + i];
-                p_i = masked ? 0.0f : fast_exp2(p_i * scale - l);
-                ds_i = p_i * (ds_i - dl);
+                p_i = masked ? 0.0f : fast_exp2(p_i * scale - lse_i);
+                ds_i = p_i * (ds_i - delta_i);
             }
         }
         if (KEYS) accumulate(p, in2, acc2);
         accumulate(ds, in1, acc1);
-        __syncthreads();  // the stage may be overwritten
+        __syncthreads();  // from here on the stage may be overwritten
     }
-    const int top = tile * T::ROWS + warp_row;
-    write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), top, acc1, d.scale, d.scale);
-    if (KEYS) write(d, d.v(dqkv, b, kv), top, acc2, 1, 1);
+    const int first_row = tile * T::ROWS + warp_row;
+    write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), first_row, acc1, d.scale, d.scale);
+    if (KEYS) write(d, d.v(dqkv, b, kv), first_row, acc2, 1, 1);
 }
 
 template <class T>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
-    launch("attention", forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv, out, lse);
+    launch("attention_forward", attention_forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv,
+           out, lse);
     const TensorRef result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
     if (amax_out) compute_amax(stored(result), amax_out, stream);
 }
@@ -341,16 +359,17 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
 template <class T>
 void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
     const QueryStatistics statistics(s, T::ROWS, tensors.workspace);
-    launch("attention", prepare_kernel<typename T::Real, T::COLS, T::ROWS>, statistics.grid(s),
-           PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout, tensors.lse, nullptr, 0);
+    launch("attention_backward", attention_prepare_kernel<typename T::Real, T::COLS, T::ROWS>,
+           statistics.grid(s), PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout,
+           tensors.lse, nullptr, 0);
     auto pass = [&](auto kernel, int64_t heads) {
         const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
-        launch("attention", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s,
+        launch("attention_backward", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s,
                tensors.qkv, tensors.dout, tensors.dqkv, statistics);
     };
-    pass(backward_kernel<T, true>, s.NKV);
-    pass(backward_kernel<T, false>, s.NH);
-    // On Hopper the kernel does the rest; here it is a pass over dqkv.
+    pass(attention_backward_kernel<T, true>, s.NKV);
+    pass(attention_backward_kernel<T, false>, s.NH);
+    // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
     const TensorRef dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_out, stream);
@@ -382,7 +401,7 @@ AttentionKernels fastest(const AttentionShape& s) {
 
 AttentionKernels any_gpu_attention(const AttentionShape& s) {
     if (s.format == Format::FP32)
-        return ANY_GPU<float, 128>;  // for comparisons: one compiles faster than two
+        return ANY_GPU<float, 128>;  // FP32 is for comparisons: one kernel for all head sizes compiles faster
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 

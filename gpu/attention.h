@@ -2,10 +2,11 @@
 // matrix is ever stored.
 //
 // For each sequence and query head, with k and v of its key/value head (NH / NKV query heads share one):
-//   s = q k^T / sqrt(HS), keys after the query masked;   p = softmax(s);   out = p v.
-// There are two implementations: one for any GPU from Ampere on (BF16 on tensor cores through mma.sync, FP32
-// on CUDA cores), and one with Hopper's instructions (wgmma and TMA, attention_sm90.cu; BF16, head sizes 64,
-// 128). Both accumulate in FP32 and sum in a fixed order, so the same input always gives the same bits.
+//   s = q k^T / sqrt(HS), where keys after the query are masked;   p = softmax(s);   out = p v.
+// There are two implementations. attention.cu is for any GPU from Ampere on: BF16 on tensor cores through
+// mma.sync, FP32 on CUDA cores. attention_sm90.cu uses Hopper's instructions wgmma and TMA, for BF16 and head
+// sizes of 64 and 128. Both accumulate in FP32 and sum in a fixed order, so the same input always gives the
+// same bits.
 //
 // Tensors are pointers with an AttentionShape: a TensorRef (gpu/operators.h) would say how many rows there
 // are, but not which of them belong to a sequence, nor which columns to a head.
@@ -17,9 +18,10 @@
 namespace coat::gpu {
 
 struct AttentionShape {
-    int64_t B, T;         // sequences and tokens per sequence; any
-    int64_t NH, NKV, HS;  // NH is a multiple of NKV; HS is a multiple of 8, up to 128
-    Format format;        // of qkv, out and their gradients: FP32 or BF16
+    int64_t B, T;         // sequences, and tokens of a sequence: any numbers
+    int64_t NH, NKV, HS;  // query heads, key/value heads, head size. NH is a multiple of NKV; HS is a
+                          // multiple of 8, up to 128
+    Format format;        // FP32 or BF16: of qkv, out and their gradients
 
     int64_t qkv_cols() const { return (NH + 2 * NKV) * HS; }
 };
@@ -28,32 +30,36 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
     return {B, T, c.NH, c.NKV, c.HS(), format};
 }
 
-// qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
-// FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.
-// amax_out: where the amax of out goes; null: nobody needs it, as in FP32. Pointers are 16-byte aligned. A
-// shape that no implementation supports is an Error.
+// Computes attention.
+//   qkv        (B, T, (NH + 2 NKV) HS), with columns [q heads | k heads | v heads]
+//   out        (B, T, NH HS)
+//   lse        (B, NH, T) in FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over the keys.
+//              Backward recomputes p from it
+//   amax_out   gets the amax of out; null if nobody needs it, as in FP32
+// Pointers are 16-byte aligned. A shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
                        TensorScale* amax_out, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
-    const void* qkv;  // these three as in forward
+    const void* qkv;  // qkv, out and lse are those of forward
     const void* out;
     const float* lse;
     const void* dout;  // (B, T, NH HS), the gradient of out
-    // Like qkv; every element is written. With a rope_table it is the gradient of q, k and v as they were
-    // before RoPE: dq and dk are rounded to `format`, rotated by the inverse of RoPE, and rounded again, so
-    // that the bits are those of rope() as a pass of its own.
+    // The gradient of qkv, in the same shape; every element is written. With a rope_table it is the gradient
+    // of q, k and v as they were before RoPE: dq and dk are rounded to `format`, rotated by the inverse of
+    // RoPE, and rounded again, so that they equal what rope() makes of dqkv in a pass of its own, bit for
+    // bit.
     void* dqkv;
     void* workspace;             // attention_workspace(shape) bytes of temporary memory
-    const float2* rope_table;    // see Rope (gpu/operators.h); null: q and k were not rotated
-    TensorScale* dqkv_amax_out;  // where the amax of dqkv goes; null: nobody needs it, as in FP32
+    const float2* rope_table;    // see Rope (gpu/operators.h); null if q and k were not rotated
+    TensorScale* dqkv_amax_out;  // gets the amax of dqkv; null if nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
 
-// An implementation, for one format and range of head sizes: the functions above call one. Tests and the
-// ladder (dev/ladders/attention.cu) call each.
+// An implementation, for one format and range of head sizes. The functions above choose one of them and call
+// it; tests and the ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
     void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, TensorScale* amax_out,
                     cudaStream_t);

@@ -1,6 +1,6 @@
-// attention_sm90.cu - causal attention for Hopper GPUs: the algorithm of attention.cu, on wgmma and TMA.
+// gpu/attention_sm90.cu - causal attention for Hopper GPUs: the algorithm of attention.cu, on wgmma and TMA.
 //
-// attention.cu has the equations; the structure follows FlashAttention-3 (arXiv 2407.08608). What Hopper adds
+// attention.cu has the equations. The structure follows FlashAttention-3 (arXiv 2407.08608). What Hopper adds
 // to earlier GPUs:
 //   TMA: a copy engine. One thread names a box of a tensor by its coordinates. The hardware computes the
 //     addresses, copies the box into shared memory, and writes zeros for rows beyond the tensor. It can also
@@ -10,17 +10,18 @@
 //   wgmma: a GEMM instruction of a warpgroup (4 warps, 128 threads) for 64 rows. It reads operands from
 //     shared memory and sums in registers. It is asynchronous: threads fence, issue, commit, compute other
 //     things, and wait before they touch the registers again.
-//   setmaxnreg: a warpgroup that needs few registers gives them to the others.
+//   setmaxnreg: an instruction by which a warpgroup that needs few registers leaves them to the others.
 //
 // A block has one producer warpgroup and two or three consumer warpgroups. One thread of the producer
 // asks TMA for tiles; the consumers do the GEMMs and the softmax. Each buffer in shared memory has two
 // mbarriers between them: `full` (the tile has arrived) and `empty` (the consumers no longer need it).
-//   Forward: a consumer warpgroup owns 64 queries. The GEMM p v of one tile of keys and the scores of the
-//     next run together. Warpgroups issue GEMMs in turns: one computes exponentials during another's GEMMs.
+//   Forward: a consumer warpgroup owns 64 queries. The GEMM p v of one tile of keys runs together with the
+//     scores of the next tile. Warpgroups issue GEMMs in turns: one computes exponentials while the GEMMs of
+//     another run.
 //   Backward: a block owns 128 keys and loops over the tiles of queries that see them. It computes scores
-//     transposed (keys x queries): p^T and ds^T then are in the registers that the GEMMs for dv and dk read,
-//     and only dq needs ds in shared memory. Other producer threads add the block's part of dq to an FP32 sum
-//     in global memory. A drawing of one step stands above `struct Backward`.
+//     transposed (keys x queries): p^T and ds^T are then in the registers that the GEMMs for dv and dk read,
+//     and only the GEMM for dq needs ds in shared memory. Other producer threads add the block's part of dq
+//     to an FP32 sum in global memory. A drawing of one step stands above `struct Backward`.
 #include <cuda.h>
 
 #include <algorithm>
@@ -44,14 +45,17 @@ constexpr bool HOPPER = false;
 #endif
 
 constexpr int WARPGROUP = 128;
-// From lane 0, so that the compiler knows that a warp agrees, and computes addresses once for it.
+// The number of this thread's warpgroup. It is taken from lane 0, so that the compiler knows that all lanes
+// of a warp agree, and computes addresses once for the warp.
 __device__ int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0); }
-constexpr int PANEL = 64;  // columns of a panel; 128 bytes, as the swizzle of TMA and wgmma needs
-constexpr int BOX = 64, BOX_BYTES = BOX * PANEL * 2;  // rows that one TMA instruction copies
+constexpr int PANEL = 64;  // columns of a panel, which take 128 bytes, as the swizzle of TMA and wgmma needs
+constexpr int BOX = 64;    // rows of a panel that one TMA instruction copies
+constexpr int BOX_BYTES = BOX * PANEL * 2;
 
 // -----------------------------------------------------------------------------------------------------------
 // Hopper's instructions (PTX ISA: mbarrier, cp.async.bulk, wgmma). Addresses in shared memory are 32 bits.
 
+// An mbarrier, which lies at an address in shared memory.
 struct Barrier {
     uint32_t address;
     __device__ void init(int arrivals) const {
@@ -85,15 +89,18 @@ template <int STAGES> struct Ring {
     }
 };
 
-// Proxy fences order ordinary accesses before those of TMA and wgmma, which use the "async proxy".
+// The accesses of TMA and wgmma go through what PTX calls the "async proxy". These fences make them wait for
+// ordinary accesses that come before.
 __device__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// Named barriers: __syncthreads() for a part of a block. arrive_named() counts without waiting.
+// A named barrier is a __syncthreads() for n threads of a block. arrive_named() counts as one of them, but
+// does not wait.
 __device__ void sync_named(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 __device__ void arrive_named(int id, int n) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
+// A warpgroup has N registers for each of its threads from here on.
 template <int N> __device__ void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -101,6 +108,8 @@ template <int N> __device__ void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+// TMA copies that need no tensor map, because their bytes are contiguous: to shared memory, to global memory,
+// and from shared memory to be added to global memory.
 __device__ void bulk_load(uint32_t to, const void* from, int bytes, Barrier full) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -118,13 +127,15 @@ __device__ void bulk_add(float* to, uint32_t from, int bytes) {
                  : "memory");
 }
 __device__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until the shared memory of this thread's stores may be reused; until their global memory is written.
+// The first waits until the shared memory of this thread's stores may be used again; the second, until their
+// global memory is written.
 __device__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Describes a swizzled matrix in shared memory to wgmma, in units of 16 bytes: the lower half, to which the
-// way to another place may be added. panel_stride: bytes from one panel of 64 columns to the next, needed if
-// the reduction runs over rows. The upper half: a group of eight rows is 1024 bytes, and the swizzle.
+// What describes a swizzled matrix in shared memory to wgmma. descriptor() is the lower half: the address in
+// units of 16 bytes, to which a distance in these units may be added, and panel_stride, the bytes from one
+// panel of 64 columns to the next, which is needed if the GEMM reduces over rows. whole() adds the upper
+// half, which says that eight rows take 1024 bytes, and which swizzle is used.
 __device__ uint32_t descriptor(uint32_t address, int panel_stride = 16) {
     return address >> 4 | uint32_t(panel_stride >> 4) << 16;
 }
@@ -132,8 +143,8 @@ __device__ uint64_t whole(uint32_t descriptor) { return uint64_t(1024 >> 4 | 1 <
 
 __device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// The compiler does not know that wgmma uses registers after the instruction. An empty statement that
-// "changes" them keeps it from moving their uses above the wait.
+// The compiler does not know that wgmma uses registers after the instruction. pin() is an empty statement
+// that "changes" registers, which keeps the compiler from moving their uses above the wait.
 template <int N> __device__ void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -142,16 +153,16 @@ template <int N> __device__ void pin(uint32_t (&x)[N][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
-template <int PENDING, class... Registers>  // waits until at most PENDING groups are in flight
-__device__ void wgmma_wait(Registers&... used) {
+// Waits until at most PENDING groups are in flight. `used` are the registers of those that have ended.
+template <int PENDING, class... Registers> __device__ void wgmma_wait(Registers&... used) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
     (pin(used), ...);
 }
 
-// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. Of the shapes of wgmma two are
-// used, N = 64 and N = 128; d has N / 2 registers of each thread. b is a descriptor; a is a descriptor or, in
-// the layout of accumulators, in registers. TA, TB: the operand is contiguous along the dimension that is not
-// reduced.
+// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. Two shapes of wgmma are used, N =
+// 64 and N = 128; d takes N / 2 registers of each thread. b is a descriptor. a is a descriptor, or it is in
+// registers in the layout of accumulators. TA and TB say that a and b are contiguous along the dimension that
+// is not reduced.
 #define EIGHT(d, i)                                                                             \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -226,10 +237,12 @@ template <bool TB> __device__ void wgmma(float (&d)[64], const uint32_t (&a)[4],
 // column touches all banks. Each warp of a warpgroup holds 16 of its 64 accumulator rows, in the
 // layout described in attention_common.cuh.
 
+// The first row that a thread holds of its warpgroup's 64 rows; the second is 8 rows below.
 __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + threadIdx.x % WARP / 4; }
 
 // Each of the next three functions starts a GEMM as one group of wgmmas; the caller waits with wgmma_wait().
-// d (64, N) = a (64, HS) b (N, HS)^T; a is 64 rows of a tile of ROWS_A rows, b a tile of N rows.
+// start_scores(): d (64, N) = a (64, HS) b (N, HS)^T. a is 64 rows of a tile of ROWS_A rows, b a tile of N
+// rows.
 template <int HS, int ROWS_A, int R> __device__ void start_scores(float (&d)[R], uint32_t a, uint32_t b) {
     constexpr int N = R * 2;
     const uint32_t from_a = descriptor(a), from_b = descriptor(b);
@@ -243,8 +256,8 @@ template <int HS, int ROWS_A, int R> __device__ void start_scores(float (&d)[R],
     wgmma_commit();
 }
 
-// d (64, HS) = p (64, ROWS), in registers, times b (ROWS, HS), plus d if `add`. Of PARTS equal parts of the
-// sum over ROWS, only number `part`.
+// start_accumulate(): d (64, HS) = p (64, ROWS) b (ROWS, HS), plus d if `add`. p is in registers. The sum
+// over ROWS has PARTS equal parts, of which the call computes number `part`.
 template <int ROWS, int PARTS = 1, int R>
 __device__ void start_accumulate(float (&d)[R], const uint32_t (&p)[ROWS / 16][4], uint32_t b, bool add,
                                  int part = 0) {
@@ -257,7 +270,7 @@ __device__ void start_accumulate(float (&d)[R], const uint32_t (&p)[ROWS / 16][4
     wgmma_commit();
 }
 
-// d (64, N) = a (KEYS, 64)^T b (KEYS, N), both in shared memory
+// start_transposed(): d (64, N) = a (KEYS, 64)^T b (KEYS, N). Both are in shared memory.
 template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
     const uint32_t from_a = descriptor(a), from_b = descriptor(b);
     wgmma_fence();
@@ -267,8 +280,8 @@ template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint3
     wgmma_commit();
 }
 
-// Rounds accumulators to BF16: all, or number `part` of PARTS equal parts of their columns. They already have
-// the layout of operand a of the next GEMM.
+// Rounds accumulators to BF16: all of them or, with PARTS > 1, number `part` of PARTS equal parts of their
+// columns. They already have the layout of operand a of the next GEMM.
 template <int PARTS = 1, int R>
 __device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R], int part = 0) {
     constexpr int STEP = R / 2 / PARTS;
@@ -326,13 +339,14 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
-// amax_out->amax = max(amax_out->amax, top of all lanes of the warp, in BF16). Rounding is monotone, so a
-// thread needs to round only the largest magnitude of its values, `top`, and not each of them.
+// Raises amax_out->amax to the largest `top` of the warp's lanes, rounded to BF16. `top` is the largest
+// magnitude of a thread's values. Rounding is monotone, so a thread needs to round only that, and not each
+// value.
 __device__ void update_bf16_amax(TensorScale* amax_out, float top) {
     update_amax_by_warp(&amax_out->amax, magnitude_bits(round_to_bf16(top)));
 }
 
-// To be called by all lanes of a warp: the warp no longer needs the buffer that the barrier guards.
+// Says that the warp no longer needs the buffer that the barrier guards. All lanes call it.
 __device__ void release(Barrier empty) {
     __syncwarp();
     if (threadIdx.x % WARP == 0) empty.arrive();
@@ -341,7 +355,9 @@ __device__ void release(Barrier empty) {
 // -----------------------------------------------------------------------------------------------------------
 // Forward
 
-template <int HS_> struct Forward {  // sizes, and where things are in shared memory
+// The sizes of a forward pass, and where things are in shared memory: the addresses of k and v, of the
+// outputs on their way to TMA (O), of the items that the consumers read, and of the barriers.
+template <int HS_> struct Forward {
     static constexpr int HS = HS_, CONSUMERS = HS == 64 ? 3 : 2, QUERIES = CONSUMERS * 64, KEYS = 128;
     static constexpr int STAGES = HS == 64 ? 3 : 2;  // as many as fit in shared memory
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
@@ -355,7 +371,7 @@ template <int HS_> struct Forward {  // sizes, and where things are in shared me
     __device__ uint32_t q(int stage) const { return base + stage * Q_BYTES; }
     __device__ uint32_t k(int stage) const { return base + K + stage * KV_BYTES; }
     __device__ uint32_t v(int stage) const { return base + V + stage * KV_BYTES; }
-    __device__ uint32_t item(int stage) const { return base + ITEMS + 16 * stage; }  // that q belongs to
+    __device__ uint32_t item(int stage) const { return base + ITEMS + 16 * stage; }  // the Item of q
     enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };                      // barriers of each stage
     __device__ Barrier barrier(int i, int stage) const { return {base + BARRIERS + 8 * (i + 6 * stage)}; }
     __device__ void init_barriers() const {
@@ -365,16 +381,21 @@ template <int HS_> struct Forward {  // sizes, and where things are in shared me
     }
 };
 
-// The work of a forward pass: one item is a tile of queries of one head. Blocks take items from a
-// counter, so that no multiprocessor is idle until the end. The longest tiles come first. Heads are
-// handled in sections whose keys and values fit in the L2 cache.
+// The work of a forward pass consists of items: an item is a tile of queries of one head. Blocks take the
+// numbers of items from a counter, so that no multiprocessor is idle until the end. Tiles with the most keys
+// come first. Heads are handled in sections whose keys and values fit in the L2 cache.
 struct alignas(16) Item {
-    int b, h, first, end;  // queries from first to end, or less than a tile of them; end 0: no item is left
+    int b, h;  // sequence and query head
+    int first,
+        end;  // the queries [first, end): a tile of them, or fewer. An end of 0 says that no item is left
 };
 struct Work {
-    int tiles, heads, section;  // tiles of queries per head, heads of all sequences, heads in a section
+    int tiles;    // tiles of queries of a head
+    int heads;    // heads of all sequences
+    int section;  // heads of a section
     __host__ __device__ int total() const { return tiles * heads; }
-    // If the tiles do not fill the sequence, the first is short: it sees the fewest keys, so it wastes least.
+    // Item `number`. If tiles do not divide the sequence, the first tile is short: it sees the fewest keys,
+    // so that it wastes least.
     template <class F> __device__ Item find(const Dims& d, int number) const {
         if (number >= total()) return {};
         const int before = number / (section * tiles) * section, here = min(section, heads - before);
@@ -384,15 +405,17 @@ struct Work {
     }
 };
 
-// Launches use the counters in turn. The last block of a pass sets its counter back to 0.
+// Where a pass counts its items. Launches use the counters in turn. The last block of a pass sets its counter
+// back to 0.
 struct Counter {
-    int next, left;
+    int next;  // the number of the next item
+    int left;  // how many blocks have left the pass
 };
 constexpr int COUNTERS = 256;
 __device__ Counter counters[COUNTERS];
 std::atomic<unsigned> launches{0};
 
-// One thread of the producer warpgroup.
+// What one thread of the producer warpgroup does: it takes items, and asks TMA for their q, k and v.
 template <class F>
 __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Dims& d, const Work& work,
                                  Counter* counter) {
@@ -425,8 +448,9 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
     counter->left = 0;
 }
 
-// A consumer warpgroup: 64 queries of each item; from the diagonal tile of keys back to the first. The scores
-// of a tile run together with the output of the tile before, also from one item to the next.
+// What a consumer warpgroup does. It has 64 queries of each item, and goes through the tiles of keys from the
+// one on the diagonal back to the first. The GEMM for the scores of a tile runs together with that for the
+// output of the tile before, even from one item to the next.
 template <class F> struct ForwardConsumer {
     static constexpr int HS = F::HS;
     const CUtensorMap& out;
@@ -436,7 +460,7 @@ template <class F> struct ForwardConsumer {
     TensorScale* const amax_out;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
-    // Named barriers: the turns of the warpgroups, then one for each warpgroup alone.
+    // Named barriers: one for the turn of each warpgroup, then one for each warpgroup by itself.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % F::CONSUMERS;
     const int own_barrier = 1 + F::CONSUMERS + warpgroup;
     const uint32_t staged = smem.base + F::O + warpgroup * BOX_BYTES;
@@ -448,11 +472,11 @@ template <class F> struct ForwardConsumer {
     float shrink[2], factor[2];  // what multiplies the output before the next tile's part is added
     float top = 0;               // the largest magnitude of finished outputs, before they are rounded
     Ring<F::STAGES> q_ring, k_ring, v_ring;
-    Item item{}, old{};  // of the scores, of the output
-    int n = 0;           // tile of keys of the scores
-    bool add = false;    // to o, which is not initialized
+    Item item{}, old{};  // the item of the scores, and that of the output
+    int n = 0;           // the tile of keys of the scores
+    bool add = false;    // whether start_output() adds to o, or overwrites it
 
-    // The next item, or false.
+    // Fetches the next item. Returns whether there is one.
     __device__ bool begin_item() {
         smem.barrier(F::Q_FULL, q_ring.stage).wait(q_ring.parity);
         item = shared<Item>(smem.item(q_ring.stage));
@@ -489,7 +513,8 @@ template <class F> struct ForwardConsumer {
     __device__ void scale_output() {
         for (int i = 0; i < HS / 2; i++) o[i] *= factor[i / 2 % 2];
     }
-    __device__ void finish_statistics() {  // of the rows of an item; makes factor
+    // Writes the lse of the rows of an item, and makes the factor that divides their output by the sum.
+    __device__ void finish_statistics() {
         for (int r = 0; r < 2; r++) {
             const int row = item.first + warpgroup * 64 + fragment_row() + 8 * r;
             sum[r] = quad_sum(sum[r]);
@@ -518,7 +543,7 @@ template <class F> struct ForwardConsumer {
     }
 
     __device__ void run() {
-        if (warpgroup == F::CONSUMERS - 1) arrive_named(next_turn, 2 * WARPGROUP);  // to warpgroup 0
+        if (warpgroup == F::CONSUMERS - 1) arrive_named(next_turn, 2 * WARPGROUP);  // warpgroup 0 begins
         begin_item();
         start_item_scores();
         arrive_named(next_turn, 2 * WARPGROUP);
@@ -526,7 +551,7 @@ template <class F> struct ForwardConsumer {
         finish_scores();
         to_operand(p, s);
         for (;;) {
-            const bool last = n == 0;  // tile of its item
+            const bool last = n == 0;  // the scores are those of the last tile of their item
             old = item;
             if (last) {
                 end_item();
@@ -559,11 +584,11 @@ template <class F> struct ForwardConsumer {
     }
 };
 
-// grid: as many blocks as multiprocessors, at most one per item
+// The grid has as many blocks as the GPU has multiprocessors, or one for each item if these are fewer.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
-    forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d,
-                   Work work, int counter, float* lse, TensorScale* amax_out) {
+    attention_forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out,
+                             Dims d, Work work, int counter, float* lse, TensorScale* amax_out) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -585,16 +610,17 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
     const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads),
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
-    launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
-           stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), s, work,
-           int(launches++ % COUNTERS), lse, amax_out);
+    launch("attention_forward", attention_forward_kernel<F>, std::min(work.total(), multiprocessors()),
+           F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS),
+           s, work, int(launches++ % COUNTERS), lse, amax_out);
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Backward: prepare_kernel, then backward_kernel
+// Backward: attention_prepare_kernel, then attention_backward_kernel
 //
-// A block owns 128 keys: a consumer warpgroup 64 of them, with its sums dk and dv in registers. The block
-// walks over the tiles of queries that see its keys, in one or several query heads. One step is one tile:
+// A block owns 128 keys. A consumer warpgroup owns 64 of them, and has its sums dk and dv in registers. The
+// block walks over the tiles of queries that see its keys, in one or several query heads. One step is one
+// tile:
 //
 //   a consumer waits for         and computes                    GEMMs that run in the background
 //   --------------------------   -----------------------------   ---------------------------------
@@ -616,22 +642,25 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
 //   writers, 1 or 2 threads   a tile of dq to be added          DQ_FULL (one each)     consumers -> writers
 //                             the buffer for the next one       DQ_EMPTY               writers -> consumers
 //
-// Sums over blocks are FP32 in global memory. Their order is always the same, so that the bits do not depend
-// on timing: each sum has a counter of the parts added so far, and a block waits until all before its own
-// are.
-//   dq       from the keys on the queries' diagonal to the first keys, or the other way: Order, dq_writer
-//   dk, dv   where a block has one of the heads that share its keys: from the first head to the last:
-//   sum_heads
-// Blocks at the end of the grid round finished sums dq to BF16: finish_dq. They run on multiprocessors that
-// would be idle while the last blocks of keys are at work.
+// Some sums are over several blocks. They are in FP32 in global memory. Their order is always the same, so
+// that the bits do not depend on timing: each sum has a counter of the parts that have been added, and a
+// block waits until all parts before its own have been.
+//   dq       is added from the keys on the queries' diagonal to the first keys, or the other way: see Order
+//   and
+//            dq_writer()
+//   dk, dv   are added from the first head to the last, if a block has one of the heads that share its keys:
+//   see
+//            sum_heads()
+// Blocks at the end of the grid round finished sums dq to BF16: see finish_dq(). They run on multiprocessors
+// that would be idle while the last blocks of keys are at work.
 
 // What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
 struct Epilogue {
-    const float2* rope_table;  // (T, HS / 2) {cos, sin}, or null
-    TensorScale* amax_out;     // or null
+    const float2* rope_table;  // (T, HS / 2) {cos, sin}; null if there is no RoPE
+    TensorScale* amax_out;     // gets the amax of dqkv; may be null
 
-    // {cos, sin} of neighbouring columns of the first half of a head, from an even one on. Rows beyond T,
-    // which are not written, read the last one.
+    // {cos, sin} of row t of N neighbouring columns of the first half of a head, from the even column `col`
+    // on. A row past T, which is not written, gets those of the last row.
     template <int HS, int N>
     __device__ void load_angles(const Dims& d, int t, int col, float2 (&angles)[N]) const {
         const float2* const first = rope_table + min(t, d.T - 1) * (HS / 2) + col;
@@ -642,14 +671,14 @@ struct Epilogue {
         }
     }
 };
-// Two elements of dq or dk that RoPE has rotated as a pair: see AttentionBackward::dqkv.
+// Rotates a pair of elements of dq or dk back: see AttentionBackward::dqkv.
 __device__ void rotate_back(float& x, float& y, float2 angle) {
     x = round_to_bf16(x);
     y = round_to_bf16(y);
     rotate(x, y, angle.x, -angle.y);
 }
 
-// A turn in a sum begins when the parts before it have been added.
+// A block's turn in a sum begins when as many parts have been added as come before its own.
 __device__ void wait_for_turn(const int* counter, int turn) {
     int parts;
     do {
@@ -660,19 +689,21 @@ __device__ void end_turn(int* counter, int turn) {
     asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(counter), "r"(turn + 1) : "memory");
 }
 
-template <int HS_> struct Backward {  // sizes, and where things are in shared memory
+// The sizes of a backward pass, and where things are in shared memory.
+template <int HS_> struct Backward {
     static constexpr int HS = HS_, CONSUMERS = 2, THREADS = 3 * WARPGROUP, KEYS = 128, STAGES = 2;
-    // As many as registers allow: fewer barriers per query.
+    // A tile has as many queries as registers allow, because then there are fewer barriers for each query.
     static constexpr int QUERIES = HS == 64 ? 128 : 64;
-    // A block of keys has one of the query heads that share them, or all. Short blocks end more evenly, but
-    // then dk and dv must be summed: 2 x 8192, 32 heads of 128, 8 of keys: 5,490 microseconds in place of
-    // 6,195; 16 x 2048, 32 heads of 64, 4 of keys: 1,963 in place of 1,852.
+    // Whether a block of keys has one of the query heads that share them, or all. Short blocks end more
+    // evenly, but then dk and dv must be summed. With 2 x 8192 tokens, 32 heads of 128 and 8 heads of keys
+    // one head takes 5,490 microseconds and all heads take 6,195. With 16 x 2048 tokens, 32 heads of 64 and 4
+    // heads of keys it is 1,963 and 1,852.
     static constexpr bool ONE_HEAD = HS == 128;
-    // Threads that add dq in turns: one waits for its turn while another's part is being added. 7% to 10%
-    // faster for heads of 128; up to 4% slower for heads of 64.
+    // The number of threads that add dq in turns: one waits for its turn while the part of the other is being
+    // added. Two are 7% to 10% faster for heads of 128, and up to 4% slower for heads of 64.
     static constexpr int WRITERS = HS == 128 ? 2 : 1;
-    // Parts in which p is computed: the GEMM for dv of one part runs while the next part is computed. 1% to
-    // 2% faster for heads of 128; 2% slower for heads of 64.
+    // The number of parts in which p is computed: the GEMM for dv of one part runs while the next part is
+    // computed. Two are 1% to 2% faster for heads of 128, and 2% slower for heads of 64.
     static constexpr int P_PARTS = HS == 128 ? 2 : 1;
     // A consumer warpgroup computes 64 rows of a tile of dq, or half of its columns if QUERIES is 64.
     static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
@@ -692,7 +723,7 @@ template <int HS_> struct Backward {  // sizes, and where things are in shared m
     __device__ uint32_t ds(int i) const { return base + DS + i * DS_BYTES; }
     __device__ uint32_t dq() const { return base + DQ; }
     __device__ uint32_t stats(int stage) const { return base + STATS + stage * STATS_BYTES; }
-    // Barriers; the last four for each stage.
+    // Barriers, of which each stage has the last four.
     enum { KV_FULL, DQ_EMPTY, DQ_FULL, DQ_FULL_2, Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY };
     __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
     __device__ Barrier dq_full(int step) const { return barrier(DQ_FULL + step % WRITERS); }
@@ -711,20 +742,22 @@ template <int HS_> struct Backward {  // sizes, and where things are in shared m
     }
 };
 
-// The order in which blocks start, by which they are numbered. A unit is one query or key/value head of one
-// sequence, with a block for each tile of keys.
-//   Most units follow each other. In each, the last keys come first, and walks begin at the diagonal: a walk
-//     is then behind that of the next keys, for whose part of dq its own must wait.
+// The order in which blocks start, and by which they are numbered. A unit is one query or key/value head of
+// one sequence. It has a block for each tile of keys.
+//   Most units follow each other. In each of them the last keys come first, and walks begin at the diagonal:
+//   a
+//     walk is then later than that of the next keys, for whose part of dq its own must wait.
 //   The last `spread` units start side by side. Their first keys come first, and walks end at the diagonal.
-//     The longest blocks then come first, and all multiprocessors end at about the same time: 1% to 6% faster
+//   So the
+//     longest blocks come first, and all multiprocessors end at about the same time: that is 1% to 6% faster
 //     at 8,192 tokens and more.
 struct Order {
-    // About one for each multiprocessor. With 256 of them, 16 x 2048 tokens (32 heads of 64, 4 of keys) take
-    // 4% longer, and other shapes the same.
+    // How many blocks the last units have together: about one for each multiprocessor. With 256 of them, 16 x
+    // 2048 tokens (32 heads of 64, 4 heads of keys) take 4% longer, and other shapes the same time.
     static constexpr int64_t LAST_BLOCKS = 128;
     int units, key_tiles, spread;
-    // summed: whether dk and dv are summed over units. Side by side, these wait for each other at the same
-    // keys: where walks are short, that takes longer than it saves (1% at 4 x 2048).
+    // summed: whether dk and dv are summed over units. Units side by side then wait for each other at the
+    // same keys. Where walks are short, that takes longer than it saves (1% at 4 x 2048).
     Order(int64_t units_, int64_t key_tiles_, bool summed) : units(int(units_)), key_tiles(int(key_tiles_)) {
         const bool worthwhile = !summed || key_tiles > 16;
         spread = worthwhile ? int(std::min(units_ / 2, ceil_div(LAST_BLOCKS, key_tiles_))) : 0;
@@ -732,23 +765,25 @@ struct Order {
     __host__ __device__ int blocks() const { return units * key_tiles; }
 };
 
-// The workspace of a backward pass. A tile: of Backward::QUERIES queries of one head.
+// The workspace of a backward pass. A tile has Backward::QUERIES queries of one head.
 struct Scratch {
     QueryStatistics statistics;
-    float* dq;  // (tiles, queries, HS), not multiplied by the scale yet; columns permuted as in store_dq
-    float* head_sum;  // (slots, 2 warpgroups, ...): sums of dk and dv over query heads: see sum_heads
-    int* dq_parts;    // (tiles): counters of what has been added. From here on, prepare_kernel writes zeros.
-    int* head_parts;  // (slots, 2 warpgroups): the same of head_sum, of all sums that have used the slot
+    float* dq;  // (tiles, queries, HS), not multiplied by the scale yet; store_dq() has permuted the columns
+    float* head_sum;  // (slots, 2 warpgroups, ...): sums of dk and dv over query heads: see sum_heads()
+    int* dq_parts;  // (tiles): counters of what has been added. From here on, attention_prepare_kernel writes
+                    // zeros.
+    int* head_parts;  // (slots, 2 warpgroups): the same for head_sum, over all sums that have used the slot
     int* next;        // one value: the number of the next block to start
     int slots;
-    int64_t counters;
-    size_t bytes;
+    int64_t counters;  // how many integers the three counters above are
+    size_t bytes;      // of the whole workspace
 
     template <class F>
     Scratch(const AttentionShape& s, void* workspace, F) : statistics(s, F::QUERIES, workspace) {
         const int64_t tiles = statistics.all_tiles(s), key_tiles = ceil_div(s.T, F::KEYS);
-        // So many slots that a block hardly ever waits for one, and at least as many as there are blocks in a
-        // unit or in the last units: blocks that use a slot before another one then have lower numbers.
+        // There are so many slots that a block hardly ever waits for one. There are at least as many as a
+        // unit has blocks, or the last units have: so blocks that use a slot before another block have lower
+        // numbers.
         const bool sums = F::ONE_HEAD && s.NH > s.NKV;
         slots = sums ? int(std::min(s.B * s.NKV * key_tiles, 2 * Order::LAST_BLOCKS + key_tiles)) : 0;
         dq = statistics.data + tiles * 2 * F::QUERIES;
@@ -764,11 +799,13 @@ struct Scratch {
 // What one block does: its tile of keys, and a walk over its query heads and, in each, the tiles of queries
 // that see these keys. Each role of the block has its own copy. The block's number says which tile.
 struct Walk {
-    int n, b, kv;          // tile of keys, sequence, key/value head
-    int tiles;             // of queries per head
-    bool back;             // whether the walk over a head ends at the diagonal
-    int first, last, way;  // tiles of queries where the walk over a head starts and ends; 1 or -1
-    int m, h, end;         // now: tile of queries, query head; the head after the last
+    int n, b, kv;     // the tile of keys, the sequence, the key/value head
+    int tiles;        // tiles of queries of a head
+    bool back;        // whether the walk over a head ends at the diagonal
+    int first, last;  // the tiles of queries where the walk over a head starts and ends
+    int way;          // from one tile to the next: 1 or -1
+    int m, h;         // where the walk is now: tile of queries, query head
+    int end;          // the head after the last
     template <class F>
     __device__ Walk(const Dims& d, int number, const Order& order, int query_tiles, F) : tiles(query_tiles) {
         const int heads = F::ONE_HEAD ? 1 : d.group(), before = order.units - order.spread;
@@ -780,7 +817,7 @@ struct Walk {
             unit = before + among_last % order.spread;
             n = among_last / order.spread;
         }
-        const int first_head = unit * heads;  // of the heads of all sequences
+        const int first_head = unit * heads;  // its number among the heads of all sequences
         b = first_head / d.NH;
         h = first_head % d.NH;
         kv = h / d.group();
@@ -797,12 +834,13 @@ struct Walk {
         m = head_ends ? first : m + way;
         h += head_ends;
     }
-    __device__ int64_t tile(const Dims& d) const { return int64_t(b * d.NH + h) * tiles + m; }  // of Scratch
+    // The number of the tile in Scratch.
+    __device__ int64_t tile(const Dims& d) const { return int64_t(b * d.NH + h) * tiles + m; }
     // How many blocks add their part of dq of this tile before this one does.
     template <class F> __device__ int turn(F) const { return back ? n : m * F::QUERIES / F::KEYS - n; }
 };
 
-// The first producer thread: loads k and v once, then q, dout and their statistics tile by tile.
+// What the first producer thread does: it loads k and v once, then q, dout and their statistics tile by tile.
 template <class F>
 __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout, const F& smem, const Dims& d,
                                 Walk walk, const Scratch& scratch) {
@@ -813,7 +851,7 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
     load_tile<HS, F::KEYS>(smem.k(), qkv, kv_full, (d.NH + walk.kv) * HS, first_key, b);
     load_tile<HS, F::KEYS>(smem.v(), qkv, kv_full, (d.NH + d.NKV + walk.kv) * HS, first_key, b);
     Ring<F::STAGES> ring;
-#pragma unroll 1  // more would spill: a producer has few registers
+#pragma unroll 1  // if it were unrolled, registers would spill: a producer has few
     for (; !walk.done(); walk.next(), ring.next()) {
         const Barrier q_full = smem.barrier(F::Q_FULL, ring.stage);
         const Barrier dout_full = smem.barrier(F::DOUT_FULL, ring.stage);
@@ -829,9 +867,9 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
     }
 }
 
-// A thread of another producer warp. dq of a tile of queries is a sum over all blocks with keys that
-// these queries see. The block that comes before this one in the sum has a lower number, so it has started
-// already: see backward_kernel.
+// What a thread of another producer warp does: it adds the block's parts of dq to the sums in global memory.
+// dq of a tile of queries is a sum over all blocks with keys that these queries see. The block that comes
+// before this one in the sum has a lower number, so it has started already: see attention_backward_kernel().
 template <class F>
 __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch& scratch, int writer) {
 #pragma unroll 1
@@ -856,11 +894,12 @@ __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch
     }
 }
 
-// Writes this warpgroup's part of a tile (QUERIES, HS) of dq to shared memory, in FP32. Exclusive or
-// permutes each row's blocks of eight columns, so that the rows of a warp use different banks.
+// Writes this warpgroup's part of a tile (QUERIES, HS) of dq to shared memory, in FP32. The blocks of eight
+// columns of a row are permuted by exclusive or with the row's number, so that the rows of a warp use
+// different banks.
 template <int HS, int R>
 __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int first_col) {
-    const int row = first_row + fragment_row();  // and row + 8, whose last two bits are the same
+    const int row = first_row + fragment_row();  // the other row is row + 8, whose last two bits are the same
     for (int i = 0; i < R; i += 2) {
         const int block = (first_col / 8 + i / 4) ^ (row & 3);
         const uint32_t to = tile + ((row + i / 2 % 2 * 8) * HS + block * 8 + fragment_col()) * 4;
@@ -868,8 +907,9 @@ __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int
     }
 }
 
-// Scores (keys x queries) become p = exp(s - lse): number `part` of PARTS equal parts of the queries.
-// `stats`: address of the queries' lse / ln 2. `ahead`: this thread's first key minus the tile's first query.
+// Scores (keys x queries) become p = exp(s - lse), for number `part` of PARTS equal parts of the queries.
+// `stats` is the address of the queries' lse / ln 2; `ahead` is this thread's first key minus the tile's
+// first query.
 template <int PARTS, int R>
 __device__ void make_p(float (&s)[R], int part, uint32_t stats, float scale, int ahead) {
     constexpr int STEP = R / PARTS;
@@ -885,10 +925,11 @@ __device__ void make_p(float (&s)[R], int part, uint32_t stats, float scale, int
     }
 }
 
-// dp becomes ds = p (dp - delta), with p as rounded to BF16 for dv. The registers for p in FP32 are
-// better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268). The GEMM for dv is still reading
-// the same registers. PTX leaves even reads of them undefined until that GEMM is done, but wgmma writes to
-// accumulators alone, so both see p. A copy would cost 16 or 32 registers.
+// dp becomes ds = p (dp - delta), where p is the one that was rounded to BF16 for dv. The registers that p in
+// FP32 would take are better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268). The GEMM for
+// dv is still reading the registers of p. PTX leaves even reads of them undefined until that GEMM is done.
+// But wgmma writes to accumulators alone, so the GEMM and this function both see p. A copy would cost 16 or
+// 32 registers.
 template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
     for (int i = 0; i < R; i += 4) {
         const float2 delta = shared<float2>(deltas + (i * 2 + fragment_col()) * 4);
@@ -901,21 +942,23 @@ template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R /
 }
 
 // Sums dk and dv of this warpgroup's keys over the query heads that share them, in the order of the heads.
-// All blocks but the last head's add their part to a slot of Scratch::head_sum, each thread what it holds;
-// the last head's adds what it finds there to its own part. A slot serves one sum after another. Returns
-// whether this is the last head, whose dk and dv are then complete. To be called by a warpgroup.
+// The block of each head but the last adds its part to a slot of Scratch::head_sum, where each thread adds
+// what it holds. The block of the last head adds what it finds there to its own part. A slot serves one sum
+// after another. All threads of a warpgroup call it. Returns whether this is the last head, whose dk and dv
+// are then complete.
 template <class F, int R>
 __device__ bool sum_heads(float (&dk)[R], float (&dv)[R], const Dims& d, const Walk& walk,
                           const Scratch& scratch) {
     const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = walk.h % d.group(), last = d.group() - 1;
-    const int sum = (walk.b * d.NKV + walk.kv) * key_tiles + key_tiles - 1 - walk.n;  // its number
+    const int sum = (walk.b * d.NKV + walk.kv) * key_tiles + key_tiles - 1 - walk.n;  // the number of the sum
     const int turn = sum / scratch.slots * d.group() + head;
     const int part = sum % scratch.slots * 2 + this_warpgroup(), barrier = 2 + this_warpgroup();
     const int thread = threadIdx.x % WARPGROUP;
     int* const counter = scratch.head_parts + part;
     float4* const sums =
         reinterpret_cast<float4*>(scratch.head_sum) + int64_t(part) * (R / 2) * WARPGROUP + thread;
-    // action(place of four values in the slot, the first of these values in dk or dv)
+    // Calls action(to, x) for each four values: `to` is their place in the slot, x the first of them in dk or
+    // dv.
     auto for_each_four = [&](auto action) {
 #pragma unroll
         for (int i = 0; i < R / 4; i++) {
@@ -950,7 +993,8 @@ __device__ bool sum_heads(float (&dk)[R], float (&dv)[R], const Dims& d, const W
     return head == last;
 }
 
-// A consumer warpgroup: 64 of the block's 128 keys. s, p, dp and ds are (keys, queries), which is transposed.
+// What a consumer warpgroup does. It has 64 of the block's 128 keys. s, p, dp and ds are transposed: (keys,
+// queries).
 template <class F> struct BackwardConsumer {
     static constexpr int HS = F::HS, BOTH = F::CONSUMERS * WARPGROUP;
     const CUtensorMap& dqkv;
@@ -961,7 +1005,7 @@ template <class F> struct BackwardConsumer {
     Walk walk;
     const int warpgroup = this_warpgroup(), first_key = walk.n * F::KEYS + warpgroup * 64;
     const uint32_t own_k = smem.k() + warpgroup * BOX_BYTES, own_v = smem.v() + warpgroup * BOX_BYTES;
-    const int dq_row = F::QUERIES == 64 ? 0 : warpgroup * 64;  // where our part of dq starts
+    const int dq_row = F::QUERIES == 64 ? 0 : warpgroup * 64;  // where this warpgroup's part of dq starts
     const int dq_col = F::QUERIES == 64 ? warpgroup * F::DQ_COLS : 0;
     const uint32_t dq_k = smem.k() + dq_col / PANEL * F::KEYS * 128 + dq_col % PANEL * 2;
 
@@ -982,7 +1026,7 @@ template <class F> struct BackwardConsumer {
     __device__ void start_dq(uint32_t ds) {  // dq = ds^T k, of this block's keys alone
         start_transposed<F::KEYS>(dq, ds + dq_row / PANEL * F::KEYS * 128, dq_k);
     }
-    // Rounds d and stores it in the place of this warpgroup's part of k or v.
+    // Rounds x and stores it in shared memory, in the place of this warpgroup's part of k or v.
     __device__ void stage_result(uint32_t tile, const float (&x)[HS / 2]) {
         uint32_t result[HS / 16][4];
         to_operand(result, x);
@@ -1006,7 +1050,8 @@ template <class F> struct BackwardConsumer {
         return top;
     }
 
-    __device__ void step(int number) {  // at entry s is complete
+    // The walk's step with this number, as drawn above. On entry the scores s are complete.
+    __device__ void step(int number) {
         const int stage = ring.stage;
         const uint32_t lse = smem.stats(stage), delta = lse + F::QUERIES * 4, ds = smem.ds(number & 1);
         const int ahead = first_key + fragment_row() - walk.m * F::QUERIES;
@@ -1031,10 +1076,12 @@ template <class F> struct BackwardConsumer {
 
         walk.next();
         if (!walk.done()) ring.next();
-        // Repeated after the last tile: a branch here would make the compiler wait for every GEMM.
+        // After the last tile its own scores are computed again, for nothing: a branch here would make the
+        // compiler wait for every GEMM.
         start_s();
         wgmma_wait<1>(dq, dk, operand);
-        smem.barrier(F::Q_EMPTY, stage).arrive();  // by every thread: each has read the statistics
+        smem.barrier(F::Q_EMPTY, stage)
+            .arrive();  // every thread arrives, because each has read the statistics
         release(smem.barrier(F::DOUT_EMPTY, stage));
         smem.barrier(F::DQ_EMPTY).wait(~number & 1);
         store_dq<HS>(smem.dq(), dq, dq_row, dq_col);
@@ -1072,9 +1119,10 @@ template <class F> struct BackwardConsumer {
     }
 };
 
-// Multiplies sums of dq by the scale and writes them in BF16: those of FINISH_TILES tiles, once all blocks
-// have added their parts. `number` counts such blocks; all: tiles of all heads. A thread has four columns of
-// the first half of a head, and their partners in RoPE, in the same columns of the second half.
+// What a block at the end of the grid does: it multiplies the sums dq of FINISH_TILES tiles by the scale,
+// undoes RoPE, and writes them in BF16, once all blocks have added their parts. `number` counts such blocks;
+// `all` is the number of tiles of all heads. A thread has four columns of the first half of a head, and their
+// partners in RoPE, which are the same columns of the second half.
 constexpr int FINISH_TILES = 8;
 template <class F>
 __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue& epilogue, bf16* dqkv,
@@ -1124,14 +1172,15 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
     if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, top);
 }
 
-// grid: one block for each tile of keys of every (query or key/value) head, `owners` of them, then the blocks
-// that finish dq. CUDA may start blocks in any order, so they take their numbers from a counter as they
-// start. A block waits only for blocks with lower numbers, which have started before it: no deadlock.
+// The grid has a block for each tile of keys of each unit (see Order), and then the blocks that finish dq.
+// CUDA may start blocks in any order, so they take their numbers from a counter as they start. A block waits
+// only for blocks with lower numbers. These have started before it, so there is no deadlock.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
-    backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout,
-                    const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch, Epilogue epilogue,
-                    Order order, int dq_tiles, bf16* dqkv_data) {
+    attention_backward_kernel(const __grid_constant__ CUtensorMap qkv,
+                              const __grid_constant__ CUtensorMap dout,
+                              const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch,
+                              Epilogue epilogue, Order order, int dq_tiles, bf16* dqkv_data) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     __shared__ int number;
@@ -1160,15 +1209,17 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     const Scratch scratch(s, tensors.workspace, F{});
     const Epilogue epilogue{tensors.rope_table, tensors.dqkv_amax_out};
     const QueryStatistics& statistics = scratch.statistics;
-    launch("attention", prepare_kernel<bf16, F::HS, F::QUERIES>, statistics.grid(s), PREPARE_THREADS, 0,
-           stream, s, statistics, tensors.out, tensors.dout, tensors.lse, scratch.dq_parts, scratch.counters);
+    launch("attention_backward", attention_prepare_kernel<bf16, F::HS, F::QUERIES>, statistics.grid(s),
+           PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout, tensors.lse,
+           scratch.dq_parts, scratch.counters);
     const Order order(s.B * (F::ONE_HEAD ? s.NH : s.NKV), ceil_div(s.T, F::KEYS),
                       F::ONE_HEAD && s.NH > s.NKV);
     const int64_t dq_tiles = statistics.all_tiles(s);
-    launch("attention", backward_kernel<F>, unsigned(order.blocks() + ceil_div(dq_tiles, FINISH_TILES)),
-           F::THREADS, F::SHARED, stream, tensor_map(s, tensors.qkv, s.qkv_cols()),
-           tensor_map(s, tensors.dout, s.NH * F::HS), tensor_map(s, tensors.dqkv, s.qkv_cols()), s, scratch,
-           epilogue, order, int(dq_tiles), static_cast<bf16*>(tensors.dqkv));
+    launch("attention_backward", attention_backward_kernel<F>,
+           unsigned(order.blocks() + ceil_div(dq_tiles, FINISH_TILES)), F::THREADS, F::SHARED, stream,
+           tensor_map(s, tensors.qkv, s.qkv_cols()), tensor_map(s, tensors.dout, s.NH * F::HS),
+           tensor_map(s, tensors.dqkv, s.qkv_cols()), s, scratch, epilogue, order, int(dq_tiles),
+           static_cast<bf16*>(tensors.dqkv));
 }
 
 template <class F> size_t workspace(const AttentionShape& s) { return Scratch(s, nullptr, F{}).bytes; }

@@ -4,10 +4,20 @@
 //   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
 //   3. layouts: how a thread loads and stores eight neighbouring elements
 //   4. producers: a tensor that is not stored, computed on the fly (LazyTensor in operators.h)
-//   5. tiles: how the threads of a block share out a tensor; transposed codes
+//   5. tiles: how the threads of a block share out a tensor; sums over its columns
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
+//
+// A tensor need not fill the last blocks. What they have past its end is not live:
+//
+//   +------------------+ - - - - -+
+//   | the tensor:      |          :    a block at the corner of a tensor. Threads that are not live do what
+//   the | live = true      |          :    others do, with a copy of values from inside the tensor or with
+//   zeros, so
+//   +------------------+          :    that few instructions need a condition. But they store nothing.
+//   :              live = false   :
+//   + - - - - - - - - - - - - - - +
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -25,16 +35,16 @@ inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(c
 // Every kernel is launched here. what: its name in an error.
 template <class... Parameters>
 void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
-            cudaStream_t s, std::common_type_t<Parameters>... arguments) {
+            cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
-    enqueue(s, [&] {
+    enqueue(stream, [&] {
         // Without this call a block may have at most 48 KiB of shared memory. `shared` does not count the
         // arrays that a kernel declares with a fixed size: 8 KiB are left for these.
         if (shared > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                   "This GPU has too little shared memory");
-        kernel<<<grid, block, shared, s>>>(arguments...);
+        kernel<<<grid, block, shared, stream>>>(arguments...);
         const cudaError_t error = cudaGetLastError();
         if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
     });
@@ -68,7 +78,8 @@ template <int N> __device__ float larger_magnitude(float top, const float (&v)[N
 }
 
 // *amax = max(*amax, the value with these bits). Most blocks find it large enough already and skip the
-// atomic. update_amax_by_warp(): the largest bits of a warp's lanes, all of which call it.
+// atomic. update_amax_by_warp() takes the largest bits of a warp's lanes. Every lane that has not ended calls
+// it, and lane 0 must be one of these.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
@@ -181,7 +192,8 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   starting_at()               the same tensor, counted from element i on;
 //   load()                      fetches a chunk, so that several are in flight before the first is used;
 //   unpack()                    converts a fetched chunk to FP32;
-//   round_in_place_and_store()  rounds the values in the caller's registers and, if `live`, writes them.
+//   round_in_place_and_store()  rounds the values in the caller's registers and, if they are live, writes
+//   them.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
@@ -249,7 +261,7 @@ struct Groups {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
     __device__ void unpack(const Raw& raw, Values& v) const {
-        decode(false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
+        decode(/*e5m2=*/false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour hold, amax / 448 rounded to BF16. Where that
     // rounds down, amax / scale is larger than 448, at most 448 (1 + 2^-8) = 449.75. It gets the code of 448
@@ -275,7 +287,7 @@ struct Groups {
             if (threadIdx.x % 2 == 0)
                 scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
-        decode(false, c, scale, v);
+        decode(/*e5m2=*/false, c, scale, v);
     }
 };
 
@@ -334,7 +346,7 @@ inline EitherDense either_dense(const TensorRef& v) { return either_dense(v.data
 // describes. For 8 columns of one row,
 //   cursor(row, col)              is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)               fetches what row + i needs, so that several rows' loads are in flight;
-//   compute(raw, cursor, values)  converts that to FP32 values of the tensor.
+//   compute(raw, cursor, values)  computes the FP32 values of the tensor from what was fetched.
 // [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
 // of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
 // The code says which multiplications and additions are fused (__fmaf_rn) and which are not (__fmul_rn,
@@ -347,7 +359,7 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 }
 
 // A norm: y = (x - mean) rstd weight + bias.
-inline __device__ float normalized(float x, RowStatistics statistics, float weight, float bias) {
+inline __device__ float norm_output(float x, RowStatistics statistics, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
 template <class Element>
@@ -385,8 +397,8 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
     dup = __fmul_rn(d, silu);
 }
 
-// The producer of each LazyTensor whose op is OP and whose input is stored in an ElementLayout. GATED: the
-// input has two planes.
+// The producer of the LazyTensors with the op OP, whose input is stored in the given ElementLayout: in two
+// planes if GATED, else in one.
 template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
@@ -399,7 +411,7 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
         const RowStatistics* statistics;
         Values weight, bias;
     };
-    struct Raw {  // a producer uses some of these, of BYTES bytes
+    struct Raw {  // what load() fetches; a producer uses some of the fields, which have BYTES bytes together
         typename ElementLayout::Raw in[INPUT_PLANES];
         typename Dense<Compute>::Raw dact;
         RowStatistics statistics;
@@ -434,7 +446,7 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
         if (BACKWARD) at.dact.unpack(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
-                v[0][j] = normalized(x[0][j], raw.statistics, at.weight[j], at.bias[j]);
+                v[0][j] = norm_output(x[0][j], raw.statistics, at.weight[j], at.bias[j]);
             } else if constexpr (ACTIVATION && GATED) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -511,10 +523,10 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
-// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). A chunk that
-// lies outside the tensor has live = false: in its place the last row or the last chunk is read again, so
-// that no load has a condition. If the kernel writes over x, this thread may have overwritten what it
-// reads again: such values are thrown away.
+// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). In place of a
+// chunk that is not live, the last row or the last chunk is read again, so that no load has a condition. If
+// the kernel writes over x, this thread may have overwritten what it reads again; then `values` are wrong,
+// but nobody uses them.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
@@ -556,10 +568,10 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at,
     }
 }
 
-// Sums over rows. Of each 128 columns, COLUMN_PARTIALS blocks add up every COLUMN_PARTIALS-th tile: block
-// blockIdx.y begins with tile blockIdx.y. A thread adds up its own rows of these tiles: `mine`. Then
-// store_column_sums() adds the threads' sums and writes row blockIdx.y of partials (COLUMN_PARTIALS,
-// PLANES * width). A multiprocessor has three such blocks, not four: the sums need registers, too.
+// Sums over rows. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128,
+// y + 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
+// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
+// A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
 inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
 // In shared memory; a column is padding, against bank conflicts.
@@ -572,137 +584,6 @@ __device__ void store_column_sums(const Producer& x, const Values (&mine)[Produc
         [&](int64_t col, float total) {
             partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * x.width + col] = total;
         });
-}
-
-// Four rows of four bytes become four columns of four bytes.
-inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
-    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
-    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
-    out[0] = __byte_perm(ab01, cd01, 0x5410);
-    out[1] = __byte_perm(ab01, cd01, 0x7632);
-    out[2] = __byte_perm(ab23, cd23, 0x5410);
-    out[3] = __byte_perm(ab23, cd23, 0x7632);
-}
-
-// The codes of a tile in shared memory, on their way to a transposed copy: a thread has 8 columns of a row,
-// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
-// dev/ladders/quantize_transpose.cu.)
-//
-// A word holds four rows of a column. A column of the tile has 128 rows, and so 32 words, one for each of the
-// 32 banks of shared memory. A thread has eight rows of eight columns: it writes two words to each of these
-// columns, the upper one with its first four rows, and the lower one. Threads that lie side by side have the
-// same rows, so their words would all go to the same bank if the words of every column were in order. So the
-// order differs from column to column. Here is where the words lie; the word "8-11" has rows 8 to 11:
-//
-//   bank                0      1      2      3        4      5      6      7     ...     31
-//   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
-//   columns  8 - 15   12-15   8-11   0-3    4-7     28-31  24-27  16-19  20-23   ...  116-119
-//   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
-//   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
-//
-// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. Each writes its
-// eight columns one after the other. For one of them the warp writes all upper words, 0-3 and 8-11, at a
-// time: to banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so
-// on. These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
-//
-// Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
-// stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
-struct TransposeTile {
-    static constexpr int WORDS = TILE / 4;  // of a column
-    uint32_t words[TILE][WORDS];
-
-    // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
-    // (half 1).
-    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
-        uint32_t columns[CHUNK / 4][4];
-        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
-        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int word = 2 * at.down + half;  // it has rows 4 * word ... + 3
-        const int bank = word ^ (2 * at.across) ^ (at.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
-    }
-    // Rows 16 * piece ... + 15 of a column. Columns 0 - 7, 16 - 23, ... have the four words of a piece in the
-    // order 0-3, 4-7, 12-15, 8-11; the other columns in the order 12-15, 8-11, 0-3, 4-7. Here they get back
-    // into the order of their rows.
-    __device__ uint4 rows16(int col, int piece) const {
-        const int chunk = col / CHUNK;
-        const int bank = 4 * (piece ^ (chunk / 2));
-        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
-        const uint4 of_even{four.x, four.y, four.w, four.z};
-        const uint4 of_odd{four.z, four.w, four.y, four.x};
-        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
-    }
-};
-
-// Writes the tiles of a block, one a plane, to out (columns, rows), rows a multiple of 16. All threads call
-// it. tile_row: the number of the tile, counted down the tensor.
-template <int PLANES>
-__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
-                                 int64_t width, uint8_t* out) {
-    __syncthreads();
-    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
-    const int64_t first_row = tile_row * TILE;
-    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
-#pragma unroll
-    for (int p = 0; p < PLANES; p++)
-        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
-            const int col = i / PIECES, piece = i % PIECES;
-            const int64_t row = first_row + piece * 16;
-            if (col >= cols || row >= rows) continue;
-            put(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
-        }
-}
-
-// A chunk of a row, encoded: its codes in the copy that has rows, and in the transposed copy. With one scale
-// for the tensor they are equal.
-struct ChunkCodes {
-    uint2 by_row, transposed;
-};
-inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.by_row = codes, .transposed = codes}; }
-
-// What all quantizers have in common: computes a tile of x, and stores its codes by rows, transposed, or
-// both. `codes` is null if they are not wanted by rows. encode(row, plane, values, live) returns the codes of
-// a chunk: `row` counts the thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call
-// store_codes().
-template <bool TRANSPOSED, class Producer, class Encode>
-__device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, uint8_t* codes,
-                            uint8_t* transposed, Encode encode) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at(tile_row);
-    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
-    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-    uint2 four_rows[PLANES][4];
-
-    // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
-    // reading while another thread writes is a race.
-    if (at.inside(rows, x.width))
-        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-            for (int p = 0; p < PLANES; p++) {
-                const ChunkCodes chunk = encode(i, p, v[p], live);
-                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), chunk.by_row);
-                four_rows[p][i % 4] = chunk.transposed;
-                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
-            }
-        });
-    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
-}
-
-// Launches a quantizer, a kernel that calls store_codes() for one tile a block. kernel<P, TRANSPOSED>()
-// returns the one for a producer P of x, with or without transposed codes. It takes the producer, the rows of
-// x, then `arguments`, and at last where the codes go: out.tensor.data and out.transposed, of which each may
-// be null.
-template <class Kernel, class... Arguments>
-void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
-                      cudaStream_t s, Arguments... arguments) {
-    with_bf16_producer(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto chosen = kernel.template operator()<P, false>();
-        if (out.transposed) chosen = kernel.template operator()<P, true>();
-        launch(what, chosen, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows,
-               arguments..., static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
-    });
 }
 
 }  // namespace coat::gpu

@@ -1,11 +1,13 @@
 // gpu/gemm.cpp - Gemms::run() (gpu/gemm.h), by cuBLASLt: operands as cuBLAS sees them, the description of a
 // GEMM, the choice of its algorithm, and the launch.
 //
-// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along the
-// reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no E5M2 x E5M2.
-// Operand has the layouts of scales that it wants. cuBLAS is column-major: a row-major matrix of this program
-// is for cuBLAS the transpose of that matrix. So for out = left right it computes out^T = right^T left^T: its
-// operand A is our right one, its B our left one.
+// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands are contiguous along the
+// dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;
+// the operands are not both in E5M2. An Operand has its scales in the layouts that cuBLAS wants.
+//
+// cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So in
+// place of out = left right it is asked for out^T = right^T left^T: its operand A is our right one, its B our
+// left one.
 #include "gemm.h"
 
 #include <algorithm>
@@ -35,8 +37,8 @@ static int32_t scale_mode(const Granularity& g) {
 
 namespace {
 
-// An operand as cuBLAS sees it: a column-major matrix, in which the elements of a column, `rows` many, are
-// contiguous. It is multiplied as it is, or its transpose is.
+// An operand as cuBLAS sees it: a column-major matrix, in which the `rows` elements of a column are
+// contiguous. The GEMM multiplies by the matrix or, if `transpose`, by its transpose.
 struct Matrix {
     const void* data;
     const void* scales;  // null if it is not FP8
@@ -45,16 +47,16 @@ struct Matrix {
     Format format;
     int32_t scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 
-    // The shape of what is multiplied: of the matrix, or of its transpose.
+    // The shape of the matrix or, if `transpose`, of its transpose.
     int64_t factor_rows() const { return transpose ? cols : rows; }
     int64_t factor_cols() const { return transpose ? rows : cols; }
 };
 
 }  // namespace
 
-// An operand as cuBLAS sees it. over_rows: the GEMM reduces over the operand's rows, else over its columns.
-// contiguous: the value of `transpose` with which cuBLAS reduces over the contiguous dimension, as FP8 needs:
-// true for its A, false for its B.
+// The Matrix of an operand. over_rows: the GEMM reduces over the operand's rows, else over its columns.
+// contiguous: the value of `transpose` with which cuBLAS reduces over the contiguous dimension, as FP8 needs.
+// It is true for A and false for B.
 static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
     const TensorRef& v = operand.tensor;
     if (!v.storage.fp8())
@@ -72,7 +74,8 @@ static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
                    .transpose = contiguous,
                    .format = v.storage.format,
                    .scale_mode = scale_mode(v.storage.granularity)};
-    require(m.data && m.scales, "an FP8 operand lacks the codes of the orientation that this GEMM reads");
+    require(m.data && m.scales,
+            "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads");
     return m;
 }
 
@@ -86,14 +89,16 @@ static cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols)
 // model.
 constexpr int CANDIDATES = 16;
 
-// Tiles small enough for one warpgroup, so that two work in turn: one stores its sums while the other
-// multiplies. On an H100 the first of these takes 4 to 18% less time than cuBLASLt's first choice for large
-// outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same); not for wgrad and FP8 sums moved to FP32.
+// Tiles of `out` that are small enough for one warpgroup, so that two warpgroups work in turn: one stores its
+// sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
+// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). It
+// does not for wgrad, nor without fast accumulation in FP8.
 constexpr uint32_t FAST_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
                                    CUBLASLT_MATMUL_TILE_176x128};
-constexpr int64_t LARGE = 1 << 23;  // elements: at least 2.8 tiles for each multiprocessor
+// An output is large from this many elements on: at least 2.8 tiles for each multiprocessor.
+constexpr int64_t LARGE = 1 << 23;
 
-// The place of an algorithm's tile in FAST_TILES; their number, if it is not there.
+// The place of an algorithm's tile in FAST_TILES, or their number if the tile is not among them.
 static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
@@ -104,12 +109,12 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 namespace {
 
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
-// (formats.h, FastAccumulation). The epilogue adds the bias.
+// (formats.h, FastAccumulation). The bias, if there is one, is added to the sums before they are stored.
 struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;
 
-    // Scales and bias are given as addresses: they are read when the GEMM runs.
+    // Scales and bias are given as addresses: the GEMM reads them when it runs.
     Problem(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias, bool fast)
         : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
           b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
@@ -131,9 +136,9 @@ struct Problem {
         check_description(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value));
     }
 
-    // The algorithms that cuBLASLt proposes: the fast tiles first (by_tile), or in its own order. Algorithms
-    // that store partial sums in the output's format are excluded. With by_tile all that split the sums are,
-    // so that the order of additions does not depend on the choice.
+    // The algorithms that cuBLASLt proposes, in its own order or, with by_tile, those with FAST_TILES first.
+    // Excluded are algorithms that store partial sums in the output's format. With by_tile all algorithms
+    // that split the sums are excluded, so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
         check_description(cublasLtMatmulPreferenceInit(&preference));
@@ -176,14 +181,15 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const Tens
             "the shapes of a GEMM do not fit");
     const bool fast = fast_accumulation_[int(kind)];
     Problem problem(a, b, out, options.bias, fast);
-    // A candidate may fail, a chosen algorithm may not.
+    // The status of the last launch. A candidate may fail; an algorithm that has been chosen may not.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
     auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.accumulate ? 1 : 0;
         status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
                                 &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
                                 SCRATCH, stream);
-        if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
+        if (status != CUBLAS_STATUS_SUCCESS)
+            cudaGetLastError();  // or the next launch would report this error
         return status == CUBLAS_STATUS_SUCCESS;
     };
     const Key key{.kind = kind,
@@ -200,7 +206,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const Tens
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
-        } else {  // the first GEMM of a shape: by the first algorithm that can be launched
+        } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
             const bool by_tile = (fast || a.format == Format::BF16) && kind != Gemm::Wgrad &&
                                  out.rows * out.cols >= LARGE &&
                                  device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;

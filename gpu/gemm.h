@@ -1,12 +1,16 @@
 // gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
 // scales.
 //
-// A linear layer has three GEMMs (row-major; N tokens; w is (out, in)):
-//   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)      reduces over input features
-//   Dgrad   dx (N, in)   = dy (N, out)  w                        reduces over output features
-//   Wgrad   dw (out, in) = dy^T         x (N, in)                reduces over tokens
-// In FP32 and BF16 each operand is read as it is stored. In FP8 (Operand) Dgrad reads w.transposed, and Wgrad
-// reads dy.transposed and x.transposed; the row-major codes may then be missing.
+// A linear layer has three GEMMs. x is its input (N, in), N being the number of tokens; w its weight (out,
+// in); y its output (N, out); and g the gradient of y.
+//
+//   GEMM    computes             which reduces over    of FP8 operands it reads
+//   Fprop   y  = x w^T + bias    input features        x and w row-major
+//   Dgrad   dx = g w             output features       g row-major, w transposed
+//   Wgrad   dw = g^T x           tokens                g and x transposed
+//
+// Operands in FP32 and BF16 are always row-major. An FP8 operand (operators.h, Operand) need not have codes
+// in a form that no GEMM reads.
 #pragma once
 #include <cublasLt.h>
 
@@ -21,32 +25,33 @@ enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 struct GemmOptions {
     bool accumulate = false;     // out += the product; otherwise out = the product
-    const void* bias = nullptr;  // (out), in the output's format: Fprop adds it to each row
+    const void* bias = nullptr;  // (out) in the format of the output: added to each of its rows
 };
 
 class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
-    void* const scratch;                         // SCRATCH bytes; between GEMMs others may use it
+    void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
 
-    // fast_accumulation: for each Gemm (formats.h, FastAccumulation).
+    // fast_accumulation says for each Gemm whether it sums in fewer bits (formats.h, FastAccumulation).
     Gemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~Gemms();
     Gemms(const Gemms&) = delete;
 
-    // Launches a GEMM. left, right: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: FP32 or
-    // BF16. A combination that cuBLASLt has no GEMM for is an Error.
+    // Launches a GEMM. left and right are x and w for Fprop, g and w for Dgrad, g and x for Wgrad. out is in
+    // FP32 or BF16. If cuBLASLt has no GEMM for a combination of formats, that is an Error.
     void run(Gemm kind, const Operand& left, const Operand& right, const TensorRef& out, cudaStream_t stream,
              const GemmOptions& options = {});
 
 private:
-    // What the choice of an algorithm depends on: it is made once for each Key.
+    // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
     struct Key {
         Gemm kind;
         Format a, b, out;
         int32_t a_scales, b_scales;  // cuBLASLt's scale modes
-        int64_t rows, cols, depth;   // of out, and of the reduction
+        int64_t rows, cols;          // of `out`
+        int64_t depth;               // the length of the dimension that is reduced
         bool biased;
         auto operator<=>(const Key&) const = default;
     };

@@ -1,6 +1,6 @@
 // gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, sums over rows (gradients of biases), and the embedding's backward pass. The embedding's forward pass
-// is a residual add (gpu/norm.cu).
+// loss, sums over rows (gradients of biases), and the embedding's backward pass. (Its forward pass is embed()
+// in gpu/norm.cu, because the first norm follows it.)
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -13,10 +13,10 @@ namespace coat::gpu {
 // ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
-// The frequency of pair i: f_i = theta^(-2i / HS), scaled as the model wants it (architecture.h,
-// RopeScaling). A part of f_i, `kept`, stays; the rest is divided by the scaling's factor. `kept` depends on
-// how many rotations f_i makes in the original positions: 0 up to low_freq_factor, 1 from high_freq_factor
-// on, and linear between.
+// The frequency of pair i of a head: f_i = theta^(-2i / HS), scaled as the model wants it (architecture.h,
+// RopeScaling). Of f_i the part `kept` (0 to 1) stays, and the rest is divided by the scaling's factor.
+// `kept` depends on how many rotations f_i makes in the original positions: it is 0 up to low_freq_factor, 1
+// from high_freq_factor on, and linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
@@ -26,9 +26,10 @@ static __device__ double rope_frequency(double theta, int i, int half, const Rop
     return f * (kept + (1 - kept) / s.factor);
 }
 
-// table[t, i] is {cos, sin} of the angle t f_i. Angles reach thousands of radians: so they are in double.
-static __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
-                                         float2* table) {
+// Fills the table, n elements of which `half` = HS / 2 belong to a position: table[t, i] is {cos, sin} of the
+// angle t f_i. Angles are in double, because they reach thousands of radians.
+static __global__ void fill_rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
+                                              float2* table) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
@@ -38,9 +39,10 @@ static __global__ void rope_table_kernel(int64_t n, int half, double theta, Rope
     table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
 }
 
-// A thread rotates four pairs in each of ROPE_HEADS heads of a row, all heads by the same four angles times
-// `sign`. (It has four pairs, not eight, because half a head need not be a multiple of eight.) Heads from
-// `rotated_heads` on, which are v, are not rotated; the amax takes them into account.
+// Rotates qkv in place, by the angles times `sign`. A thread has four pairs in each of ROPE_HEADS heads of a
+// row, with the same four angles in all of these heads. (It has four pairs, not eight, because half a head
+// need not be a multiple of eight.) Heads from `rotated_heads` on, which are those of v, are not rotated; the
+// amax takes them into account.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
@@ -84,21 +86,21 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
 }
 
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t s) {
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, s, Dense<Element, 4>{x.data}, r,
+        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, stream, Dense<Element, 4>{x.data}, r,
                static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
                amax_out);
     });
 }
 
-void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
+void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t stream) {
     const int64_t half = c.HS() / 2;
-    launch("fill_rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
-           static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
+    launch("fill_rope_table", fill_rope_table_kernel, blocks(positions * half, 256), 256, 0, stream,
+           positions * half, static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
 }
 
 // ===========================================================================================================
@@ -108,7 +110,9 @@ void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cud
 // columns, which it loads at once.
 
 constexpr int HEAD_THREADS = 8, QUAD = 4;
-constexpr int LONGEST_HEAD = 128, HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);  // of a thread, at most
+constexpr int LONGEST_HEAD = 128;
+constexpr int HEAD_QUADS =
+    LONGEST_HEAD / (HEAD_THREADS * QUAD);  // quads that a thread has of a head, at most
 constexpr int HEADS_PER_BLOCK = 8;
 using Quads = float[HEAD_QUADS][QUAD];
 
@@ -119,8 +123,9 @@ static __device__ int quad_column(int quad) {
     return (quad * HEAD_THREADS + threadIdx.x % HEAD_THREADS) * QUAD;
 }
 
-// The sum over a head. sums[j] is that over number j of each of the thread's quads. The order of additions is
-// fixed, and all threads of the head get the same bits. All threads of the warp call it.
+// The sum over the elements of a head. On entry sums[j] is the sum over element j of each of the thread's
+// quads. The order of additions is fixed, and all threads of the head get the same bits. All threads of the
+// warp call it.
 static __device__ float sum_of_head(float (&sums)[QUAD]) {
     for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
         for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
@@ -129,15 +134,15 @@ static __device__ float sum_of_head(float (&sums)[QUAD]) {
 static __device__ float inverse_rms(float sum_of_squares, const HeadNorm& n) {
     return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
 }
-// The weight of the norm of a head, which begins at a column of qkv.
+// The weight of the norm of the head that begins at column `col` of qkv.
 template <class Element>
 static __device__ Dense<Element, QUAD> weight_of_head(const HeadNorm& n, int64_t col) {
     return {dense<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
 }
 
-// out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The result of the norm is rounded
-// before it is rotated. RoPE rotates pairs of columns half a head apart, which different threads may have:
-// these exchange them in shared memory.
+// out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The output of the norm is rounded
+// before it is rotated. RoPE rotates pairs of columns that are half a head apart. Different threads may have
+// the two columns of a pair, so they exchange them in shared memory.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     head_norm_and_rope_kernel(HeadNorm n, Rope rope, Dense<Element, QUAD> qkv, Dense<Element, QUAD> out,
@@ -173,7 +178,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     __syncwarp();
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i)) continue;
-        const bool first = quad_column(i) < half;  // of the pairs
+        const bool first = quad_column(i) < half;  // whether the quad has the first columns of its pairs
         const int angle = first ? quad_column(i) : quad_column(i) - half;
         const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
         const float* const others = normed[head_of_block()] + (first ? angle + half : angle);
@@ -185,9 +190,9 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     }
 }
 
-// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The threads of a head have that
-// head of every COLUMN_PARTIALS-th row, and sum up their part of dweight. The next row is fetched while one
-// is computed. dqkv: dy, which becomes dx.
+// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The eight threads of a head have
+// this head in every COLUMN_PARTIALS-th row, and sum up their part of dweight. They fetch the next row while
+// they compute one. dqkv holds dy, which becomes dx.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     head_norm_backward_kernel(HeadNorm n, Dense<Element, QUAD> qkv, Dense<Element, QUAD> dqkv, int64_t rows,
@@ -211,7 +216,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
 
     fetch(part);
-    // All threads of a warp take part in its sums, also those behind the last row
+    // All threads of a warp take part in its sums, even those past the last row.
     for (int64_t first = first_part; first < rows; first += COLUMN_PARTIALS) {
         const int64_t row = first + head_of_block();
         Quads x, dy;
@@ -245,29 +250,29 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
 }
 
 void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                        cudaStream_t s) {
+                        cudaStream_t stream) {
     const int64_t heads = qkv.cols / n.HS;
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("head_norm_and_rope", head_norm_and_rope_kernel<Element>,
-               blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, s, n, rope,
+               blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n, rope,
                Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(out.data)},
                static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
 void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
-                        const TensorRef& dweight, float* workspace, cudaStream_t s) {
+                        const TensorRef& dweight, float* workspace, cudaStream_t stream) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("head_norm_backward", head_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
-               0, s, n, Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)},
-               qkv.rows, qkv.cols, workspace);
+               0, stream, n, Dense<Element, QUAD>{x.data},
+               Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
     const TensorRef each{dweight.data, nullptr, 2, n.HS, dweight.storage};
-    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), s);
+    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), stream);
     reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
-                    row_slice(each, 1, 1), s);
+                    row_slice(each, 1, 1), stream);
 }
 
 // ===========================================================================================================
@@ -275,14 +280,15 @@ void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef
 
 namespace {
 
-// What a part of a row contributes to the softmax's denominator, computed in one pass: the part's maximum
-// `top`, and the sum of exp(x - top). Two parts are merged by rescaling the sum whose maximum is smaller.
+// What a part of a row contributes to the softmax's denominator, computed in one pass: the part's largest
+// value, `most`, and the sum of exp(x - most). merge() adds another part: the sum with the smaller maximum is
+// rescaled.
 struct Softmax {
-    float top, sum;
-    __device__ void merge(const Softmax& o) {
-        const float t = fmaxf(top, o.top);
-        sum = sum * factor(top, t) + o.sum * factor(o.top, t);
-        top = t;
+    float most, sum;
+    __device__ void merge(const Softmax& other) {
+        const float most_of_both = fmaxf(most, other.most);
+        sum = sum * factor(most, most_of_both) + other.sum * factor(other.most, most_of_both);
+        most = most_of_both;
     }
     static __device__ float factor(float from, float to) {
         return from == to ? 1.0f : fast_exp2((from - to) * LOG2_E);
@@ -292,12 +298,12 @@ struct Softmax {
 }  // namespace
 
 constexpr int LOSS_THREADS = 512;
-// Merges the parts of all threads: first within each warp, then the warps in order. Every thread gets the
-// same bits. parts: shared memory. Two successive calls need different ones: a thread may still be reading
-// the first when another writes the second.
+// Merges the parts of all threads: first within each warp, then those of the warps in order. Every thread
+// gets the same bits. `parts` is shared memory. Two successive calls need different places there: a thread
+// may still be reading the first when another thread writes the second.
 static __device__ Softmax block_softmax(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
     for (int lanes = 16; lanes > 0; lanes /= 2)
-        mine.merge({__shfl_down_sync(~0u, mine.top, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
+        mine.merge({__shfl_down_sync(~0u, mine.most, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
     Softmax all{-INFINITY, 0};
@@ -305,13 +311,14 @@ static __device__ Softmax block_softmax(Softmax mine, Softmax (&parts)[LOSS_THRE
     return all;
 }
 
-// Block b has the rows b, b + gridDim.x, ... of the logits. It reads a row twice: for the loss, and for the
-// gradients. PLACES is the number of rows for which it has shared memory:
-//   2   Both times it reads the row from shared memory. Meanwhile the next row is copied to the other place.
-//       A thread copies what it will read itself, so it need not wait for the copies of others.
-//   1   For the loss it reads the row from memory, and copies it to shared memory, from which it reads it for
-//       the gradients. The block has one row.
-//   0   Both times it reads the row from memory, or from the L2 cache. The block has one row.
+// The losses of rows of logits and, if `gradients`, the gradients, which take the place of the logits. Block
+// b has the rows b, b + gridDim.x, ... It reads a row twice: for the loss, and for the gradients. PLACES is
+// the number of rows for which the block has shared memory:
+//   2   Both times the block reads the row from shared memory. Meanwhile it copies the next row to the other
+//       place. A thread copies what it will read itself, so it need not wait for the copies of others.
+//   1   For the loss the block reads the row from memory and copies it to shared memory. For the gradients it
+//       reads the row from there. It has only this row.
+//   0   Both times the block reads the row from memory, or from the L2 cache. It has only this row.
 constexpr int loss_blocks_per_sm(int places, size_t element_bytes) {
     if (places == 2) return 1;
     return element_bytes < 4 ? 3 : 2;
@@ -345,7 +352,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
-        // The columns that count: none in a row without a target, whose loss and gradients are 0.
+        // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
         const int live = target == NO_TARGET ? 0 : V;
         auto mask = [&](int col, Values& x, float with) {  // replaces the columns that do not count
             if (col + CHUNK <= live) return;
@@ -366,18 +373,18 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
                 Values x;
                 logits.unpack(raw[i], x);
                 mask(col, x, -INFINITY);
-                float top = x[0];
-                for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
-                if (top > mine.top) mine.merge({top, 0.0f});
-                const float offset = -mine.top * LOG2_E;
+                float most = x[0];
+                for (int j = 1; j < CHUNK; j++) most = fmaxf(most, x[j]);
+                if (most > mine.most) mine.merge({most, 0.0f});
+                const float offset = -mine.most * LOG2_E;
                 for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
             }
         }
         const Softmax all = block_softmax(mine, parts[place]);
-        const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
+        const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
-            // (softmax - one_hot(target)) * weight
+            // The gradients are (softmax - one_hot(target)) * weight.
 #pragma unroll 4
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             Values x;
@@ -394,7 +401,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
 // A single block adds up the losses: there are few, and their order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
 static __global__ void __launch_bounds__(SUM_THREADS)
-    loss_sum_kernel(const float* losses, int64_t n, const double* loss_weight, double* total) {
+    add_loss_sum_kernel(const float* losses, int64_t n, const double* loss_weight, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
     sum = block_sum<SUM_THREADS>(sum);
@@ -402,12 +409,12 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 }
 
 static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, bool gradients,
-                                 const double* loss_weight, float* losses, cudaStream_t s) {
+                                 const double* loss_weight, float* losses, cudaStream_t stream) {
     with_dense(logits, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
-        // Where three rows fit, three blocks with a place each are faster than one block with two
+        // Where three rows fit, three blocks with a place each are faster than one block with two places.
         const int64_t fitting = shared / row_bytes;
         const int64_t places = fitting == 2 ? 2 : std::min<int64_t>(fitting, 1);
         auto kernel = cross_entropy_kernel<Element, 0>;
@@ -415,30 +422,31 @@ static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32
         if (places == 2) kernel = cross_entropy_kernel<Element, 2>;
         const int64_t grid = places == 2 ? std::min<int64_t>(logits.rows, multiprocessors()) : logits.rows;
         launch("cross_entropy", kernel, static_cast<unsigned>(grid), LOSS_THREADS,
-               static_cast<int>(places * row_bytes), s, x, logits.rows, static_cast<int>(logits.cols),
+               static_cast<int>(places * row_bytes), stream, x, logits.rows, static_cast<int>(logits.cols),
                static_cast<int>(V), targets, gradients, loss_weight, losses);
     });
 }
 void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
-                           cudaStream_t s) {
-    launch_cross_entropy(logits, V, targets, /*gradients=*/false, /*loss_weight=*/nullptr, losses, s);
+                           cudaStream_t stream) {
+    launch_cross_entropy(logits, V, targets, /*gradients=*/false, /*loss_weight=*/nullptr, losses, stream);
 }
 void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
-                   float* losses, cudaStream_t s) {
-    launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, s);
+                   float* losses, cudaStream_t stream) {
+    launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, stream);
 }
 
-void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s) {
-    launch("add_loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, loss_weight, total);
+void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
+                  cudaStream_t stream) {
+    launch("add_loss_sum", add_loss_sum_kernel, 1, SUM_THREADS, 0, stream, losses, n, loss_weight, total);
 }
 
 // ===========================================================================================================
 // Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
 
-// Stage one (store_column_sums() of gpu/device.cuh), which takes the amax in passing.
+// Stage one, by store_column_sums() (gpu/device.cuh). It also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax_out) {
+    add_column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
@@ -455,8 +463,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     store_column_sums(x, sum, columns, partials);
 }
 
-// Stage two. A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added.
-// There are one or two gradients (blockIdx.y).
+// Stage two. A block has 32 columns. Thread (x, y) adds the rows y, y + 16, y + 32, ... of column x; then the
+// 16 sums of a column are added. blockIdx.y is the number of the gradient: there are one or two.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient,
@@ -479,20 +487,20 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     });
 }
 
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t s,
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), 0, s, partials, rows, n, either_dense(gradient), either_dense(second));
+           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
-                     cudaStream_t s) {
+                     cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
-        launch("add_column_sums", column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, workspace, amax_out);
+        launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
+               TILE_THREADS, 0, stream, producer, x.rows, workspace, amax_out);
     });
-    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 
 // ===========================================================================================================
@@ -523,8 +531,8 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     return out;
 }
 
-// sum = the sum of the rows number_of(begin), ..., number_of(end - 1) of g, in this order, in a chunk of
-// columns that begins with col.
+// sum becomes the sum of the rows number_of(begin), ..., number_of(end - 1) of g, added in this order, in the
+// chunk that begins with column col.
 template <class NumberOf>
 static __device__ void sum_rows(const EitherDense& g, int64_t C, int64_t col, int begin, int end,
                                 NumberOf number_of, Values& sum) {
@@ -545,8 +553,8 @@ static __device__ void add_to_gradient(const EitherDense& gradient, int64_t i, c
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void rare_tokens_kernel(EitherDense g, int64_t C, const int32_t* order,
-                                          const TokenRows* tokens, EitherDense gradient) {
+static __global__ void embedding_backward_rare_kernel(EitherDense g, int64_t C, const int32_t* order,
+                                                      const TokenRows* tokens, EitherDense gradient) {
     const TokenRows rows = tokens[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -561,8 +569,8 @@ static __global__ void rare_tokens_kernel(EitherDense g, int64_t C, const int32_
 // columns.
 constexpr int RUNS = 8;  // of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    frequent_tokens_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRows* tokens,
-                           EitherDense gradient) {
+    embedding_backward_frequent_kernel(EitherDense g, int64_t C, const int32_t* order,
+                                       const TokenRows* tokens, EitherDense gradient) {
     __shared__ Values sums[RUNS][32];
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -584,9 +592,9 @@ static __global__ void __launch_bounds__(32 * RUNS)
     if (warp == 0 && col < C) add_to_gradient(gradient, rows.token * C + col, total);
 }
 
-// blockIdx.x is a position t, which has one row in each sequence: t, T + t, 2 T + t, ...
-static __global__ void positions_kernel(EitherDense g, int64_t N, int64_t C, int64_t T,
-                                        EitherDense gradient) {
+// blockIdx.x is a position t. Each sequence has one row of this position: they are t, T + t, 2 T + t, ...
+static __global__ void positions_backward_kernel(EitherDense g, int64_t N, int64_t C, int64_t T,
+                                                 EitherDense gradient) {
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -596,27 +604,29 @@ static __global__ void positions_kernel(EitherDense g, int64_t N, int64_t C, int
     add_to_gradient(gradient, t * C + col, sum);
 }
 
-// The threads of a block that has the chunks of a row; where they are more than 256, several blocks have it.
+// The number of threads of a block that has a row of g, each thread having one of its chunks. If a row has
+// more than 256 chunks, several blocks have it.
 static unsigned threads_of_row(int64_t cols) {
     return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK, 32)));
 }
 
-void embedding_backward(const TensorRef& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        int64_t frequent, const TensorRef& gradient, cudaStream_t s) {
-    const dim3 frequent_grid(static_cast<unsigned>(frequent), blocks(g.cols, 32 * CHUNK));
-    launch("frequent_tokens", frequent_tokens_kernel, frequent_grid, 32 * RUNS, 0, s, either_dense(g), g.cols,
-           order, tokens, either_dense(gradient));
+void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
+                        cudaStream_t stream) {
+    const dim3 frequent_grid(static_cast<unsigned>(order.frequent), blocks(g.cols, 32 * CHUNK));
+    launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS, 0, stream,
+           either_dense(g), g.cols, order.order, order.tokens, either_dense(gradient));
     const unsigned threads = threads_of_row(g.cols);
-    const dim3 rare_grid(static_cast<unsigned>(count - frequent), blocks(g.cols, threads * CHUNK));
-    launch("rare_tokens", rare_tokens_kernel, rare_grid, threads, 0, s, either_dense(g), g.cols, order,
-           tokens + frequent, either_dense(gradient));
+    const unsigned rare = static_cast<unsigned>(order.count - order.frequent);
+    const dim3 rare_grid(rare, blocks(g.cols, threads * CHUNK));
+    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream,
+           either_dense(g), g.cols, order.order, order.tokens + order.frequent, either_dense(gradient));
 }
 
-void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t s) {
+void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
-    launch("positions_backward", positions_kernel, grid, threads, 0, s, either_dense(g), g.rows, g.cols, T,
-           either_dense(gradient));
+    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, either_dense(g), g.rows,
+           g.cols, T, either_dense(gradient));
 }
 
 }  // namespace coat::gpu

@@ -160,8 +160,8 @@ void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Ope
 void LinearLayer::write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    quantize_and_sum(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
-                     context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
+    write_operand_and_sum_columns(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
+                                  context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.

@@ -3,12 +3,8 @@
 //
 // g (N, out) is the gradient of y. x8, w8 and g8 are x, w and g as a GEMM reads them. The 8 is that of FP8,
 // the case that this file is about; in recipes without FP8 they are BF16 or FP32 values. An FP8 GEMM reads
-// codes along the dimension that it reduces over, so each operand has two forms:
-//
-//   GEMM    computes       reads row-major    reads transposed
-//   fprop   y = x w^T      x8, w8
-//   dgrad   dx = g w       g8                 w8
-//   wgrad   dw = g^T x                        g8, x8
+// codes along the dimension that it reduces over, so each operand has two forms, row-major and transposed.
+// The table in gpu/gemm.h says which GEMM reads which.
 //
 // How long the operands live:
 //   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8

@@ -9,6 +9,7 @@
 #include "device.cuh"
 
 namespace coat::gpu {
+namespace {
 
 // ===========================================================================================================
 // How threads share out rows. One warp or several hold a row in registers. threadIdx.x is the number of a
@@ -20,14 +21,12 @@ constexpr int ROW_WARPS = 16;  // of a row, at most
 // The shape of a block for rows of C columns. A row has as few warps as can hold it. (ROW_WARPS of them hold
 // 2^14 columns; require_supported() in architecture.h allows no more.) A row of one warp shares its block
 // with three others, a row of two warps with one other.
-static dim3 row_block(int64_t C) {
+dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of one of the thread's chunks. Neighbouring threads have neighbouring chunks.
-static __device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
-
-namespace {
+__device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
 // Adds numbers up over the threads of a row. Each sum uses one of two places in shared memory, and the next
 // sum the other: a thread may still be reading the parts of one sum when another thread writes those of the
@@ -53,24 +52,23 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
         }
     }
-    // Uses up a place, as a sum does. If every path through a kernel uses as many, the compiler knows them.
+    // Leaves out a sum, but uses its place. RMSNorm needs one sum fewer than LayerNorm; as both use as many
+    // places, `place` is a constant for the compiler.
     __device__ void skip() { place ^= 1; }
 };
 
-}  // namespace
-
 // 1 / sqrt(squares / C + eps)
-static __device__ float inverse_root(float squares, int64_t C, float eps) {
+__device__ float inverse_root(float squares, int64_t C, float eps) {
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// The statistics of a row. x: the thread's chunks of it; a chunk behind the end of the row is zeros. The
+// The statistics of a row. x: the thread's chunks of it; a chunk past the end of the row is zeros. The
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
 // the same bits. They must: wgrad quantizes the norm's output with the amax that forward has computed, and a
 // larger value would saturate.
-static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
-                                               RowSum& sum_over_row) {
+__device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
+                                        RowSum& sum_over_row) {
     float sum[1] = {0};
     if (!rms) {
         for (int c = 0; c < ROW_CHUNKS; c++)
@@ -94,53 +92,49 @@ static __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], in
 // Residual and norm, forward
 
 // The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
-// live lies behind the end of the row, or its row behind the last.
+// live lies past the end of the row, or its row past the last.
 template <class Element, class Live>
-static __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS],
-                                        RowStatistics statistics, Live live) {
-    uint32_t top = 0;
+__device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], RowStatistics statistics,
+                                 Live live) {
+    uint32_t top_bits = 0;
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
         Values weight, bias;
         load_parameters<Element>(n, row_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
-            top = max(top, magnitude_bits(normalized(x[c][j], statistics, weight[j], bias[j])));
+            top_bits = max(top_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
     }
-    return top;
+    return top_bits;
 }
-
-namespace {
 
 // The numbers of the rows of x and of branch whose sum is a certain row.
 struct RowsToAdd {
     int64_t x, branch;
 };
 
-}  // namespace
-
-// Row r of the sum is x[r] + branch[r]. With tokens it is embedding[tokens[r]] + positions[r % period].
-static __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t period) {
+// Row r of the sum is x[r] + branch[r]. With tokens, as embed() has them, it is x[tokens[r]] + branch[r % T].
+__device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
     RowsToAdd from{.x = row, .branch = row};
     if (tokens) {
         if (row < rows) from.x = tokens[row];
-        from.branch = static_cast<uint32_t>(row) % static_cast<uint32_t>(period);
+        from.branch = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
     }
     return from;
 }
 
-// residual_add() of operators.h: sum = x + branch, (N, C). branch may be no tensor. tokens (N), or null: see
-// rows_to_add(). The sum is written to x_out, if that is a tensor, and to norm_input, the memory of next.in.
-// For the norm `next`, the kernel computes the row statistics and, if y_amax_out is not null, the amax of the
-// norm's output.
+// The kernel of residual_add() and of embed() (operators.h): sum = x + branch, (N, C). branch may be no
+// tensor. tokens is null, or (N): see rows_to_add(). The sum is written to x_out, if that is a tensor, and to
+// norm_input, the memory of next.in. For the norm `next`, the kernel computes the row statistics and, if
+// y_amax_out is not null, the amax of the norm's output.
 template <class Layout, bool FORWARD_READS_SAVED, class Element = typename Layout::Compute>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t period,
-                    Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax_out) {
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+    residual_add_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t T,
+                        Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax_out) {
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
     auto live = [&](int c) { return row < rows && row_column(c) < C; };
-    const RowsToAdd from = rows_to_add(row, rows, tokens, period);
+    const RowsToAdd from = rows_to_add(row, rows, tokens, T);
     Raw raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
@@ -168,17 +162,31 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     if (y_amax_out) update_amax_by_warp(&y_amax_out->amax, amax_of_norm<Element>(next, v, statistics, live));
 }
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
-                  bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s, const int32_t* tokens,
-                  int64_t T) {
+// Launches residual_add_kernel(); the two operators below say what it does.
+void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& branch, const int32_t* tokens,
+                         int64_t T, const ResidualOutput& out, cudaStream_t stream) {
+    const Norm& next = out.next;
     const dim3 block = row_block(next.in.cols);
     with_storage(next.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
-        const auto kernel =
-            forward_reads_saved ? residual_kernel<decltype(in), true> : residual_kernel<decltype(in), false>;
-        launch("residual_add", kernel, blocks(next.in.rows, block.y), block, 0, s, dense<Element>(x.data),
-               dense<Element>(branch.data), tokens, T, dense<Element>(x_out.data), in, next, y_amax_out);
+        auto kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/false>;
+        if (out.forward_reads_saved) kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/true>;
+        launch(what, kernel, blocks(next.in.rows, block.y), block, 0, stream, dense<Element>(x.data),
+               dense<Element>(branch.data), tokens, T, dense<Element>(out.x_out.data), in, next,
+               out.y_amax_out);
     });
+}
+
+}  // namespace
+
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
+                  cudaStream_t stream) {
+    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
+}
+
+void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
+           const ResidualOutput& out, cudaStream_t stream) {
+    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
 }
 
 // ===========================================================================================================
@@ -198,12 +206,10 @@ struct RowMeans {
     float d_xhat;
 };
 
-}  // namespace
-
 // Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
 // and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
 // of all chunks, four floats each, and then the second halves.
-static __device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values& v) {
+__device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values& v) {
     float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second halves
     float4& b = sums[(C + col) / CHUNK];  // entry C / CHUNK + col / CHUNK
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
@@ -212,7 +218,7 @@ static __device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const
 
 // Adds up the sums of all rows of threads, (blockDim.y, C) as add_columns() arranges them, and writes the
 // result to row blockIdx.x of partials (blocks, C), with the columns in their usual order.
-static __device__ void write_partials(const float4* sums_of_rows, int C, float* partials) {
+__device__ void write_partials(const float4* sums_of_rows, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
         for (int y = 0; y < blockDim.y; y++) {
@@ -226,7 +232,7 @@ static __device__ void write_partials(const float4* sums_of_rows, int C, float* 
 }
 
 // x becomes xhat.
-static __device__ void normalize(Values& x, RowStatistics statistics) {
+__device__ void to_xhat(Values& x, RowStatistics statistics) {
     for (int j = 0; j < CHUNK; j++) x[j] = (x[j] - statistics.mean) * statistics.rstd;
 }
 
@@ -234,8 +240,7 @@ static __device__ void normalize(Values& x, RowStatistics statistics) {
 // d xhat; x is xhat. Of RMSNorm they are the sums of x^2 and of d x. The latter gives mean(d xhat) =
 // mean(d x) / rms once rms is known: so the threads of a row exchange both sums at once.
 template <bool RMS>
-static __device__ void add_to_row_sums(const Values& x, const Values& dy, const Values& weight,
-                                       float (&sum)[2]) {
+__device__ void add_to_row_sums(const Values& x, const Values& dy, const Values& weight, float (&sum)[2]) {
     for (int j = 0; j < CHUNK; j++) {
         const float d = dy[j] * weight[j];
         sum[0] = RMS ? __fmaf_rn(x[j], x[j], sum[0]) : sum[0] + d;
@@ -243,33 +248,32 @@ static __device__ void add_to_row_sums(const Values& x, const Values& dy, const 
     }
 }
 
-// Adds a chunk's dx to g, by the equations above.
+// Adds a chunk's dx to sum, by the equations above.
 template <bool RMS>
-static __device__ void add_dx(const Values& xhat, const Values& dy, const Values& weight, float rstd,
-                              const RowMeans& means, Values& g) {
+__device__ void add_dx(const Values& xhat, const Values& dy, const Values& weight, float rstd,
+                       const RowMeans& means, Values& sum) {
     for (int j = 0; j < CHUNK; j++) {
         const float d = dy[j] * weight[j];
-        g[j] += rstd * ((RMS ? d : d - means.d) - xhat[j] * means.d_xhat);
+        sum[j] += rstd * ((RMS ? d : d - means.d) - xhat[j] * means.d_xhat);
     }
 }
 
-namespace {
-
-// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of g_in.
+// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of residual_in.
 template <class Layout> struct RawRow {
     using RawGradient = typename Dense<typename Layout::Compute>::Raw;
     typename Layout::Raw x[ROW_CHUNKS];
-    RawGradient dy[ROW_CHUNKS], g[ROW_CHUNKS];
+    RawGradient dy[ROW_CHUNKS], residual[ROW_CHUNKS];
 };
 
-// What happens to a row of the norm n: load(), then compute_means(), then finish(). input: n.in. g_in may be
-// no tensor. CHUNKS: 0, or the number of chunks that each thread has of a row, all of them whole. Then no
-// chunk has a condition, so that the compiler can mix the instructions of all chunks.
+// What happens to a row of the norm n: load(), then compute_means(), then write_gradients(). input is the
+// memory of n.in. The other tensors are those of NormGradients; residual_in may be no tensor. CHUNKS is 0, or
+// the number of chunks that each thread has of a row, all of them whole. Then no chunk has a condition, so
+// that the compiler can mix the instructions of all chunks.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::Compute;
     Norm n;
     Layout input;
-    Dense<Element> dy_in, g_in, g_out;
+    Dense<Element> dy_in, residual_in, residual_out;
 
     __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < n.in.cols; }
 
@@ -280,7 +284,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
             if (!live(c)) continue;
             raw.x[c] = input.starting_at(first).load(row_column(c));
             raw.dy[c] = dy_in.starting_at(first).load(row_column(c));
-            if (g_in.data) raw.g[c] = g_in.starting_at(first).load(row_column(c));
+            if (residual_in.data) raw.residual[c] = residual_in.starting_at(first).load(row_column(c));
         }
         return raw;
     }
@@ -292,20 +296,20 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         weights.unpack(weights.load(row_column(c)), weight);
     }
 
-    // Computes the row statistics, too. x becomes what finish() needs: of LayerNorm xhat, of RMSNorm the
-    // norm's input.
+    // Computes the row statistics, too. x becomes what write_gradients() needs: of LayerNorm xhat, of RMSNorm
+    // the norm's input.
     __device__ RowMeans compute_means(int64_t row, const RawRow<Layout>& raw, RowSum& sum_over_row,
                                       Values (&x)[ROW_CHUNKS], RowStatistics& statistics) const {
         const int64_t C = n.in.cols;
         for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw.x[c], x[c]);
         statistics = {};
-        if (!RMS) statistics = row_statistics(x, C, false, n.eps, sum_over_row);
+        if (!RMS) statistics = row_statistics(x, C, /*rms=*/false, n.eps, sum_over_row);
         float sum[2] = {0, 0};
         for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values dy, weight;
             get_dy_and_weight(raw, c, dy, weight);
-            if (!RMS) normalize(x[c], statistics);
+            if (!RMS) to_xhat(x[c], statistics);
             add_to_row_sums<RMS>(x[c], dy, weight, sum);
         }
         sum_over_row(sum);
@@ -315,37 +319,35 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         return {.d = 0, .d_xhat = sum[1] * inverse_C * statistics.rstd};
     }
 
-    // Writes g_out = g_in + dx, and adds the row to the sums dweight and dbias. top: the largest magnitude of
-    // g_out so far.
-    __device__ void finish(int64_t row, const RawRow<Layout>& raw, Values (&x)[ROW_CHUNKS],
-                           const RowStatistics& statistics, const RowMeans& means, float4* dweight,
-                           float4* dbias, float& top) const {
+    // Writes residual_out = residual_in + dx, and adds the row to the sums dweight and dbias. top becomes the
+    // largest magnitude of residual_out so far.
+    __device__ void write_gradients(int64_t row, const RawRow<Layout>& raw, Values (&x)[ROW_CHUNKS],
+                                    const RowStatistics& statistics, const RowMeans& means, float4* dweight,
+                                    float4* dbias, float& top) const {
         const uint32_t C = static_cast<uint32_t>(n.in.cols);
         for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values dy, weight, g, dweight_of_row;
+            Values dy, weight, residual, dweight_of_row;
             get_dy_and_weight(raw, c, dy, weight);
-            g_in.unpack(raw.g[c], g);
+            residual_in.unpack(raw.residual[c], residual);
             if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            if (RMS) normalize(x[c], statistics);
+            if (RMS) to_xhat(x[c], statistics);
             for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
-            add_dx<RMS>(x[c], dy, weight, statistics.rstd, means, g);
+            add_dx<RMS>(x[c], dy, weight, statistics.rstd, means, residual);
             add_columns(dweight, C, row_column(c), dweight_of_row);
-            g_out.starting_at(row * C).round_in_place_and_store(row_column(c), g, true);
-            top = larger_magnitude(top, g);
+            residual_out.starting_at(row * C).round_in_place_and_store(row_column(c), residual, true);
+            top = larger_magnitude(top, residual);
         }
     }
 };
 
-}  // namespace
-
-// norm_backward() of operators.h. Beside g_out the kernel writes the row statistics, the amax of g_out, and
-// the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, behind them (blocks, C) of dbias. The
+// The kernel of norm_backward() (operators.h). It writes residual_out and its amax, the row statistics, and
+// the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, after them (blocks, C) of dbias. The
 // statistics are computed again, because all norms have the same place for them, which later norms have
 // overwritten.
 template <class Layout, bool RMS, int CHUNKS>
-static __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* g_amax_out,
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* residual_amax_out,
                          float* partials) {
     const int64_t rows = norm.n.in.rows;
     const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
@@ -368,51 +370,57 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
         RowStatistics statistics;
         const RowMeans means = norm.compute_means(row, raw, sum_over_row, x, statistics);
         if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = statistics;
-        norm.finish(row, raw, x, statistics, means, dweight, dbias, top);
+        norm.write_gradients(row, raw, x, statistics, means, dweight, dbias, top);
     }
-    if (g_amax_out) update_amax_by_warp(&g_amax_out->amax, magnitude_bits(top));
+    if (residual_amax_out) update_amax_by_warp(&residual_amax_out->amax, magnitude_bits(top));
     __syncthreads();
     write_partials(sums_of_rows, C, partials);
     if (!RMS) write_partials(sums_of_rows + blockDim.y * float4s, C, partials + gridDim.x * C);
 }
 
-// The number of blocks depends on the GPU alone: it decides in which order dweight and dbias are summed.
+// How many blocks there are decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
+int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
-size_t norm_backward_workspace(int64_t C) {
-    return sizeof(float) * 2 * multiprocessors() * NORM_BLOCKS_PER_SM * C;
+template <class Layout, bool RMS, int CHUNKS>
+void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
+                          cudaStream_t stream) {
+    using Element = typename Layout::Compute;
+    const dim3 block = row_block(n.in.cols);
+    const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
+                                                 .input = in,
+                                                 .dy_in = dense<Element>(g.dy.data),
+                                                 .residual_in = dense<Element>(g.residual_in.data),
+                                                 .residual_out = dense<Element>(g.residual_out.data)};
+    const int sums_of_rows = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
+    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, sums_of_rows, stream,
+           norm, g.residual_amax_out, workspace);
 }
 
-void norm_backward(const Norm& n, const TensorRef& dy, const TensorRef& g_in, const TensorRef& g_out,
-                   TensorScale* g_amax_out, const TensorRef& dweight, const TensorRef& dbias,
-                   float* workspace, cudaStream_t s) {
-    const int64_t rows = n.in.rows, C = n.in.cols;
-    const dim3 block = row_block(C);
-    const unsigned most_blocks = static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM);
-    const unsigned grid = std::min(blocks(rows, block.y), most_blocks);
-    const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));
+// At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024).
+template <class Layout, bool RMS>
+void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
+                      cudaStream_t stream) {
+    const int64_t C = n.in.cols, chunk_of_each = row_block(C).x * CHUNK;
+    auto* launch_it = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
+    if (C == 3 * chunk_of_each) launch_it = launch_norm_backward<Layout, RMS, 3>;
+    if (C == 4 * chunk_of_each) launch_it = launch_norm_backward<Layout, RMS, 4>;
+    launch_it(n, in, g, workspace, grid, stream);
+}
+
+}  // namespace
+
+size_t norm_backward_workspace(int64_t C) { return sizeof(float) * 2 * most_norm_blocks() * C; }
+
+LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
+    const unsigned grid =
+        std::min(blocks(n.in.rows, row_block(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_storage(n.in, [&](auto in) {
-        using Layout = decltype(in);
-        using Element = typename Layout::Compute;
-        auto run = [&]<int CHUNKS>() {
-            auto run_for = [&]<bool RMS>() {
-                const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
-                                                             .input = in,
-                                                             .dy_in = dense<Element>(dy.data),
-                                                             .g_in = dense<Element>(g_in.data),
-                                                             .g_out = dense<Element>(g_out.data)};
-                launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared, s,
-                       norm, g_amax_out, workspace);
-            };
-            if (n.rms) run_for.template operator()<true>();
-            else run_for.template operator()<false>();
-        };
-        // At the usual widths a thread has 3 chunks (768), or 4 (powers of two from 1024 on).
-        if (C == 3 * block.x * CHUNK) run.template operator()<3>();
-        else if (C == 4 * block.x * CHUNK) run.template operator()<4>();
-        else run.template operator()<0>();
+        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, grid, stream);
+        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);
     });
-    reduce_partials(workspace, grid, dweight, s, n.rms ? TensorRef{} : dbias);  // gpu/layers.cu
+    reduce_partials(workspace, grid, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);  // gpu/layers.cu
+    return lazy_norm(n);
 }
 
 }  // namespace coat::gpu

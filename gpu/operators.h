@@ -18,26 +18,14 @@
 //     quantization report. Atomics are maxima and integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
-// Words for parts of tensors and of parameters, from small to large:
+// Words for parts of a tensor, from small to large:
 //   chunk         8 neighbouring elements of a row: what a thread loads or stores at a time (gpu/device.cuh)
 //   group         16 neighbouring features of a token, which share a scale (formats.h)
-//   piece         16 rows of one column of a tile (gpu/device.cuh, TransposeTile)
 //   moment group  128 elements of a moment, which share (max, k) (formats.h)
-//   span          128 elements of a parameter, which have one moment group of m and one of v (adamw.cu)
-//   bundle        8 spans, which a warp updates (adamw.cu)
-//   tile          128 x 128 elements of a tensor, on which a thread block works (gpu/device.cuh, part 5)
+//   tile          128 x 128 elements, on which a thread block works (gpu/device.cuh, part 5)
 //   plane         one half of the columns of [gate | up], or all columns of another tensor (gpu/device.cuh,
 //                 part 4)
-//   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
-//   shard         what this rank owns of one parameter (section 3)
-//   bucket        the parameters whose gradients backward completes at the same time: a linear layer with the
-//                 norm before it; the final norm and the head; or the embeddings (architecture.h,
-//                 Param::bucket)
-//   stage         what several GPUs gather at a time of the weights: the embeddings, a linear layer, or the
-//                 head
-//   flat order    all parameters one after the other, each padded to whole moment groups (Param::flat_offset)
-//   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients
-//                 have this order. With one rank it is the flat order.
+// Section 3 has the words for parts of the parameters.
 #pragma once
 #include <vector>
 
@@ -60,8 +48,8 @@ namespace coat::gpu {
 //   scale          quantize()                         quantize(), and update_delayed_scales()
 //
 // Just in time, scale = amax / FMAX. Delayed, scale = from_history, the scale that follows from the amaxes of
-// earlier steps; while from_history is 0, it is amax / FMAX, too. With several ranks, combine_amaxes() writes
-// the amax and the scale of a weight on all of them.
+// earlier steps. While the history is empty, from_history is 0, and everything is as if just in time. With
+// several ranks, combine_amaxes() writes the amax and the scale of a weight on all of them.
 struct alignas(16) TensorScale {
     float scale;         // codes are multiplied by it
     float amax;          // the largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN
@@ -185,57 +173,78 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // 2. Quantizers: section 5 of the paper (coat.cu)
 //
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
-// anyway updates the amax itself, which saves the first pass.
+// anyway updates the amax itself, which saves the first pass. Each function below reads x; "any" is any
+// LazyTensor. "Both forms" are row-major codes, transposed codes, or both, as the Operand says.
+//
+//   function                         x                       writes
+//   compute_amax()                   any                     the amax of x
+//   quantize()                       any                     FP8 codes in both forms; in groups one form
+//   store_values()                   any                     values in BF16 or FP32
+//   convert()                        stored                  values in BF16 or FP32
+//   write_operand()                  any                     what quantize() or store_values() does
+//   write_operand_and_sum_columns()  any                     the same, and the column sums of x
+//   quantize_groups()                BF16                    groups; if asked, x as rounded
+//   quantize_activation_input()      BF16: gate and up       groups, and the amax of the activation's output
+//
+// The tensor that is written may be x itself, or what x is computed from, if an element has as many bytes in
+// both: a thread loads its elements before it stores what it makes of them. It may also have more rows than
+// x: these are left as they are. quant_stats: what quantizing loses is added to it; it may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
 // must not be in FP32.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t s);
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream);
 
-// Computes x and writes its FP8 codes, as out says.
-//   per tensor              The scale is computed from the amax in tensor_scale(out.tensor). If out.delayed
-//                           is true, it is that of the history.
-//   per row, 1x128, 128x128 The scales are computed first, from x, and stored with the codes.
-//   1x16 groups             x must be a tensor that is stored in BF16.
-// - x may be computed from BF16 tensors and from groups, but not from FP32 tensors.
-// - quant_stats: what quantizing loses is added to it. It may be null.
-// - The output may be written over the input if an element has as many bytes in both: a thread loads its
-//   elements before it stores what it makes of them.
-// - out may have more rows than x: these are left as they are.
-void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+// Computes x and writes its FP8 codes, as out says. x may be computed from BF16 tensors and from groups, but
+// not from FP32 tensors.
+//   per tensor               The scale is computed from the amax in tensor_scale(out.tensor). If out.delayed
+//   is
+//                            true, it is that of the history.
+//   per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
+//   1x16 groups              x must be a tensor that is stored in BF16.
+void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Computes x and stores its values in out, in FP32, or in BF16, to which they are rounded. (The last two
-// rules of quantize() hold here, too.)
-void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t s);
-// The same of a stored tensor: groups, BF16 or FP32 -> BF16 or FP32, in the same shape.
-void convert(const TensorRef& x, const TensorRef& out, cudaStream_t s);
+// Computes x and stores its values in out, in FP32, or rounded to BF16.
+void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
+// The same for a tensor x that is stored in groups, BF16 or FP32.
+void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream);
 
-// Computes x and writes it as a GEMM of the recipe reads it: quantize() if out is FP8, else store_values().
-void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+// Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
+// store_values().
+void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // A sum over rows is first taken in this many partial sums, one in each row of a workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// write_operand(), and what a bias needs: gradient (cols) += the column sums of x, as add_column_sums() adds
-// them (section 8), to the bit. workspace: (COLUMN_PARTIALS, cols) floats.
-void quantize_and_sum(const LazyTensor& x, const Operand& out, const TensorRef& gradient, float* workspace,
-                      QuantStats* quant_stats, cudaStream_t s);
+// write_operand(), and what the gradient of a bias needs: gradient (cols) += the column sums of x, which
+// equal those of add_column_sums() (section 8) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
+void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                   float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
-// x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
-// very values that backward will read.
+// Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16:
+// attention then computes with these values, as backward does.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
-                     cudaStream_t s);
+                     cudaStream_t stream);
 // The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
-// next GEMM's operand, and amax_out gets its amax in the same pass: of what the activation computes from the
-// groups if forward_reads_saved, else from x (formats.h, forward_reads_saved).
+// operand of the next GEMM. amax_out gets its amax in the same pass: of the output that is computed from the
+// groups if forward_reads_saved (formats.h) is true, else of the output that is computed from x.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
-                               cudaStream_t s);
+                               cudaStream_t stream);
 
 // ===========================================================================================================
 // 3. Parameters, and what precedes an update (gpu/parameters.cu)
 //
-// The padding of a parameter up to a multiple of MOMENT_GROUP stays zero.
+// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
+// the rank's order is the flat order.
+//   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
+//   shard         what this rank owns of one parameter
+//   bucket        the parameters whose gradients backward completes at the same time (architecture.h,
+//                 Param::bucket)
+//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
+//                 groups; the padding stays zero
+//   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients have
+//                 this order
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders they are all there is, and the optimizer rounds them stochastically. In the fp32 recipe the
@@ -258,23 +267,31 @@ struct MomentRef {
 
 // What this rank updates of one parameter: a row of a table on the device.
 struct Shard {
-    int64_t rank_offset, size;  // elements before it in the rank's order, and its own elements
+    int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    TensorScale* amax_out;         // of the new weights; may be null
+    TensorScale* amax_out;         // gets the amax of the new weights; may be null
     int64_t to_flat_order = 0;     // an element's number in the flat order, minus that in the rank's order
-    int64_t first_owned_unit = 0;  // number of its first shard unit among those of all parameters
+    int64_t first_owned_unit = 0;  // the number of its first shard unit among those of all parameters
 };
 
-// The first values of what this rank owns of a parameter (architecture.h, initial_value()), which begin with
-// element `at` of the rank's order. index: number of the parameter. used: used_elements() of architecture.h.
-void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
-                uint64_t seed, cudaStream_t s);
+// What the first values of a parameter follow from, beside its Param (architecture.h, initial_value()).
+struct InitialValues {
+    Range own;             // the elements of the parameter that this rank owns
+    uint64_t param_index;  // the number of the parameter
+    int64_t used;          // used_elements() of architecture.h
+    uint64_t seed;
+};
+// Writes the first values of what this rank owns of the parameter p to w, from element `at` of the rank's
+// order on.
+void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
+                cudaStream_t stream);
 
 // Whether this GPU can run the program's kernels; else the reason.
 cudaError_t find_kernels();
 
-// What a step knows of its gradients, on the device. Cleared before the step; each bucket adds to it.
+// What a step knows of its gradients, on the device. It is cleared before the step, and each bucket adds to
+// it.
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
     float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
@@ -283,75 +300,89 @@ struct GradientState {
     uint32_t skip;
 };
 
-// *loss_or_nan = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
-// would hide that.
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because an FP8 code would hide that. Once it
+// is NaN, it stays NaN for the rest of the step.
 void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
-                       cudaStream_t s);
-// Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
-// give the same norm for any number of ranks.
-//   gradients       begin with the element `first` of the rank's order
-//   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
-//                   `first_shard_unit` on; 0 where the shard unit is another rank's
-void compute_gradient_squares(const Shard* shards, int shard_count, const void* gradients, Format format,
-                              int64_t first, int64_t first_shard_unit, int64_t shard_units,
-                              const double* loss, double* sums, cudaStream_t s);
-// Adds these sums of all ranks, (ranks, 1 + shard_units), to the state. A shard unit of a matrix belongs to
-// one rank, so the other ranks' sums of it are 0. A vector belongs to every rank, so all sums of it are
-// equal; they count once. clip: the limit of the norm; 0: none.
-void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                           GradientState* state, cudaStream_t s);
+                       cudaStream_t stream);
+// Whole shards, with their gradients: all shards of this rank, or those of a bucket.
+struct ShardGradients {
+    const Shard* shards;  // (count), on the device
+    int count;
+    Range elements;         // the elements of these shards, in the rank's order
+    const void* gradients;  // of these elements
+    Format format;          // of the gradients: FP32, or that of the weights
+};
 
+// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
+// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count) gets *loss (0 if
+// it is null), and then the sum of each of these shard units; 0 where the shard unit is another rank's.
+void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
+                              double* sums, cudaStream_t stream);
+// Adds the sums of all ranks, (ranks, 1 + shard_units), to the state. A shard unit of a matrix belongs to one
+// rank, so that the other ranks have 0 for it. A vector belongs to every rank: all have the same sum for a
+// shard unit of it, which counts once. clip is the limit of the norm; with 0 there is none.
+void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                           GradientState* state, cudaStream_t stream);
+
+// The gradients that all ranks have of n elements.
+struct GradientsOfRanks {
+    const void* own;       // (n) this rank's
+    const void* received;  // (ranks - 1, n) the other ranks', in their order, with no gap for this rank
+    Format format;
+    int64_t n, rank, ranks;
+};
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
-// `overwrite`, without the old sum. n: elements. This rank's gradients are at `own`. Those of the other
-// ranks are at `received`, one after the other in the order of the ranks, with no gap for this rank.
-void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,
-                   int64_t rank, int64_t ranks, cudaStream_t s);
+// `overwrite`, without the old sum. sum (n) has the format of the gradients.
+void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
 
 // ===========================================================================================================
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
-// Updates whole shards, all of this rank or those of a bucket, by AdamW. They are the elements `updated` of
-// the rank's order. `gradients` begin with the first of these; their `format` is FP32 or that of the weights.
-// Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key: that of this step
-// (formats.h), for weights without a master. The shards' amaxes become those of the new weights; where
-// state->skip is set, all stays as it was.
-void adamw(const AdamWOptions& a, const OptimizerFormat& optimizer, const Shard* shards, int shard_count,
-           const Range& updated, const Weights& w, uint64_t rounding_key, const void* gradients,
-           Format format, const GradientState* state, cudaStream_t s);
+// Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
+// that of this step (formats.h), for weights without a master. The shards' amaxes become those of the new
+// weights. Where state->skip is set, everything stays as it was.
+void adamw(const AdamWOptions& options, const OptimizerFormat& optimizer, const ShardGradients& g,
+           const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
 // 5. Residual stream and norms (gpu/norm.cu)
 
-// sum = x + branch, of rows (N, C), and what the next norm needs of it. Read are
-//   x        the residual stream; with tokens (N), the embedding: the row x[token]
-//   branch   what is added, or no tensor; with tokens, the learned positions: the row branch[row % T]
-// Written are
-//   x_out                 the new residual stream: the sum, rounded. It may be the same memory as x. x_out is
-//                         no tensor if next.in stores the same values anyway (norm inputs that are saved in
-//                         the compute dtype)
-//   next.in               the norm's input: the sum in groups, or rounded
-//   next.row_statistics   of next.in if forward_reads_saved, else of x_out
-//   y_amax_out            the amax of the norm's output, computed from the same values
-// forward_reads_saved says that the norm reads next.in not only in backward, but also in forward: because the
-// recipe's forward_reads_saved (formats.h) is true, or because next.in is not in groups.
-void residual_add(const TensorRef& x, const TensorRef& branch, const TensorRef& x_out, const Norm& next,
-                  bool forward_reads_saved, TensorScale* y_amax_out, cudaStream_t s,
-                  const int32_t* tokens = nullptr, int64_t T = 1);
+// Where a sum goes that is the new residual stream, and what the norm that reads it needs. Written are the
+// sum, the norm's input next.in (in groups, or rounded), next.row_statistics, and the amax of the norm's
+// output.
+struct ResidualOutput {
+    // (N, C) the sum, rounded. It may be the memory of an operand of the sum. It is no tensor if next.in
+    // stores the same values anyway (norm inputs that are saved in the compute dtype).
+    TensorRef x_out;
+    Norm next;
+    // Whether the norm reads next.in also in forward, and not only in backward: because the recipe's
+    // forward_reads_saved (formats.h) is true, or because next.in is not in groups. If so, the row statistics
+    // and the amax are computed from what next.in holds, else from the rounded sum.
+    bool forward_reads_saved;
+    TensorScale* y_amax_out;  // the amax of the norm's output
+};
+// The residual sum x + branch, both (N, C).
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
+                  cudaStream_t stream);
+// The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T]. tokens:
+// (N). positions: the learned positions (max_T, C), or no tensor.
+void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
+           const ResidualOutput& out, cudaStream_t stream);
 
-// The backward pass of a norm, and of the residual sum before it: g_out = round(g_in + dx), where dx is the
-// gradient of the norm's input. Read are
-//   dy     (N, C) the gradient of the norm's output
-//   g_in   (N, C) the gradient of the residual stream, or no tensor
-// Written are
-//   g_out              (N, C). It may be the memory of g_in, or of n.in if that is in the compute dtype
-//   g_amax_out         the amax of g_out
-//   n.row_statistics   (N), from n.in: whoever reads the norm's output after this call needs them
-//   dweight, dbias     (C) are added to; dbias is no tensor for RMSNorm
-//   workspace          of norm_backward_workspace(C) bytes
+// The gradients at a norm and at the residual stream before it.
+struct NormGradients {
+    TensorRef dy;            // (N, C) read: of the norm's output
+    TensorRef residual_in;   // (N, C) read: of the residual stream after the norm's input; or no tensor
+    TensorRef residual_out;  // (N, C) written: residual_in + dx, dx being that of the norm's input
+    TensorScale* residual_amax_out;  // the amax of residual_out
+    TensorRef dweight, dbias;        // (C) added to; dbias is no tensor for RMSNorm
+};
+// The backward pass of a norm, and of the residual sum that its input takes part in. residual_out may be the
+// memory of residual_in, or of n.in if that is in the compute dtype. workspace:
+// norm_backward_workspace(n.in.cols) bytes. Returns the norm's output (lazy_norm(n)), which may be read from
+// this call on until another norm uses the same place for its row statistics: the call computes these anew.
+LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const TensorRef& dy, const TensorRef& g_in, const TensorRef& g_out,
-                   TensorScale* g_amax_out, const TensorRef& dweight, const TensorRef& dbias,
-                   float* workspace, cudaStream_t s);
 
 // ===========================================================================================================
 // 6. RoPE, and norms of heads (gpu/layers.cu)
@@ -361,10 +392,10 @@ struct Rope {
     // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
     int64_t T, HS, rotated_cols;
 };
-void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
+void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
 // the amax of all columns.
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t s);
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream);
 
 // Qwen3 has an RMSNorm of each head of q and of k.
 struct HeadNorm {
@@ -375,11 +406,11 @@ struct HeadNorm {
 // qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
 // q and k normed and then rotated.
 void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                        cudaStream_t s);
+                        cudaStream_t stream);
 // The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
 // in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
 void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
-                        const TensorRef& dweight, float* workspace, cudaStream_t s);
+                        const TensorRef& dweight, float* workspace, cudaStream_t stream);
 
 // ===========================================================================================================
 // 7. Loss (gpu/layers.cu)
@@ -388,66 +419,82 @@ void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef
 // (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
 // for evaluation.
 void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
-                           cudaStream_t s);
+                           cudaStream_t stream);
 // The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
 // where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
 // CUDA graph replays the launch.
 void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
-                   float* losses, cudaStream_t s);
+                   float* losses, cudaStream_t stream);
 // *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
-void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total, cudaStream_t s);
+void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
+                  cudaStream_t stream);
 
 // ===========================================================================================================
 // 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
 // gradient (n) += the sums over the rows of partials (rows, n), with which add_column_sums(), norm_backward()
-// and head_norm_backward() end. `second` is another gradient (n), whose partials lie behind those of the
+// and head_norm_backward() end. `second` is another gradient (n), whose partials lie after those of the
 // first, or no tensor.
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t s,
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second = {});
 // gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
 // (COLUMN_PARTIALS, cols) floats.
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
-                     cudaStream_t s);
+                     cudaStream_t stream);
 
-// Which rows of g belong to a token. The host sorts them, so that sums have a fixed order.
+// Which rows of a gradient belong to a token. The host sorts them, so that sums have a fixed order.
 struct TokenRows {
     int32_t token, first, count;  // rows order[first .. first + count)
 };
 struct EmbeddingOrder {
     std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
     std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent = 0;  // the first tokens, this many: each has enough rows for several warps
+    int64_t frequent = 0;           // the first tokens, this many: each has enough rows for several warps
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// gradient (padded_V, C): row[token] += the sum of the token's rows of g, for `count` tokens, of which the
-// first `frequent` are frequent. order and tokens are those of an EmbeddingOrder, on the device.
-void embedding_backward(const TensorRef& g, const int32_t* order, const TokenRows* tokens, int64_t count,
-                        int64_t frequent, const TensorRef& gradient, cudaStream_t s);
+// An EmbeddingOrder whose vectors are on the device; `count` is the length of `tokens`.
+struct EmbeddingOrderRef {
+    const int32_t* order;
+    const TokenRows* tokens;
+    int64_t count, frequent;
+};
+// gradient (padded_V, C): row[token] += the sum of the token's rows of g (N, C), for each token of the order.
+void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
+                        cudaStream_t stream);
 // gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
-void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t s);
+void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream);
 
 // ===========================================================================================================
 // 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu; what several GPUs
 // need of it: gpu/parameters.cu)
 
-// What quantize() calls. Codes per row, 1x128 or 128x128, with scales of their own, just in time (*out.amax
-// is updated); and codes per tensor with a delayed scale, while the amax is taken for later.
-void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
-void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+// quantize() calls these two. The first makes codes with scales per row, 1x128 or 128x128, just in time, and
+// updates *out.amax_out. The second makes codes with a delayed scale per tensor, and finds the amax for
+// later.
+void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
+                        cudaStream_t stream);
+void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Delayed scaling, after a step. The amax of each of scales (n) enters its history, a row of histories (n,
-// length), as the newest. The scale of the next step is from_history = max(history) / FMAX. If that maximum
-// is 0 or not finite, from_history stays as it was. If *skipped is not 0, everything stays as it was.
-// *empty += the number of scales whose from_history is still 0.
-void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
-                           const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
+// The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps.
+struct DelayedScales {
+    TensorScale* scales;  // (n)
+    float* histories;     // (n, length), the newest first
+    int64_t n;
+    int length;
+    Format fp8;
+};
+// Delayed scaling, after a step. Each tensor's amax enters its history. The scale of its next step is
+// from_history = max(history) / FMAX. If that maximum is 0 or not finite, from_history stays as it was. If
+// *skipped is not 0, everything stays as it was. *empty += the number of scales whose from_history is still
+// 0.
+void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
+                           cudaStream_t stream);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
-void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t s);
+void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / FMAX, or the delayed scale.
 void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
-                    cudaStream_t s);
+                    cudaStream_t stream);
 
 // ===========================================================================================================
 // 10. The quantization report (gpu/quant_report.cu; formats.h, QuantStats). It has a kernel of its own, so
@@ -456,13 +503,13 @@ void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, i
 // Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
 // the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of
 // scales: row-major, and transposed (128x128 once: these are equal). Nothing where quant_stats is null.
-void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s);
+void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a
 // large parameter only a part is measured; the report then says so. Waits for the stream.
 void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
-                             cudaStream_t s);
+                             cudaStream_t stream);
 
 }  // namespace coat::gpu

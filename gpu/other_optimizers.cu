@@ -1,15 +1,16 @@
 // gpu/other_optimizers.cu - AdamW with other moments than COAT's: in FP32 and BF16, or in FP8 and FP16 with
-// one scale per tensor, as FP8-LM has them. With the optimizer `coat` these are the moments of norms and
-// biases only, in FP32. (The kernel for moments in FP8 groups: adamw.cu.)
+// one scale per tensor, as FP8-LM has them. With the optimizer `coat` it updates only norms and biases, whose
+// moments are in FP32. (The kernel for moments in FP8 groups is in adamw.cu.)
 //
-// A scale per tensor needs the largest new moment before the first one is encoded. So the moments are
-// computed twice: first for the maxima, which go to max[1] while max[0] still decodes, and then to be stored.
+// A scale per tensor needs the largest new moment before any is encoded. So there are two passes, which both
+// compute the new moments. The first only finds the maxima and writes them to max[1], while max[0] still
+// decodes the old moments. The second stores the new moments.
 #include "adamw.cuh"
 
 namespace coat::gpu {
 
-// Decodes eight values of a moment in two parts: x, and the factor that it returns. Value j is factor * x[j],
-// as adamw_element() wants it.
+// Decodes eight elements of a moment in two parts: x, and the factor that it returns. Element j is
+// factor * x[j], as adamw_element() wants it.
 static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m)) {
         EitherDense{m.data, m.format == Format::FP32}.load_values(i, x);
@@ -20,12 +21,13 @@ static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, V
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
         for (int j = 0; j < CHUNK; j++) x[j] = __half2float(fp16[j]);
     } else {
-        decode(m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
+        decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
+               /*scale=*/1.0f, x);
     }
     return scale_of(fmax, m.max[0]);
 }
 
-// Rounds and stores eight new values; max[1] is the largest of the tensor.
+// Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!has_scales(m))
         return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
@@ -37,40 +39,41 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, V
     put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
-// blockIdx.y is the number of the shard. find_maxima: the first of two passes, which stores nothing else.
+// One pass over the shards; blockIdx.y is the number of the shard. find_maxima says that this is the first of
+// two passes.
 constexpr int ADAMW_THREADS = 256;
 template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
-    adamw_plain_kernel(const AdamWArguments a, bool find_maxima) {
+    update_other_formats_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !has_scales(shard.m) && !has_scales(shard.v)) return;
-    const W weights(a.w, shard.rank_offset);
-    const float clip = a.state->clip_factor, decay = shard.decays ? a.f.weight_decay : 0.0f;
-    uint32_t top_w = 0, top_m = 0, top_v = 0;
+    const W weights(a.weights, shard.rank_offset);
+    const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    uint32_t top_bits_w = 0, top_bits_m = 0, top_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         a.gradients.load_values(shard.rank_offset - a.first_element + i, g);
-        const float keep_m = a.f.beta1 * load_moment(shard.m, a.fmax_m, i, m);
-        const float keep_v = a.f.beta2 * load_moment(shard.v, a.fmax_v, i, v);
+        const float keep_m = a.constants.beta1 * load_moment(shard.m, a.fmax_m, i, m);
+        const float keep_v = a.constants.beta2 * load_moment(shard.v, a.fmax_v, i, v);
         for (int j = 0; j < CHUNK; j++) {
-            adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            top_m = max(top_m, magnitude_bits(m[j]));
-            top_v = max(top_v, magnitude_bits(v[j]));
+            adamw_element(a.constants, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+            top_bits_m = max(top_bits_m, magnitude_bits(m[j]));
+            top_bits_v = max(top_bits_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true, top_w);
+        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true, top_bits_w);
         store_moment(shard.m, a.fmax_m, i, m);
         store_moment(shard.v, a.fmax_v, i, v);
     }
-    if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_w);
-    if (find_maxima && has_scales(shard.m)) update_amax_by_warp(shard.m.max + 1, top_m);
-    if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_v);
+    if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_bits_w);
+    if (find_maxima && has_scales(shard.m)) update_amax_by_warp(shard.m.max + 1, top_bits_m);
+    if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_bits_v);
 }
 
-// Moments with one scale per tensor: the new maxima start at 0.
+// Before the first pass the new maxima are set to 0, because the pass only raises them.
 static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
@@ -79,7 +82,7 @@ static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
     if (has_scales(shard.v)) shard.v.max[1] = 0;
 }
 
-// After the second pass the new maxima decode the moments.
+// After the second pass the new maxima take the place of the old ones.
 static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
@@ -88,19 +91,20 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t s) {
+void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
     const int64_t each = std::min<int64_t>(useful, has_fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), shards);
-    if (a.per_tensor) launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, s, a);
-    with_weights(a.w, [&]<class W>() {
-        const auto kernel = adamw_plain_kernel<W>;
-        if (a.per_tensor) launch("adamw, maxima", kernel, grid, ADAMW_THREADS, 0, s, a, true);
-        launch("adamw", kernel, grid, ADAMW_THREADS, 0, s, a, false);
+    if (a.per_tensor)
+        launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
+    with_weights(a.weights, [&]<class W>() {
+        const auto kernel = update_other_formats_kernel<W>;
+        if (a.per_tensor) launch("update_other_formats", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
+        launch("update_other_formats", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
     });
-    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, s, a);
+    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
 }
 
 }  // namespace coat::gpu

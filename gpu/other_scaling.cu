@@ -1,16 +1,19 @@
 // gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with: te,
-// rowwise and deepseek. Its quantizers are that of coat.cu, part 3, where it is explained, with other scales.
+// rowwise and deepseek. The quantizers work like that of coat.cu, part 3, which explains it; only the scales
+// are others.
 #include "other_scaling.cuh"
+#include "quantize.cuh"
 
 namespace coat::gpu {
 
 // ===========================================================================================================
 // 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
-// Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
-// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes. The
-// kernels of both need more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave: hence two
-// blocks a multiprocessor.
+// A scale block is a row, or 1x128 or 128x128 elements. Row-major and transposed codes each have scales of
+// their own. As with one scale per tensor there are two passes: the first finds the amaxes of all scale
+// blocks, and stores them where their scales will be; the second computes the codes. The kernels of both need
+// more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave: hence two thread blocks a
+// multiprocessor.
 
 constexpr int LOG_128 = 7, ALL = 62;
 static_assert(TILE == 1 << LOG_128);
@@ -21,11 +24,12 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     void* const scales = transposed ? out.transposed_scales : v.scales;
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols;
     const bool square = g == PER_128x128;
-    // Along N and along K: log2 of a block's side, and the distance from one block's scale to the next one's.
-    // With one scale per row, every column lies in block 0 of its row.
+    // N and K are the sides of the codes, K being the one along which the GEMM reduces. For each: log2 of the
+    // length of a scale block, and the distance from the scale of one block to that of the next. With one
+    // scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
     const int64_t step_n = square ? round_up(v.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
-    // Rows of the tensor run along N, or (transposed) along K.
+    // The rows of the tensor are counted along N, or (transposed) along K.
     return {.scales = codes ? static_cast<float*>(scales) : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
             .col_shift = transposed ? shift_n : shift_k,
@@ -34,72 +38,74 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
             .count = operand_scale_count(v.storage, N, K)};
 }
 
-// One atomicMax serves all lanes of a warp that have the same block: mostly those with neighbouring columns.
-static __device__ void update_block_amax(float* amax, uint32_t top) {
+// *amax = max(*amax, the value with these bits). One atomicMax serves all lanes of a warp that have the same
+// scale block: mostly those with neighbouring columns.
+static __device__ void update_block_amax(float* amax, uint32_t top_bits) {
     const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
-    top = __reduce_max_sync(lanes, top);
-    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top);
+    top_bits = __reduce_max_sync(lanes, top_bits);
+    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top_bits);
 }
 
-// The first pass: the amaxes of the rows or blocks that row-major codes have (`grid`), and of those that
-// transposed codes have (`transposed`). Null scales: these codes are not wanted. The 128 rows that a tile has
-// of a column lie in one block of the transposed codes. So the maxima that the threads have of a column are
-// combined first.
+// The first pass: the amaxes of the rows or blocks of row-major codes, and those of transposed codes. A grid
+// whose scales are null is that of codes that are not wanted. The 128 rows that a tile has of a column lie in
+// one block of the transposed codes. So the maxima that the threads have of a column are combined first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
+    block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
-            uint32_t top = 0;
+            uint32_t top_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t bits = magnitude_bits(v[p][j]);  // a place outside copies its block's last row
-                top = max(top, bits);
+                top_bits = max(top_bits, bits);
                 tops[p][j] = max(tops[p][j], bits);
             }
-            if (grid.scales && live) update_block_amax(grid.at(at.row + i, p * x.width + at.col), top);
+            if (row_major_grid.scales && live)
+                update_block_amax(row_major_grid.at(at.row + i, p * x.width + at.col), top_bits);
         }
     });
-    if (!transposed.scales) return;
+    if (!transposed_grid.scales) return;
     combine_columns(
         x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
-        [&](int64_t col, uint32_t top) {
-            update_amax(transposed.at(static_cast<int64_t>(blockIdx.y) * TILE, col), top);
+        [&](int64_t col, uint32_t top_bits) {
+            update_amax(transposed_grid.at(static_cast<int64_t>(blockIdx.y) * TILE, col), top_bits);
         });
 }
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
-// hides it. whole: gets the amax of the whole tensor; may be null.
-static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* whole) {
+// hides it. amax_out gets the amax of the whole tensor; it may be null.
+static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* amax_out) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    if (whole) update_amax_by_warp(&whole->amax, magnitude_bits(amax));
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(amax));
 }
 
-// The scales of x, of both sets that out wants; *out.amax is updated.
-static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s) {
+// Computes the scales that the codes of x need: of row-major codes, of transposed codes, or of both, as `out`
+// says. *out.amax_out is updated.
+static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
-        if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), s);
+        if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
     with_bf16_producer(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, s, producer, x.rows, grids[0], grids[1]);
+               TILE_THREADS, 0, stream, producer, x.rows, grids[0], grids[1]);
     });
     for (const ScaleGrid& g : grids)
         if (g.scales)
-            launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales, g.count,
-                   info(out.tensor.storage.format).max, out.amax_out);
+            launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, stream, g.scales,
+                   g.count, info(out.tensor.storage.format).max, out.amax_out);
 }
 
-// The second pass: codes with a scale for each row or block. Either of codes and transposed may be null.
+// The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid by_row, ScaleGrid by_column, bool e5m2,
-                              uint8_t* codes, uint8_t* transposed) {
+    quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid,
+                              bool e5m2, uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // For the transposed codes: 1 / scale of each of the thread's columns.
@@ -109,36 +115,40 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK; j++) {
                 const int64_t col = p * x.width + at.col + j;
-                inverse_of_columns[p][j] = __frcp_rn(*by_column.at(first_row, col));
+                inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.at(first_row, col));
             }
-    store_codes<TRANSPOSED>(
-        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const Values& v, bool live) {
-            ChunkCodes chunk{};
-            if (live && codes) {
-                const float inverse_of_row = __frcp_rn(*by_row.at(at.row + row, plane * x.width + at.col));
-                chunk.by_row = encode(e5m2, v, inverse_of_row);
-            }
-            if (TRANSPOSED) {
-                Values scaled;
-                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
-                chunk.transposed = encode(e5m2, scaled, 1.0f);
-            }
-            return chunk;
-        });
+    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
+                            [&](int row, int plane, const Values& v, bool live) {
+                                ChunkCodes chunk{};
+                                if (live && codes) {
+                                    const float inverse_of_row =
+                                        __frcp_rn(*row_major_grid.at(at.row + row, plane * x.width + at.col));
+                                    chunk.row_major = encode(e5m2, v, inverse_of_row);
+                                }
+                                if (TRANSPOSED) {
+                                    Values scaled;
+                                    for (int j = 0; j < CHUNK; j++)
+                                        scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
+                                    chunk.transposed = encode(e5m2, scaled, 1.0f);
+                                }
+                                return chunk;
+                            });
 }
 
-void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
-    block_scales(x, out, s);
-    add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
+void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
+                        cudaStream_t stream) {
+    block_scales(x, out, stream);
+    add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_in_blocks_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_in_blocks", kernel, x, out, s, scale_grid(out, /*transposed=*/false),
+    launch_quantizer("quantize_in_blocks", kernel, x, out, stream, scale_grid(out, /*transposed=*/false),
                      scale_grid(out, /*transposed=*/true), out.tensor.storage.format == Format::E5M2);
 }
 
 // ===========================================================================================================
 // 2. Delayed scaling (te): the scale is known before the values are; their amax is for later steps
 
-// While the history is empty, the scale follows just in time from the amax, which another kernel has taken.
+// The kernel of quantize_delayed(). While the history is empty, the scale follows just in time from the amax,
+// which another kernel has found. Later the scale is that of the history, and this kernel finds the amax.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_delayed_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
@@ -150,8 +160,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     float top = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const Values& v, bool live) {
-                                // A row that is not live may be the last one again, read after its codes
-                                // were stored.
+                                // The values of a row that is not live may be wrong: see for_each_row().
                                 if (live) top = larger_magnitude(top, v);
                                 return same_in_both(encode(e5m2, v, inverse));
                             });
@@ -159,15 +168,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
-void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.storage.format;
-    add_quant_errors(x, out, quant_stats, s);  // before the codes, which may overwrite x
+    add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_delayed_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_delayed", kernel, x, out, s, tensor_scale(out.tensor), info(fp8).max,
+    launch_quantizer("quantize_delayed", kernel, x, out, stream, tensor_scale(out.tensor), info(fp8).max,
                      fp8 == Format::E5M2);
 }
 
-// A thread has one operand's history, which moves up by one from its end on.
+// A thread has the history of one tensor. It moves each amax up by one place, beginning at the end.
 constexpr int HISTORY_THREADS = 32;
 static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t n, float* histories,
                                                     int length, float fmax, const uint32_t* skipped,
@@ -184,13 +193,15 @@ static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t
     const float wanted = __uint_as_float(most);
     if (wanted > 0 && wanted < INFINITY) mine.from_history = scale_of(fmax, wanted);
     if (!(mine.from_history > 0)) atomicAdd(empty, 1u);
-    else mine.scale = mine.from_history;  // a rank without a part of this weight receives only codes
+    else
+        mine.scale = mine.from_history;  // for a rank that owns no part of this weight and receives its codes
 }
 
-void update_delayed_scales(TensorScale* scales, int64_t n, float* histories, int length, Format fp8,
-                           const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    launch("update_delayed_scales", update_delayed_scales_kernel, blocks(n, HISTORY_THREADS), HISTORY_THREADS,
-           0, s, scales, n, histories, length, info(fp8).max, skipped, empty);
+void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
+                           cudaStream_t stream) {
+    launch("update_delayed_scales", update_delayed_scales_kernel, blocks(delayed.n, HISTORY_THREADS),
+           HISTORY_THREADS, 0, stream, delayed.scales, delayed.n, delayed.histories, delayed.length,
+           info(delayed.fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu

@@ -1,20 +1,22 @@
-// gpu/other_scaling.cuh - where the scales of the recipes rowwise and deepseek are.
+// gpu/other_scaling.cuh - where the scales of the recipes rowwise and deepseek lie in memory, for the
+// quantizers of gpu/other_scaling.cu and for the quantization report.
 #pragma once
 #include "device.cuh"
 
 namespace coat::gpu {
 
-// Maps (row, col) of the tensor to its scale, in the layout that cuBLASLt expects (operators.h, Operand).
+// The scales of an operand's codes, in the layout that cuBLASLt expects (operators.h, Operand). at() maps an
+// element of the tensor to the scale of its block.
 struct ScaleGrid {
-    float* scales;             // null: not wanted
-    int row_shift, col_shift;  // log2 of a block's sides
-    int64_t down, across;      // from one block's scale to the next one's
-    int64_t count;             // of all scales
+    float* scales;             // null if the operand has no such codes
+    int row_shift, col_shift;  // log2 of the rows and of the columns of a scale block
+    int64_t down, across;  // the distance from a block's scale to that of the block below, or to the right
+    int64_t count;         // how many scales there are
     __device__ float* at(int64_t row, int64_t col) const {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
 };
-// The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
+// The grid of an operand's row-major codes, or of its transposed ones.
 ScaleGrid scale_grid(const Operand& out, bool transposed);
 
 }  // namespace coat::gpu

@@ -1,6 +1,6 @@
 // gpu/parameters.cu - what concerns parameters as such: their first values; the norm of their gradients,
 // clipping, and steps that are skipped; and what several GPUs add up or exchange.
-#include "device.cuh"
+#include "quantize.cuh"
 
 namespace coat::gpu {
 
@@ -9,9 +9,9 @@ constexpr int THREADS = 256;  // of a block
 // ===========================================================================================================
 // 1. First values
 
-// The first values of the elements of a parameter that this rank owns, number i of them by thread i. They lie
-// from `first` on in the rank's memory. The weight is the master rounded to nearest. Ties go away from zero,
-// so that the remainder fits.
+// Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
+// them, which is element first + i of the rank's order. The weight is the master, rounded to nearest. Ties go
+// away from zero, so that the remainder fits into 16 bits.
 static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float init_std,
                                          bool ones, int64_t used, uint64_t seed, uint64_t param) {
     const int64_t i = thread_of_grid(), to = first + i;
@@ -24,11 +24,11 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
     if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, const Param& p, const Range& own, int64_t at, uint64_t index, int64_t used,
-                uint64_t seed, cudaStream_t s) {
-    const int64_t n = padded_count(own);
-    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, s, w, at, own, n, p.init_std,
-           p.role.starts_at_one, used, seed, index);
+void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
+                cudaStream_t stream) {
+    const int64_t n = padded_count(values.own);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, at, values.own, n,
+           p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
 }
 
 cudaError_t find_kernels() {
@@ -41,8 +41,8 @@ cudaError_t find_kernels() {
 // ===========================================================================================================
 // 2. The norm of all gradients, clipping, and steps that are skipped
 
-// The sum of squares of a chunk: in FP32 if it lies between 2^-80 and 2^80, else in double, because squares
-// in FP32 could overflow or vanish.
+// The sum of squares of a chunk. It is computed in FP32 if it lies between 2^-80 and 2^80, else in double,
+// because squares in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
     for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
@@ -52,8 +52,8 @@ static __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one shard unit: SHARD_UNIT elements, or the last ones of a shard.
-// These are the elements [from, stop) of the shard, whose first is gradients[offset].
+// A warp computes the sum of squares of one shard unit, the elements [from, stop) of a shard: SHARD_UNIT of
+// them, or fewer at the end of the shard. The shard begins at gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
 static __device__ double squares_of_unit(const EitherDense& gradients, int64_t offset, int64_t from,
                                          int64_t stop) {
@@ -72,11 +72,13 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
     return sum_of_warp(sum);
 }
 
-// The warps take turns with the shard units of all shards.
+// Writes the sums of squares of all shard units of the shards. The warps of the grid take turns with these
+// units. `first` is the element of the rank's order with which the gradients begin.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    squares_kernel(const Shard* shards, int shard_count, EitherDense gradients, int64_t first,
-                   int64_t first_shard_unit, const double* loss, double* sums) {
+    compute_gradient_squares_kernel(const Shard* shards, int shard_count, EitherDense gradients,
+                                    int64_t first, int64_t first_shard_unit, const double* loss,
+                                    double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
@@ -85,7 +87,7 @@ static __global__ void __launch_bounds__(THREADS)
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
         double* const sums_of_shard = sums + 1 + shards[i].first_owned_unit - first_shard_unit;
-        // The warps go on in turn where the last shard ended.
+        // In each shard the warps go on in turn where they ended in the shard before.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += units;
         for (int64_t unit = turn; unit < units; unit += warps) {
@@ -96,25 +98,27 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void compute_gradient_squares(const Shard* shards, int shard_count, const void* gradients, Format format,
-                              int64_t first, int64_t first_shard_unit, int64_t shard_units,
-                              const double* loss, double* sums, cudaStream_t s) {
+void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
+                              double* sums, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
-    clear(sums, (1 + shard_units) * static_cast<int64_t>(sizeof(double)), s);
+    clear(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
-    const unsigned useful = blocks(32 * shard_units + 32, THREADS);
-    launch("compute_gradient_squares", squares_kernel, std::min(useful, at_once), THREADS, 0, s, shards,
-           shard_count, either_dense(gradients, format), first, first_shard_unit, loss, sums);
+    const unsigned useful = blocks(32 * shard_units.count + 32, THREADS);
+    launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS, 0,
+           stream, g.shards, g.count, either_dense(g.gradients, g.format), g.elements.first,
+           shard_units.first, loss, sums);
 }
 
+// Adds the shard units of a bucket to the state (operators.h, GradientState). There is one block.
 constexpr int STATE_THREADS = 1024;
 static __global__ void __launch_bounds__(STATE_THREADS)
-    gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                          GradientState* state) {
+    update_gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                                 GradientState* state) {
     double mine = 0;
     for (int64_t unit = threadIdx.x; unit < shard_units; unit += STATE_THREADS) {
-        // A unit is one rank's, and the other ranks' sums are 0; or, of a vector, all have the same sum.
-        // Either way the sum is the largest of the ranks'; NaN counts as such.
+        // If one rank owns the unit, the other ranks have 0. If it is part of a vector, all ranks have the
+        // same sum. Either way its sum is the largest that a rank has, where NaN counts as larger than any
+        // number.
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
             const double theirs = sums[r * (1 + shard_units) + 1 + unit];
@@ -135,13 +139,13 @@ static __global__ void __launch_bounds__(STATE_THREADS)
 }
 
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                           GradientState* state, cudaStream_t s) {
-    launch("update_gradient_state", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks,
-           clip, state);
+                           GradientState* state, cudaStream_t stream) {
+    launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, 0, stream, sums,
+           shard_units, ranks, clip, state);
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    loss_or_nan_kernel(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan) {
+    write_loss_or_nan_kernel(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan) {
     bool finite = true;
     for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
@@ -149,14 +153,15 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
-                       cudaStream_t s) {
-    launch("write_loss_or_nan", loss_or_nan_kernel, 1, THREADS, 0, s, scales, n, loss, loss_or_nan);
+                       cudaStream_t stream) {
+    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, 0, stream, scales, n, loss,
+           loss_or_nan);
 }
 
 // ===========================================================================================================
 // 3. Several GPUs: sums of gradients, the amaxes of whole weights, and weights that arrive as codes
 
-// Gradients are added in the order of the ranks.
+// A thread adds the gradients of a chunk, in the order of the ranks.
 static __global__ void __launch_bounds__(THREADS)
     add_gradients_kernel(EitherDense sum, bool overwrite, EitherDense own, EitherDense received, int64_t n,
                          int64_t rank, int64_t ranks) {
@@ -173,31 +178,32 @@ static __global__ void __launch_bounds__(THREADS)
     sum.round_in_place_and_store(i, total, true);
 }
 
-void add_gradients(void* sum, bool overwrite, const void* own, const void* received, Format format, int64_t n,
-                   int64_t rank, int64_t ranks, cudaStream_t s) {
-    launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, THREADS), THREADS, 0, s,
-           either_dense(sum, format), overwrite, either_dense(own, format), either_dense(received, format), n,
-           rank, ranks);
+void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
+    launch("add_gradients", add_gradients_kernel, blocks(g.n / CHUNK, THREADS), THREADS, 0, stream,
+           either_dense(sum, g.format), overwrite, either_dense(g.own, g.format),
+           either_dense(g.received, g.format), g.n, g.rank, g.ranks);
 }
 
+// A thread has the amaxes that all ranks have found for one weight.
 static __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
                                              int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
-    uint32_t top = 0;
-    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude_bits(theirs[r * n + i].amax));
+    uint32_t top_bits = 0;
+    for (int64_t r = 0; r < ranks; r++) top_bits = max(top_bits, magnitude_bits(theirs[r * n + i].amax));
     TensorScale& mine = scales[i];
-    mine.amax = __uint_as_float(top);
+    mine.amax = __uint_as_float(top_bits);
     mine.scale = mine.from_history > 0 ? mine.from_history : scale_of(fmax, mine.amax);
 }
 
 void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
-                    cudaStream_t s) {
-    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, s, scales, theirs, n, ranks,
+                    cudaStream_t stream) {
+    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, stream, scales, theirs, n, ranks,
            info(fp8).max);
 }
 
-// The codes of a weight, transposed for dgrad.
+// Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads
+// them transposed.)
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
@@ -210,9 +216,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 
-void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t s) {
-    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
-           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream) {
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0,
+           stream, static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
            static_cast<uint8_t*>(transposed));
 }
 

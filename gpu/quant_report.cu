@@ -1,26 +1,27 @@
-// gpu/quant_report.cu - the quantization report: a kernel for tensors, and moments on the host.
+// gpu/quant_report.cu - the quantization report: what tensors lose is measured by a kernel, and what moments
+// lose by the CPU reference.
 #include "../reference.h"
 #include "other_scaling.cuh"
 
 namespace coat::gpu {
 
-// Half the distance from FMAX to the value below it (32 in E4M3, 8192 in E5M2). What exceeds FMAX by no more
-// is rounded to FMAX, and so does not saturate.
+// Half the distance from FMAX to the value below it; the distance is 32 in E4M3 and 8192 in E5M2. A value
+// that exceeds FMAX by no more is rounded to FMAX, and so does not saturate.
 constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 
-// Adds to quant_stats what x loses if it is quantized. An element's scale is that of the tensor, from
-// tensor_scale; or that of its scale block, from `blocks`; or, if both are null, that of its 1x16 group,
-// which is computed here.
+// Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
+// tensor_scale is not null; that of its scale block, if blocks.scales is not null; else that of its 1x16
+// group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    measure_kernel(Producer x, int64_t rows, const TensorScale* tensor_scale, ScaleGrid blocks, bool e5m2,
-                   float fmax, QuantStats* quant_stats) {
+    add_quant_errors_kernel(Producer x, int64_t rows, const TensorScale* tensor_scale, ScaleGrid blocks,
+                            bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            float scale = Groups::group_scale(v[p]);  // both threads of a group compute it
+            float scale = Groups::group_scale(v[p]);  // both threads of a group call it
             if (tensor_scale) {
                 scale = tensor_scale->from_history;
                 if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);
@@ -42,7 +43,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
             }
         }
     });
-    // First over the warp: the totals are a single address for the whole GPU.
+    // The numbers are added up over the warp first, because all warps of the GPU add to the same totals.
     signal = sum_of_warp(signal);
     noise = sum_of_warp(noise);
     for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
@@ -53,52 +54,52 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t s) {
+void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
     auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
         with_bf16_producer(x, [&](auto producer) {
-            launch("add_quant_errors", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-                   TILE_THREADS, 0, s, producer, x.rows, tensor_scale, blocks, q.format == Format::E5M2,
-                   info(q.format).max, quant_stats);
+            launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
+                   tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows, tensor_scale,
+                   blocks, q.format == Format::E5M2, info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});
     if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
-        // Both forms have the same scale blocks, so one of them is enough.
+        // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.
         const bool same = transposed && out.tensor.data && q.granularity.symmetric();
         if (grid.scales && !same) with_scales(nullptr, grid);
     }
 }
 
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
-// only PIECES pieces of equal length, evenly spread. If there is one scale per tensor, it is that of the
-// pieces.
+// only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
+// reference makes one for these pieces.
 void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
-                             cudaStream_t s) {
+                             cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
     const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces;
     const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
     report.part_of_moments |= n < count;
-    // Copies the pieces of a tensor that has `bytes` for each `unit` elements.
+    // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `unit` elements.
     auto fetch = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
         const int64_t width = ceil_div(length, unit) * bytes, pitch = std::max(width, apart / unit * bytes);
-        check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, s),
+        check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, stream),
               "Reading the moments failed");
     };
     auto on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment x;
         x.init(f, k, n, o.per_tensor);
         fetch(x.codes, data, 1, info(f).bytes);
-        if (max && o.per_tensor) copy(x.max.data(), max, sizeof(float), s);
+        if (max && o.per_tensor) copy(x.max.data(), max, sizeof(float), stream);
         else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
         if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
-        check(cudaStreamSynchronize(s), "Reading the moments failed");
+        check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return x;
     };
     reference::Moment old_m = on_host(m.data, m.format, m.max, m.k);

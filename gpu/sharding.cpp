@@ -315,8 +315,12 @@ public:
         send(transfers);
         for (size_t i = b.first; i < b.last; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
-                          gradient_from(i, own(i, me).first), received(i, me == 0 ? 1 : 0, me),
-                          parameters_.gradient_storage.format, padded_count(own(i, me)), me, setup_.ranks,
+                          {.own = gradient_from(i, own(i, me).first),
+                           .received = received(i, me == 0 ? 1 : 0, me),
+                           .format = parameters_.gradient_storage.format,
+                           .n = padded_count(own(i, me)),
+                           .rank = me,
+                           .ranks = setup_.ranks},
                           comm_stream_);
         is_sent_[buffer_of(bucket)].record(comm_stream_);
     }

@@ -170,8 +170,11 @@ void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_
 void Scales::update_from_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (LinearOperand o : LINEAR_OPERANDS)
-        update_delayed_scales(of_operand(o, 0), linear_layer_count, history(o, 0),
-                              setup_.recipe.history_steps, storage_of(setup_.recipe, o).format,
+        update_delayed_scales({.scales = of_operand(o, 0),
+                               .histories = history(o, 0),
+                               .n = linear_layer_count,
+                               .length = setup_.recipe.history_steps,
+                               .fp8 = storage_of(setup_.recipe, o).format},
                               &outcome->gradients.skip, &outcome->empty_histories, stream_);
 }
 
@@ -241,7 +244,9 @@ void Parameters::initialize_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const auto& [own, at, first_unit] = places[i];
-        initialize(memory_.weights, p, own, at, i, used_elements(setup.config, p), setup.seed, stream_);
+        const InitialValues values{
+            .own = own, .param_index = i, .used = used_elements(setup.config, p), .seed = setup.seed};
+        initialize(memory_.weights, at, p, values, stream_);
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
@@ -274,18 +279,21 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
                       .count = places[end].rank_offset - places[begin].rank_offset};
     const int64_t first_unit = places[begin].first_shard_unit;
     const int64_t units = places[end].first_shard_unit - first_unit;
-    const Shard* const shards = memory_.shards + begin;
-    const void* const gradients = owned_gradient_sum(begin);
+    const ShardGradients gradients{.shards = memory_.shards + begin,
+                                   .count = count,
+                                   .elements = range,
+                                   .gradients = owned_gradient_sum(begin),
+                                   .format = gradient_storage.format};
     StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
     GradientState* const state = &outcome->gradients;
 
     double* const own_squares = memory_.squares + setup.rank * (1 + units);
-    compute_gradient_squares(shards, count, gradients, gradient_storage.format, range.first, first_unit,
-                             units, &outcome->loss_or_nan, own_squares, stream_);
+    compute_gradient_squares(gradients, {.first = first_unit, .count = units}, &outcome->loss_or_nan,
+                             own_squares, stream_);
     sharding.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
     update_gradient_state(memory_.squares, units, setup.ranks, a.clip, state, stream_);
-    adamw(a, setup.optimizer, shards, count, range, memory_.weights,
-          rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_storage.format, state, stream_);
+    adamw(a, setup.optimizer, gradients, memory_.weights, rounding_key(setup.seed, a.step + a.skipped), state,
+          stream_);
 }
 
 // add_moment_quant_errors() copies the moments to the host, without device_: it would not notice that another

@@ -4,10 +4,10 @@
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
-// says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables ShardPlace, by parameter,
-// and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the length of a
-// prompt.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. Section 3 of
+// gpu/operators.h says what a bucket and the rank's order are; gpu/sharding.h, what a stage is. gpu/layout.h
+// has the tables ShardPlace, by parameter, and BucketRange, by bucket. N is the number of tokens of the pass
+// that runs: B * T, or the length of a prompt.
 #pragma once
 #include <map>
 #include <memory>

@@ -43,8 +43,8 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
     const Buffer<gpu::Shard> shard({gpu::Shard{0, 0, {}, {}, true, amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});
-        gpu::adamw(STEP, optimizers()[0], shard.get(), 1, {0, 0}, {nullptr, nullptr, Format::BF16}, 0,
-                   nullptr, Format::BF16, state.get(), 0);
+        gpu::adamw(STEP, optimizers()[0], {shard.get(), 1, {0, 0}, nullptr, Format::BF16},
+                   {nullptr, nullptr, Format::BF16}, 0, state.get(), 0);
         CHECK(amax.read()[0].amax == (skip ? OLD_AMAX : 0.0f));
     }
 }
@@ -97,7 +97,7 @@ TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     auto update = [](Format m, Format v) {
         const OptimizerFormat optimizer{.name = "", .m = m, .v = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
-        gpu::adamw(STEP, optimizer, nullptr, 0, {0, 0}, none, 0, nullptr, Format::BF16, nullptr,
+        gpu::adamw(STEP, optimizer, {nullptr, 0, {0, 0}, nullptr, Format::BF16}, none, 0, nullptr,
                    gpu::DRY_RUN);
     };
     CHECK_NOTHROW(update(Format::E4M3, Format::E5M2));

@@ -235,7 +235,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 }
 
 // 128 tiles are 16384 rows: with more of them, some blocks add up two tiles.
-GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and add_column_sums") {
+GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
         for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {
@@ -248,8 +248,8 @@ GPU_TEST_CASE("quantize_and_sum: codes and sums have the bits of quantize and ad
             gpu::add_column_sums(gpu::stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
             if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.ref()), out.slot.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
-            gpu::quantize_and_sum(gpu::stored(in.ref()), out.operand(), sums.ref(), workspace.get(),
-                                  stats.get(), 0);
+            gpu::write_operand_and_sum_columns(gpu::stored(in.ref()), out.operand(), sums.ref(),
+                                               workspace.get(), stats.get(), 0);
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
             QuantStats wanted;
@@ -318,7 +318,11 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
                 device_scales.write(scales);
                 const Buffer<gpu::GradientState> state({gpu::GradientState{1, 1, 1, skipped}});
                 empty.zero();
-                gpu::update_delayed_scales(device_scales.get(), SCALES, histories.get(), length, format,
+                gpu::update_delayed_scales({.scales = device_scales.get(),
+                                            .histories = histories.get(),
+                                            .n = SCALES,
+                                            .length = length,
+                                            .fp8 = format},
                                            &state.get()->skip, empty.get(), 0);
                 CHECK(empty.read()[0] == (skipped ? 0u : 1u));
                 scales = device_scales.read();

@@ -755,8 +755,11 @@ public:
     void reset() {
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
         const Range all{0, n_};
-        gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, all, 0, 0, n_, 1, nullptr);
-        gpu::initialize({gradient_.get(), nullptr, Format::BF16}, p, all, 0, 1, n_, 1, nullptr);
+        auto values = [&](uint64_t param_index) -> gpu::InitialValues {
+            return {.own = all, .param_index = param_index, .used = n_, .seed = 1};
+        };
+        gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, 0, p, values(0), nullptr);
+        gpu::initialize({gradient_.get(), nullptr, Format::BF16}, 0, p, values(1), nullptr);
         gpu::check(cudaMemset(gradient_.get() + 3 * GROUP, 0, 2 * GROUP * sizeof(uint16_t)),
                    "Clearing failed");
         m_.fill(0);
@@ -782,8 +785,13 @@ public:
     }
     void run(int rung) {
         if (rung == FROM_TRAINING)
-            gpu::adamw(SETTINGS, optimizers()[0], shard_.get(), 1, {0, n_},
-                       {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), Format::BF16,
+            gpu::adamw(SETTINGS, optimizers()[0],
+                       {.shards = shard_.get(),
+                        .count = 1,
+                        .elements = {0, n_},
+                        .gradients = gradient_.get(),
+                        .format = Format::BF16},
+                       {weight_.get(), remainder_.get(), Format::BF16}, /*rounding_key=*/0,
                        gradient_state_.get(), nullptr);
         else launch(rung, state());
         gpu::check(cudaGetLastError(), "Launching a kernel failed");

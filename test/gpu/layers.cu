@@ -82,8 +82,12 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                         branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
                     const NormCase c(rng, f, rms, s);
-                    gpu::residual_add(x.ref(), branch.ref(), x_out.ref(), c.norm(c.in.ref()),
-                                      forward_reads_saved, y.slot.get(), 0);
+                    gpu::residual_add(x.ref(), branch.ref(),
+                                      {.x_out = x_out.ref(),
+                                       .next = c.norm(c.in.ref()),
+                                       .forward_reads_saved = forward_reads_saved,
+                                       .y_amax_out = y.slot.get()},
+                                      0);
                     Floats sum = x.values();
                     const Floats added = branch.values();
                     for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
@@ -115,8 +119,13 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                 Bytes first;
                 for (bool add : {true, false, true}) {
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
-                    gpu::norm_backward(c.norm(in.ref()), dy.ref(), add ? g.ref() : TensorRef{}, out.ref(),
-                                       out.slot.get(), dweight.ref(), rms ? TensorRef{} : dbias.ref(),
+                    gpu::norm_backward(c.norm(in.ref()),
+                                       {.dy = dy.ref(),
+                                        .residual_in = add ? g.ref() : TensorRef{},
+                                        .residual_out = out.ref(),
+                                        .residual_amax_out = out.slot.get(),
+                                        .dweight = dweight.ref(),
+                                        .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
                     c.check_statistics(in);
                     const Floats got = out.values(), around = add ? g.values() : Floats(n);
@@ -132,7 +141,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
             }
 }
 
-GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positions") {
+GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
     FRESH_RANDOM(rng);
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool positions : {true, false}) {
@@ -146,8 +155,12 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
             const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
-            gpu::residual_add(device_e.ref(), positions ? device_p.ref() : TensorRef{}, x.ref(),
-                              c.norm(c.in.ref()), true, nullptr, 0, device_tokens.get(), T);
+            gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
+                       {.x_out = x.ref(),
+                        .next = c.norm(c.in.ref()),
+                        .forward_reads_saved = true,
+                        .y_amax_out = nullptr},
+                       0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
                 sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
@@ -165,8 +178,12 @@ GPU_TEST_CASE("residual_add of tokens and embedding_backward: tokens and positio
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::FP32}) {  // of the gradients
                 const Tensor de(e, {V, C}, Storage{format}), dp(p, {T, C}, Storage{format});
-                gpu::embedding_backward(device_g.ref(), device_order.get(), token_rows.get(), distinct,
-                                        order.frequent, de.ref(), 0);
+                gpu::embedding_backward(device_g.ref(),
+                                        {.order = device_order.get(),
+                                         .tokens = token_rows.get(),
+                                         .count = distinct,
+                                         .frequent = order.frequent},
+                                        de.ref(), 0);
                 gpu::positions_backward(device_g.ref(), T, dp.ref(), 0);
                 check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });
                 check_row_sums(dp, p, g, [&](int64_t n) { return n % T; });

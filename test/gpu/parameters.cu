@@ -17,7 +17,8 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
             const int64_t used = used_elements(c, p);
-            gpu::initialize({values.codes.get(), rest, f}, p, {0, p.size()}, p.flat_offset, i, used, 7, 0);
+            gpu::initialize({values.codes.get(), rest, f}, p.flat_offset, p,
+                            {.own = {0, p.size()}, .param_index = i, .used = used, .seed = 7}, 0);
             for (int64_t e = 0; e < p.size(); e++)
                 expected[p.flat_offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
         }
@@ -39,8 +40,8 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         const int64_t n = int64_t(g.size()), units = ceil_div(n, SHARD_UNIT);
         const Buffer<double> sums(1 + units), losses(Doubles{loss});
         const Buffer<gpu::Shard> shard({gpu::Shard{0, n, {}, {}, true, nullptr}});
-        gpu::compute_gradient_squares(shard.get(), 1, x.codes.get(), f, 0, 0, units, losses.get(), sums.get(),
-                                      0);
+        gpu::compute_gradient_squares({shard.get(), 1, {0, n}, x.codes.get(), f}, {0, units}, losses.get(),
+                                      sums.get(), 0);
         gpu::update_gradient_state(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];
     };
@@ -89,8 +90,14 @@ GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks are rounded on
                         place.insert(place.end(), part.begin(), part.end());
                     }
                     const Tensor sum(before, f), device_own(own, f), others(received, f);
-                    gpu::add_gradients(sum.codes.get(), assign, device_own.codes.get(), others.codes.get(), f,
-                                       N, rank, ranks, 0);
+                    gpu::add_gradients(sum.codes.get(), assign,
+                                       {.own = device_own.codes.get(),
+                                        .received = others.codes.get(),
+                                        .format = f,
+                                        .n = N,
+                                        .rank = rank,
+                                        .ranks = ranks},
+                                       0);
                     CHECK(sum.values() == rounded(f, expected));
                 }
 }

@@ -173,8 +173,13 @@ struct AdamWRun {
         for (size_t end : ends) {
             const int64_t begin = params[first].offset;
             const int64_t n = (end < params.size() ? params[end].offset : total) - begin;
-            gpu::adamw(a, optimizer, shards.get() + first, int(end - first), {begin, n}, weights, ROUNDING,
-                       g.codes.get() + begin * info(gradients).bytes, gradients, state.get(), 0);
+            gpu::adamw(a, optimizer,
+                       {.shards = shards.get() + first,
+                        .count = int(end - first),
+                        .elements = {begin, n},
+                        .gradients = g.codes.get() + begin * info(gradients).bytes,
+                        .format = gradients},
+                       weights, ROUNDING, state.get(), 0);
             first = end;
         }
         Result r;

@@ -1,0 +1,147 @@
+// gpu/quantize.cuh - what all quantizers of GEMM operands share: those of coat.cu and those of
+// gpu/other_scaling.cu. (The groups that non-linear layers save are an ElementLayout: gpu/device.cuh,
+// Groups.)
+//
+//   1. transposed codes, which pass through shared memory
+//   2. the codes of a tile, and the launch of a quantizer
+#pragma once
+#include "device.cuh"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Transposed codes, which pass through shared memory
+
+// Four rows of four bytes become four columns of four bytes.
+inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab01, cd01, 0x5410);
+    out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410);
+    out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// The codes of a tile in shared memory, on their way to transposed codes: a thread has 8 columns of a row,
+// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
+// dev/ladders/quantize_transpose.cu.)
+//
+// A word holds four rows of a column. A column of the tile has 128 rows, and so 32 words, one for each of the
+// 32 banks of shared memory. A thread has eight rows of eight columns: it writes two words to each of these
+// columns, the upper one with its first four rows, and the lower one. Threads that lie side by side have the
+// same rows, so their words would all go to the same bank if the words of every column were in order. So the
+// order differs from column to column. Here is where the words lie; the word "8-11" has rows 8 to 11:
+//
+//   bank                0      1      2      3        4      5      6      7     ...     31
+//   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
+//   columns  8 - 15   12-15   8-11   0-3    4-7     28-31  24-27  16-19  20-23   ...  116-119
+//   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
+//   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
+//
+// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. Each writes its
+// eight columns one after the other. For one of them the warp writes all upper words, 0-3 and 8-11, at a
+// time: to banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so
+// on. These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
+//
+// Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
+// stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
+struct TransposeTile {
+    static constexpr int WORDS = TILE / 4;  // of a column
+    uint32_t words[TILE][WORDS];
+
+    // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
+    // (half 1).
+    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];
+        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
+        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
+        const int word = 2 * at.down + half;  // it has rows 4 * word ... + 3
+        const int bank = word ^ (2 * at.across) ^ (at.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
+    }
+    // Rows 16 * piece ... + 15 of a column. Columns 0 - 7, 16 - 23, ... have the four words of a piece in the
+    // order 0-3, 4-7, 12-15, 8-11; the other columns in the order 12-15, 8-11, 0-3, 4-7. Here they get back
+    // into the order of their rows.
+    __device__ uint4 rows16(int col, int piece) const {
+        const int chunk = col / CHUNK;
+        const int bank = 4 * (piece ^ (chunk / 2));
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
+        const uint4 of_even{four.x, four.y, four.w, four.z};
+        const uint4 of_odd{four.z, four.w, four.y, four.x};
+        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
+    }
+};
+
+// Writes the tiles of a block, one a plane, to out (columns, rows), rows a multiple of 16. All threads call
+// it. tile_row: the number of the tile, counted down the tensor.
+template <int PLANES>
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
+                                 int64_t width, uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t first_row = tile_row * TILE;
+    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+            const int col = i / PIECES, piece = i % PIECES;
+            const int64_t row = first_row + piece * 16;
+            if (col >= cols || row >= rows) continue;
+            put(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
+        }
+}
+
+// ===========================================================================================================
+// 2. The codes of a tile, and the launch of a quantizer
+
+// The codes of a chunk: row-major codes, and transposed codes. With one scale for the tensor they are equal.
+struct ChunkCodes {
+    uint2 row_major, transposed;
+};
+inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
+
+// Computes a tile of x, and stores its codes row-major, transposed, or both. `codes` is null if row-major
+// codes are not wanted. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the
+// thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
+template <bool TRANSPOSED, class Producer, class MakeCodes>
+__device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, uint8_t* codes,
+                            uint8_t* transposed, MakeCodes make_codes) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at(tile_row);
+    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
+    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    uint2 four_rows[PLANES][4];
+
+    // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
+    // reading while another thread writes is a race.
+    if (at.inside(rows, x.width))
+        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++) {
+                const ChunkCodes chunk = make_codes(i, p, v[p], live);
+                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), chunk.row_major);
+                four_rows[p][i % 4] = chunk.transposed;
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+            }
+        });
+    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
+}
+
+// Launches a quantizer, a kernel that calls store_codes() for one tile a block. kernel<P, TRANSPOSED>()
+// returns the one for a producer P of x, with or without transposed codes. It takes the producer, the rows of
+// x, then `arguments`, and at last where the codes go: out.tensor.data and out.transposed, of which each may
+// be null.
+template <class Kernel, class... Arguments>
+void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
+                      cudaStream_t stream, Arguments... arguments) {
+    with_bf16_producer(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto chosen = kernel.template operator()<P, false>();
+        if (out.transposed) chosen = kernel.template operator()<P, true>();
+        launch(what, chosen, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
+               arguments..., static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
+    });
+}
+
+}  // namespace coat::gpu
