@@ -257,9 +257,10 @@ __device__ float field_of_pair(float kept, int pair, int which) {
 // It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits M and V of each
 // optimizer's first and second moments.
 
-constexpr int WARPS = 8;                // of a block
-constexpr int BLOCKS_PER_SM = 2;        // a thread may then have 128 registers
-constexpr int64_t LEAST_SPANS = 16384;  // of a block, so that its start and end take little of its time
+constexpr int WARPS = 8;          // warps of a block
+constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may then have 128 registers
+// The least number of spans of a block, with which its start and its end take little of its time.
+constexpr int64_t LEAST_SPANS = 16384;
 
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {

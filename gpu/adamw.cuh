@@ -150,10 +150,11 @@ struct AdamWArguments {
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Shard* shards;
     int shard_count;
-    int64_t first_element, spans;  // of the shards: their first element in the rank's order, their spans
+    int64_t first_element;  // the first element of these shards in the rank's order
+    int64_t spans;          // how many spans the shards have together
     Weights weights;
     uint64_t rounding_key;
-    EitherDense gradients;  // of the shards, from first_element on
+    EitherDense gradients;  // the gradients of these shards, from first_element on
     const GradientState* state;
 
     // v is in groups where m is (formats.h, OptimizerFormat::has_fp8_moment_groups).

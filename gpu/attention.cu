@@ -58,10 +58,9 @@ template <class Real_, int COLS_> struct Tile {
     using Real = Real_;
     static constexpr int COLS = COLS_, ROW_BYTES = COLS * int(sizeof(Real));
     static constexpr int ROWS = std::min(64, (16 << 10) / ROW_BYTES), BYTES = ROWS * ROW_BYTES;
-    static constexpr int STAGE_BYTES =
-        2 * BYTES + 2 * ROWS * 4;                         // of a stage of backward: two tiles, statistics
-    static constexpr int THREADS = ROWS / 16 * WARP;      // of a block: a warp owns 16 rows of a tile
-    static constexpr int CHUNK = 16 / int(sizeof(Real));  // elements of a chunk
+    static constexpr int STAGE_BYTES = 2 * BYTES + 2 * ROWS * 4;  // two tiles and their statistics
+    static constexpr int THREADS = ROWS / 16 * WARP;              // a warp owns 16 rows of a tile
+    static constexpr int CHUNK = 16 / int(sizeof(Real));          // elements of a chunk
     uint32_t base;
     __device__ uint32_t at(int row, int col) const {
         return base + row * ROW_BYTES + (((col / CHUNK) ^ (row & 7)) * 16) +
@@ -274,8 +273,8 @@ __global__ void __launch_bounds__(T::THREADS)
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
     const int first_head = KEYS ? kv * d.group() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
-    const int warp_row = threadIdx.x / WARP * 16,
-              row = warp_row + threadIdx.x % WARP / 4;  // of the owned tile
+    // The first row of this warp, and of this lane, in the owned tile.
+    const int warp_row = threadIdx.x / WARP * 16, row = warp_row + threadIdx.x % WARP / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
     auto stats = [&](int h, int query_tile) {
@@ -299,7 +298,7 @@ __global__ void __launch_bounds__(T::THREADS)
     load_stage(0);
     __pipeline_commit();
 
-    float own_lse[2] = {}, own_delta[2] = {};  // of this lane's two queries, if queries are owned
+    float own_lse[2] = {}, own_delta[2] = {};  // those of this lane, if queries are owned
     for (int r = 0; !KEYS && r < 2; r++) {
         own_lse[r] = stats(first_head, tile)[row + 8 * r];
         own_delta[r] = stats(first_head, tile)[T::ROWS + row + 8 * r];

@@ -124,7 +124,7 @@ template <int ROWS, int K> __device__ void store_tile(uint32_t tile, const uint3
 // Asks TMA for a tile (ROWS, HS) that starts at (row, col) of sequence b; rows beyond T become zeros.
 template <int HS, int ROWS>
 __device__ void load_tile(uint32_t to, const CUtensorMap& map, Barrier full, int col, int row, int b) {
-    constexpr int BOXES = ROWS / BOX;  // of a panel
+    constexpr int BOXES = ROWS / BOX;  // boxes of a panel
     for (int i = 0; i < HS / PANEL * BOXES; i++)
         tma_load(to + i * BOX_BYTES, map, full, col + i / BOXES * PANEL, row + i % BOXES * BOX, b);
 }
@@ -282,7 +282,7 @@ template <class F> struct ForwardConsumer {
     float s[F::KEYS / 2];                                // scores, then p
     uint32_t p[F::KEYS / 16][4];                         // p as the operand of the GEMM for the output
     float o[HS / 2];                                     // the output, not divided by the sum yet
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of this thread's two rows: see softmax()
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // those of this thread's two rows: see softmax()
     float shrink[2], factor[2];  // what multiplies the output before the next tile's part is added
     float top = 0;               // the largest magnitude of finished outputs, before they are rounded
     Ring<F::STAGES> q_ring, k_ring, v_ring;
@@ -590,7 +590,7 @@ struct Scratch {
     int* next;        // one value: the number of the next block to start
     int slots;
     int64_t counters;  // how many integers the three counters above are
-    size_t bytes;      // of the whole workspace
+    size_t bytes;      // the size of the workspace
 
     template <class F>
     Scratch(const AttentionShape& s, void* workspace, F) : statistics(s, F::QUERIES, workspace) {
@@ -825,8 +825,8 @@ template <class F> struct BackwardConsumer {
 
     float dk[HS / 2], dv[HS / 2];                 // sums over the walk
     float s[F::QUERIES / 2], dp[F::QUERIES / 2];  // s becomes p, dp becomes ds
-    float dq[F::DQ_COLS / 2];                     // of one tile of queries and this block's keys
-    uint32_t operand[F::QUERIES / 16][4];         // p, then ds, for the GEMMs for dv and dk
+    float dq[F::DQ_COLS / 2];              // the part of dq from one tile of queries and this block's keys
+    uint32_t operand[F::QUERIES / 16][4];  // p, then ds, for the GEMMs for dv and dk
     Ring<F::STAGES> ring;
 
     __device__ void start_s() {  // s = k q^T, of the tile of queries at the ring's stage
@@ -856,7 +856,7 @@ template <class F> struct BackwardConsumer {
             for (int j = 0; j < 2; j++) rotate_back(dk[i + j], dk[i + j + HS / 4], angles[j]);
         }
     }
-    __device__ float largest_magnitude() const {  // of dk and dv
+    __device__ float largest_magnitude_of_dk_and_dv() const {
         float top = 0;
         for (int i = 0; i < HS / 2; i++)
             if (first_key + fragment_row() + i / 2 % 2 * 8 < d.T)
@@ -928,7 +928,7 @@ template <class F> struct BackwardConsumer {
             store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv) * HS, first_key, start.b);
             bulk_commit();
         }
-        if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest_magnitude());
+        if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest_magnitude_of_dk_and_dv());
         if (stores) bulk_wait_read();
     }
 };

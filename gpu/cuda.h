@@ -42,10 +42,10 @@ inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessor
 // -----------------------------------------------------------------------------------------------------------
 // Streams
 
-// Takes the place of a stream in a dry run.
+// What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// Calls put(), which puts work on the stream; not in a dry run.
+// Calls put(), which puts work on the stream. In a dry run it does nothing.
 template <class Put> void enqueue(cudaStream_t stream, Put put) {
     if (stream != DRY_RUN) put();
 }
@@ -59,8 +59,8 @@ inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream)
     });
 }
 
-// A handle of CUDA's, which is given back to `destroy` at the end. A null handle is not: CUDA would note an
-// error, which the next launch of a kernel would report as its own.
+// A handle of CUDA's. The destructor calls `destroy`, except on null: that would leave an error for the next
+// launch of a kernel to report.
 template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 
@@ -92,7 +92,7 @@ public:
             check(cudaEventRecord(handle, stream), "Recording a CUDA event failed");
         });
     }
-    // What is put on the stream from now on waits for the point; not at all if none has been recorded.
+    // What is put on the stream from now on waits for the point. If none has been recorded, nothing waits.
     void make_wait(cudaStream_t stream) const {
         if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
     }
@@ -100,7 +100,7 @@ public:
 
 // Work that is launched again and again with the same arguments. Only the first run() calls work(), and
 // records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
-// of kernels start as one. Not for dry runs.
+// of kernels start as one. It is not for dry runs.
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -163,7 +163,7 @@ inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float
         return y;                                       \
     }
 FAST_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
-FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // of subnormals too
+FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // takes subnormals, too
 FAST_FUNCTION(fast_log2_of_normal, "lg2.approx.ftz.f32")
 FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
 FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
@@ -403,7 +403,7 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
-    static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // of the result
+    static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using Compute = typename ElementLayout::Compute;
     struct Cursor {
         ElementLayout in[INPUT_PLANES];
@@ -419,7 +419,7 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
     static constexpr int BYTES =
         sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
     ElementLayout in;  // (N, INPUT_PLANES * width)
-    int64_t width;     // of a plane
+    int64_t width;     // the columns of a plane
     LazyTensor lazy;   // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {

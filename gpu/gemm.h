@@ -50,7 +50,7 @@ private:
         Gemm kind;
         Format a, b, out;
         int32_t a_scales, b_scales;  // cuBLASLt's scale modes
-        int64_t rows, cols;          // of `out`
+        int64_t rows, cols;          // the shape of `out`
         int64_t depth;               // the length of the dimension that is reduced
         bool biased;
         auto operator<=>(const Key&) const = default;

@@ -1,6 +1,6 @@
 // gpu/hopper.cuh - Hopper's instructions, for attention_sm90.cu: mbarriers, TMA copies, and wgmma, each as a
-// function of one PTX instruction (PTX ISA: mbarrier, cp.async.bulk, wgmma). The top of attention_sm90.cu says
-// what they are for. Addresses in shared memory are 32 bits.
+// function of one PTX instruction (PTX ISA: mbarrier, cp.async.bulk, wgmma). The top of attention_sm90.cu
+// says what they are for. Addresses in shared memory are 32 bits.
 #pragma once
 #include <cuda.h>
 

@@ -567,7 +567,7 @@ static __global__ void embedding_backward_rare_kernel(EitherDense g, int64_t C, 
 // blockIdx.x is the number of a frequent token. In a round each warp of the block adds up a run of its rows;
 // then the first warp adds these sums, in order, to those of the rounds before. A lane has a chunk of
 // columns.
-constexpr int RUNS = 8;  // of a round
+constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
     embedding_backward_frequent_kernel(EitherDense g, int64_t C, const int32_t* order,
                                        const TokenRows* tokens, EitherDense gradient) {

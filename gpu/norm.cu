@@ -15,8 +15,8 @@ namespace {
 // How threads share out rows. One warp or several hold a row in registers. threadIdx.x is the number of a
 // thread within its row. threadIdx.y is the number of its row among those that the block has at a time.
 
-constexpr int ROW_CHUNKS = 4;  // of a thread, at most
-constexpr int ROW_WARPS = 16;  // of a row, at most
+constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
+constexpr int ROW_WARPS = 16;  // the most warps that a row has
 
 // The shape of a block for rows of C columns. A row has as few warps as can hold it. (ROW_WARPS of them hold
 // 2^14 columns; require_supported() in architecture.h allows no more.) A row of one warp shares its block
@@ -32,7 +32,7 @@ __device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadI
 // sum the other: a thread may still be reading the parts of one sum when another thread writes those of the
 // next.
 struct RowSum {
-    int place = 0;  // of the next sum
+    int place = 0;  // the place of the next sum
 
     // x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all
     // threads get the same bits. All threads of the block call it, because it synchronizes them.
@@ -202,7 +202,7 @@ namespace {
 
 // The means over a row that dx needs.
 struct RowMeans {
-    float d;  // of LayerNorm alone
+    float d;  // only LayerNorm needs it
     float d_xhat;
 };
 

@@ -134,7 +134,7 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {
     LazyOp op;
-    int64_t rows, cols;  // of the result
+    int64_t rows, cols;  // the shape of the result
     TensorRef input{};   // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
     TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
@@ -178,13 +178,15 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //
 //   function                         x                       writes
 //   compute_amax()                   any                     the amax of x
-//   quantize()                       any                     FP8 codes in both forms; in groups one form
+//   quantize()                       any                     FP8 codes, in both forms; or groups
 //   store_values()                   any                     values in BF16 or FP32
 //   convert()                        stored                  values in BF16 or FP32
-//   write_operand()                  any                     what quantize() or store_values() does
-//   write_operand_and_sum_columns()  any                     the same, and the column sums of x
-//   quantize_groups()                BF16                    groups; if asked, x as rounded
-//   quantize_activation_input()      BF16: gate and up       groups, and the amax of the activation's output
+//   write_operand()                  any                     codes or values: what quantize() or
+//   store_values()
+//                                                            writes
+//   write_operand_and_sum_columns()  any                     the same, and adds the column sums of x
+//   quantize_groups()                in BF16                 groups; with write_back also x
+//   quantize_activation_input()      gate and up, in BF16    groups, and the amax of the activation's output
 //
 // The tensor that is written may be x itself, or what x is computed from, if an element has as many bytes in
 // both: a thread loads its elements before it stores what it makes of them. It may also have more rows than
@@ -197,9 +199,8 @@ void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t str
 
 // Computes x and writes its FP8 codes, as out says. x may be computed from BF16 tensors and from groups, but
 // not from FP32 tensors.
-//   per tensor               The scale is computed from the amax in tensor_scale(out.tensor). If out.delayed
-//   is
-//                            true, it is that of the history.
+//   per tensor               The scale is computed from the amax in tensor_scale(out.tensor). If
+//                            out.delayed is true, the scale is that of the history.
 //   per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
 //   1x16 groups              x must be a tensor that is stored in BF16.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
@@ -293,8 +294,9 @@ cudaError_t find_kernels();
 // What a step knows of its gradients, on the device. It is cleared before the step, and each bucket adds to
 // it.
 struct GradientState {
-    double squares, norm;  // of all buckets so far, before clipping
-    float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
+    double squares;     // the sum of squares of all buckets so far, before clipping
+    double norm;        // the root of squares
+    float clip_factor;  // what clipping multiplies the gradients by: limit / norm, or 1
     // Not 0: something was not finite, on any rank. Then no rank updates anything from this bucket on, and
     // the next step has the same bias correction.
     uint32_t skip;
@@ -309,8 +311,8 @@ struct ShardGradients {
     const Shard* shards;  // (count), on the device
     int count;
     Range elements;         // the elements of these shards, in the rank's order
-    const void* gradients;  // of these elements
-    Format format;          // of the gradients: FP32, or that of the weights
+    const void* gradients;  // the gradients of these elements
+    Format format;          // the format of the gradients: FP32, or that of the weights
 };
 
 // Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
@@ -355,7 +357,7 @@ struct ResidualOutput {
     // stores the same values anyway (norm inputs that are saved in the compute dtype).
     TensorRef x_out;
     Norm next;
-    // Whether the norm reads next.in also in forward, and not only in backward: because the recipe's
+    // Whether the norm reads next.in even in forward, and not only in backward: because the recipe's
     // forward_reads_saved (formats.h) is true, or because next.in is not in groups. If so, the row statistics
     // and the amax are computed from what next.in holds, else from the rounded sum.
     bool forward_reads_saved;
@@ -369,18 +371,19 @@ void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOut
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
            const ResidualOutput& out, cudaStream_t stream);
 
-// The gradients at a norm and at the residual stream before it.
+// The gradients that the backward pass of a norm reads (dy and residual_in), writes (residual_out and its
+// amax) and adds to (dweight and dbias).
 struct NormGradients {
-    TensorRef dy;            // (N, C) read: of the norm's output
-    TensorRef residual_in;   // (N, C) read: of the residual stream after the norm's input; or no tensor
-    TensorRef residual_out;  // (N, C) written: residual_in + dx, dx being that of the norm's input
+    TensorRef dy;                    // (N, C) the gradient of the norm's output
+    TensorRef residual_in;           // (N, C) the gradient of the residual stream, or no tensor
+    TensorRef residual_out;          // (N, C) residual_in + the gradient of the norm's input, rounded
     TensorScale* residual_amax_out;  // the amax of residual_out
-    TensorRef dweight, dbias;        // (C) added to; dbias is no tensor for RMSNorm
+    TensorRef dweight, dbias;        // (C); dbias is no tensor for RMSNorm
 };
-// The backward pass of a norm, and of the residual sum that its input takes part in. residual_out may be the
-// memory of residual_in, or of n.in if that is in the compute dtype. workspace:
-// norm_backward_workspace(n.in.cols) bytes. Returns the norm's output (lazy_norm(n)), which may be read from
-// this call on until another norm uses the same place for its row statistics: the call computes these anew.
+// The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
+// residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
+// bytes. It computes the row statistics of the norm anew. Therefore it returns the norm's output,
+// lazy_norm(n): from now on this may be read, until another norm writes its row statistics to the same place.
 LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 size_t norm_backward_workspace(int64_t C);
 

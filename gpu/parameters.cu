@@ -4,7 +4,7 @@
 
 namespace coat::gpu {
 
-constexpr int THREADS = 256;  // of a block
+constexpr int THREADS = 256;  // threads of a block
 
 // ===========================================================================================================
 // 1. First values

@@ -46,7 +46,7 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
 // stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
 struct TransposeTile {
-    static constexpr int WORDS = TILE / 4;  // of a column
+    static constexpr int WORDS = TILE / 4;  // the words of a column
     uint32_t words[TILE][WORDS];
 
     // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
@@ -78,7 +78,7 @@ template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
                                  int64_t width, uint8_t* out) {
     __syncthreads();
-    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    constexpr int PIECES = TILE / 16;  // the pieces of a column, 16 rows each
     const int64_t first_row = tile_row * TILE;
     const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
     const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
