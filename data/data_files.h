@@ -19,10 +19,10 @@ struct FoundFiles {
     std::vector<std::string> paths;  // each file once, the files of a folder in the byte order of their paths
     std::vector<LeftOut> left_out;
 };
-// The files that --data names by commas. Of a folder these are its token files (*.bin), or if it has none all
-// files below it, without hidden ones and those of models and checkpoints. Links are followed. written: files
-// and folders that the run itself writes, which are no data. Error if --data names a file that can be neither
-// text nor tokens.
+// The files that --data names, separated by commas. Of a folder these are its token files (*.bin), or if it
+// has none all files below it, without hidden ones and those of models and checkpoints. Links are followed.
+// written: files and folders that the run itself writes, which are no data. Error if --data names a file that
+// can be neither text nor tokens.
 FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written);
 bool is_token_file(const std::string& path);
 

@@ -89,9 +89,12 @@ struct CorpusOptions {
     int64_t copied_bytes = int64_t{1} << 30;
 };
 
-// data: text files, folders of them, or token files, by commas (data_files.h). Token files with "val" but not
-// "train" in their names are held out, and every 20th of 20 or more texts; if nothing is, the last tenth of
-// all tokens. Error if a file is missing or damaged, if there is no text, or if memory has no room for it.
+// Reads the data of a run. data: text files, folders of them, or token files, separated by commas
+// (data_files.h). What is held out for validation:
+// - of token files, those with "val" but not "train" in their names;
+// - of 20 or more texts, every 20th;
+// - the last tenth of all tokens, if by these rules nothing or everything would be held out.
+// Error if a file is missing or damaged, if there is no text, or if memory has no room for it.
 Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
 
 // -----------------------------------------------------------------------------------------------------------

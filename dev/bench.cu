@@ -37,7 +37,7 @@ namespace {
 
 using namespace coat;
 using namespace coat::gpu;
-using Json = nlohmann::ordered_json;
+using nlohmann::ordered_json;
 
 constexpr int REST = 300, STEPS = 20;
 
@@ -177,8 +177,8 @@ Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
 
 // Square GEMMs x w^T in BF16 and, as Colossal-AI has them, in FP8 with fast sums: alone, with x quantized
 // each time (amax, then codes), and with x and w.
-Json measure_sizes(Clock& clock) {
-    Json rows;
+ordered_json measure_sizes(Clock& clock) {
+    ordered_json rows;
     for (const int64_t side : {1024, 2048, 3072, 4096, 8192, 12288}) {
         Memory memory;
         Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
@@ -636,17 +636,17 @@ void print_rows(const std::vector<Row>& rows) {
     }
 }
 
-Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
+ordered_json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
     const auto [micro_batches, B, T] = std::array<long long, 3>{s.micro_batches_per_rank, s.B, s.T};
     std::printf("\n%s, recipe %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name,
                 micro_batches, B, T);
     const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, capability()), clock, ceilings, only).rows;
     print_rows(rows);
-    Json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"batch", B}, {"seq", T}};
+    ordered_json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"batch", B}, {"seq", T}};
     report["accumulate"] = micro_batches;
     double sum = 0, floors = 0;
     for (const Row& r : rows) {
-        Json row{{"group", r.group}, {"name", r.name}, {"count", r.count}};
+        ordered_json row{{"group", r.group}, {"name", r.name}, {"count", r.count}};
         row.update({{"seconds", r.seconds}, {"floor", r.floor}});
         report["operators"].push_back(row);
         sum += r.count * r.seconds;
@@ -717,7 +717,7 @@ int main(int argc, char** argv) try {
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's properties failed");
     Clock clock;
-    Json report{{"device", device.name}, {"runs", Json::array()}};
+    ordered_json report{{"device", device.name}, {"runs", ordered_json::array()}};
     if (flags.at("--only") == "sizes") {
         report["sizes"] = measure_sizes(clock);
     } else {

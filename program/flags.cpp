@@ -54,7 +54,7 @@ static const Flag FLAGS[] = {
     {.name = "gradients", .member = &Flags::gradients, .on_resume = MUST_MATCH,
      .about = "kept until the update; none: update in backward", .words = "kept none"},
     {.name = "data", .member = &Flags::data, .on_resume = MAY_CHANGE,
-     .about = "text, folders of it, token files (.bin); with commas"},
+     .about = "text, folders of it, token files (.bin); separated by commas"},
     {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
      .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
     {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
@@ -102,11 +102,11 @@ static const Flag FLAGS[] = {
 // clang-format on
 
 // The value of a flag, as a string, a number or a boolean of JSON.
-static Json value(const Flags& flags, const Flag& flag) {
-    return std::visit([&](auto member) { return Json(flags.*member); }, flag.member);
+static ordered_json value(const Flags& flags, const Flag& flag) {
+    return std::visit([&](auto member) { return ordered_json(flags.*member); }, flag.member);
 }
 // A value as it is written on the command line.
-static std::string text_of(const Json& value) {
+static std::string text_of(const ordered_json& value) {
     return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
@@ -189,12 +189,13 @@ void Flags::take_folder_defaults() {
         if (flag.folder_default && !given(flag.name)) set(*this, flag, flag.folder_default);
 }
 
-std::string Flags::take_checkpoint(const Json& saved) {
+std::string Flags::take_checkpoint(const ordered_json& saved) {
     std::string changes;
     for (const Flag& flag : FLAGS) {
         if (flag.on_resume == NOT_SAVED) continue;
-        const Json ours = value(*this, flag);
-        const Json theirs = saved.value(flag.name, ours);  // checkpoints of an older ./train lack new flags
+        const ordered_json ours = value(*this, flag);
+        const ordered_json theirs =
+            saved.value(flag.name, ours);  // checkpoints of an older ./train lack new flags
         if (!given(flag.name)) {
             set(*this, flag, text_of(theirs));
         } else if (flag.on_resume == MUST_MATCH && ours != theirs) {
@@ -208,15 +209,15 @@ std::string Flags::take_checkpoint(const Json& saved) {
     return changes;
 }
 
-Json Flags::all_settings() const {
-    Json values;
+ordered_json Flags::all_settings() const {
+    ordered_json values;
     for (const Flag& flag : FLAGS)
         if (!flag.is_switch()) values[flag.name] = value(*this, flag);
     return values;
 }
 
-Json Flags::saved_settings() const {
-    Json values = all_settings();
+ordered_json Flags::saved_settings() const {
+    ordered_json values = all_settings();
     for (const Flag& flag : FLAGS)
         if (flag.on_resume == NOT_SAVED) values.erase(flag.name);
     return values;

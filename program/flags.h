@@ -5,11 +5,10 @@
 #include <set>
 #include <string>
 #include <vector>
-#include <nlohmann/json.hpp>
+
+#include "../data/json.h"
 
 namespace coat {
-
-using Json = nlohmann::ordered_json;
 
 inline constexpr const char* VERSION = "1.0";
 
@@ -69,12 +68,12 @@ struct Flags {
     // Sets each flag that is not given to its value in a checkpoint. Error if a flag that is given would make
     // the run another one. Returns what the given flags change in the steps to come, as a text:
     // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".
-    std::string take_checkpoint(const Json& saved);
+    std::string take_checkpoint(const ordered_json& saved);
 
     // The values by the names of the flags: of all flags but switches, and of the flags that a checkpoint
     // keeps.
-    Json all_settings() const;
-    Json saved_settings() const;
+    ordered_json all_settings() const;
+    ordered_json saved_settings() const;
 
 private:
     std::set<std::string> given_;  // the names of the flags on the command line

@@ -29,8 +29,7 @@ void RunLog::open(const std::string& path) {
     if (before && before.get() != '\n') write("\n");
 }
 
-void RunLog::write_line(const char* kind, int64_t step, const nlohmann::ordered_json& fields) {
-    using nlohmann::ordered_json;
+void RunLog::write_line(const char* kind, int64_t step, const ordered_json& fields) {
     ordered_json line = {
         {"kind", kind}, {"step", step}, {"seconds", std::round(1e3 * (now() - start_)) / 1e3}};
     line.update(fields);

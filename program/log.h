@@ -7,8 +7,8 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <nlohmann/json.hpp>
 
+#include "../data/json.h"
 #include "clock.h"
 
 namespace coat {
@@ -20,7 +20,7 @@ public:
     void open(const std::string& path);
     // Writes a line; nothing if no file is open. A log that cannot be written any more, say because the disk
     // is full, does not end the run.
-    void write_line(const char* kind, int64_t step, const nlohmann::ordered_json& fields);
+    void write_line(const char* kind, int64_t step, const ordered_json& fields);
 
 private:
     void write(const std::string& text);

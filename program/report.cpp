@@ -60,7 +60,7 @@ void print_start(const Run& run) {
         print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
-    for (const Json& change : run.resumed.changes) print("changed: ", change.get<std::string>());
+    for (const ordered_json& change : run.resumed.changes) print("changed: ", change.get<std::string>());
     if (!run.resumed.changes.empty())
         print("So the weights are not those of a run that had these flags from its first step.");
     std::printf("\n");
@@ -110,7 +110,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
 void print_end(Run& run, double validation, int64_t steps, double seconds, double timed) {
     const LoopState& state = run.state;
     const int64_t skipped = state.step - state.updates;
-    Json end = {
+    ordered_json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
     std::printf("\nDone: %s in %s", with_noun(steps, "step").c_str(), duration(seconds).c_str());
     if (steps > 1) {

@@ -28,7 +28,7 @@ static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipp
 // How the given flags change the steps to come, as a sentence: "after step 4: --lr 1e-4 (before: 3e-3)".
 static std::string sentence_of_change(const Flags& flags, const Resumed& resumed,
                                       const std::string& changes) {
-    const Json& before = resumed.settings;
+    const ordered_json& before = resumed.settings;
     const int64_t step = resumed.state.step;
     const float planned =  // the learning rate of the next step, without a change
         learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), step);
@@ -42,8 +42,8 @@ static std::string sentence_of_change(const Flags& flags, const Resumed& resumed
 
 // Sets the flags that are not given to the values of the checkpoint. The micro-batches of a step are divided
 // among the ranks that there are now. Returns what the given flags change, as a text.
-static std::string take_flags_of(const Json& settings, int64_t ranks, Flags& flags) {
-    Json saved = settings;
+static std::string take_flags_of(const ordered_json& settings, int64_t ranks, Flags& flags) {
+    ordered_json saved = settings;
     const int64_t all = saved.at("accumulate");
     if (all % ranks)
         throw Error("The run has ", with_noun(all, "micro-batch"), " a step, which ",
@@ -64,8 +64,8 @@ Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool ou
     Resumed resumed;
     resumed.checkpoint = processes.all_gather(found.path).front();
     resumed.state = read_loop_state(resumed.checkpoint);
-    resumed.settings = std::exchange(resumed.state.settings, Json::object());
-    resumed.changes = resumed.settings.value("changes", Json::array());
+    resumed.settings = std::exchange(resumed.state.settings, ordered_json::object());
+    resumed.changes = resumed.settings.value("changes", ordered_json::array());
     const std::string changes = take_flags_of(resumed.settings, ranks.ranks, flags);
     if (flags.steps > 0 && !changes.empty())
         resumed.changes.push_back(sentence_of_change(flags, resumed, changes));

@@ -17,11 +17,11 @@ namespace coat {
 
 // What --resume continues.
 struct Resumed {
-    std::string checkpoint;          // its folder
-    Json settings = Json::object();  // as this checkpoint has them, unchanged
-    LoopState state;                 // the steps that were made, without the settings
+    std::string checkpoint;                          // its folder
+    ordered_json settings = ordered_json::object();  // as this checkpoint has them, unchanged
+    LoopState state;                                 // the steps that were made, without the settings
     // Sentences: which flags that change steps were given with --resume, and after which step.
-    Json changes = Json::array();
+    ordered_json changes = ordered_json::array();
 };
 
 // A run on this rank. main.cpp makes all of it before training begins.
@@ -50,7 +50,9 @@ struct Run {
     int64_t step_tokens() const { return micro_batches_of_step(setup) * batch_tokens(); }
     bool is_rank_0() const { return setup.rank == 0; }
 
-    void write_to_log(const char* kind, const Json& fields) { log.write_line(kind, state.step, fields); }
+    void write_to_log(const char* kind, const ordered_json& fields) {
+        log.write_line(kind, state.step, fields);
+    }
 };
 
 // -----------------------------------------------------------------------------------------------------------

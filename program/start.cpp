@@ -109,9 +109,9 @@ static std::vector<std::string> data_lines(const Corpus& corpus) {
 }
 
 // The files that these settings of a checkpoint list.
-static std::vector<DataFile> data_files(const Json& settings) {
+static std::vector<DataFile> data_files(const ordered_json& settings) {
     std::vector<DataFile> files;
-    for (const Json& line : settings.value("data_files", Json::array()))
+    for (const ordered_json& line : settings.value("data_files", ordered_json::array()))
         files.push_back(DataFile::from_line(line));
     return files;
 }
@@ -174,11 +174,11 @@ void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, F
 // -----------------------------------------------------------------------------------------------------------
 // The settings
 
-Json settings_to_save_on_all_ranks(const Run& run) {
+ordered_json settings_to_save_on_all_ranks(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
         return concat(tokens.size(), " tokens, hash ", facts.hash);
     };
-    Json settings = run.flags.saved_settings();
+    ordered_json settings = run.flags.saved_settings();
     settings["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
                               {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
     settings["data_files"] = data_lines(run.corpus);
@@ -191,7 +191,7 @@ Json settings_to_save_on_all_ranks(const Run& run) {
 
 // What differs between the data of two runs, or of two ranks, by their settings; empty if the tokens are the
 // same. The hashes show whether they are, and the lists of files show in which file they are not.
-static std::string difference_of_data(const Json& there, const Json& here) {
+static std::string difference_of_data(const ordered_json& there, const ordered_json& here) {
     const nlohmann::json found_there = there.at("data_found"), found_here = here.at("data_found");
     if (found_there == found_here) return "";
     const std::string text = difference(data_files(there), data_files(here));
@@ -200,10 +200,10 @@ static std::string difference_of_data(const Json& there, const Json& here) {
 
 // Hashes of the files of a model folder. The first rank of each machine makes them, if there are several
 // machines: another one may have other files under the same name.
-static Json hashes_of_weights_on_all_ranks(const Run& run) {
+static ordered_json hashes_of_weights_on_all_ranks(const Run& run) {
     const std::vector<int> local = run.processes.all_gather(run.processes.local_rank());
     const bool several_machines = std::count(local.begin(), local.end(), 0) > 1;
-    Json hashes;
+    ordered_json hashes;
     if (!several_machines || run.processes.local_rank() != 0 || run.weights_folder.empty()) return hashes;
     for (const auto& file : fs::directory_iterator(run.weights_folder))
         if (file.is_regular_file()) hashes[file.path().filename()] = hash_file(file.path());
@@ -212,23 +212,23 @@ static Json hashes_of_weights_on_all_ranks(const Run& run) {
 
 // Every rank compares all others with rank 0.
 void require_same_on_all_ranks(const Run& run) {
-    Json mine = run.state.settings;
+    ordered_json mine = run.state.settings;
     mine["accumulate"] = run.flags.accumulate;
     mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
     mine["weights_found"] = hashes_of_weights_on_all_ranks(run);
     // A path may have bytes that are not UTF-8.
     const std::vector<std::string> all =
-        run.processes.all_gather(mine.dump(-1, ' ', false, Json::error_handler_t::replace));
-    const Json first = Json::parse(all[0]);
+        run.processes.all_gather(mine.dump(-1, ' ', false, ordered_json::error_handler_t::replace));
+    const ordered_json first = ordered_json::parse(all[0]);
     for (size_t rank = 1; rank < all.size(); rank++) {
-        const Json other = Json::parse(all[rank]);
+        const ordered_json other = ordered_json::parse(all[rank]);
         const std::string of_data = difference_of_data(first, other);
         if (!of_data.empty())
             throw Error("Rank ", rank, " has other --data than rank 0: ", of_data,
                         "; give all ranks the same.");
         for (const auto& [name, value] : first.items()) {
-            const Json theirs = other.value(name, Json());
+            const ordered_json theirs = other.value(name, ordered_json());
             if (name != "data_files" && !theirs.is_null() && theirs != value)
                 throw Error("Rank ", rank, " differs from rank 0 in ", name, " (", theirs.dump(), ", there ",
                             value.dump(), "); give the same flags, data and model.");
@@ -267,7 +267,7 @@ std::unique_ptr<Model> make_model(const Run& run) {
 
 // Every start of ./train begins its lines of the log with its flags.
 void log_settings(Run& run) {
-    Json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
+    ordered_json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
     settings.update(run.flags.all_settings());
     settings["parameters"] = parameter_count(run.setup.config);
     settings["ranks"] = run.setup.ranks;

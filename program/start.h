@@ -52,7 +52,7 @@ Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
 // the data.
 void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup);
 // What trainer.json keeps of a run: its flags, what its data are, and how it came about.
-Json settings_to_save_on_all_ranks(const Run& run);
+ordered_json settings_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
 // The tokenizer and other files that checkpoints have besides the model.

@@ -57,7 +57,7 @@ TEST_CASE("Flags: a given value stays; else a folder's default comes before a GP
 }
 
 TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses what would be another run") {
-    const Json saved =
+    const ordered_json saved =
         parsed({"--recipe", "te", "--lr", "0.5", "--steps", "9", "--keep", "7"}).saved_settings();
     for (const char* of_this_start : {"device", "ranks", "out", "resume", "prompt", "plan"})
         CHECK(!saved.contains(of_this_start));
@@ -76,7 +76,7 @@ TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses w
     check_error([&] { other.take_checkpoint(saved); },
                 "--recipe \"coat\" differs from the checkpoint's \"te\"");
 
-    Json older = saved;  // of a program that lacked this flag
+    ordered_json older = saved;  // of a program that lacked this flag
     older.erase("clip");
     Flags newer = parsed({});
     CHECK(newer.take_checkpoint(older).empty());

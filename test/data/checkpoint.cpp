@@ -129,15 +129,15 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
         check_random_damage(path, bytes.size(), count(300, 60), [&] { d.load(); });
         CHECK(d.saved.tensors == d.loaded.tensors);
     }
-    const Json good = Json::parse(read_file(d.path + "/trainer.json"));
+    const ordered_json good = ordered_json::parse(read_file(d.path + "/trainer.json"));
     for (const auto& [field, value] : good.items()) {  // every field is required, and each has its hash
-        Json bad = good;
+        ordered_json bad = good;
         bad.erase(field);
         d.rejected("trainer.json", bad.dump(), "trainer.json");
-        bad[field] = value.is_number() ? Json(value.get<double>() + 1) : Json("other");
+        bad[field] = value.is_number() ? ordered_json(value.get<double>() + 1) : ordered_json("other");
         d.rejected("trainer.json", bad.dump(), "trainer.json");
     }
-    Json earlier = good;
+    ordered_json earlier = good;
     earlier["version"] = 2;
     d.rejected("trainer.json", earlier.dump(), "--model");
     // With a hash that fits, as another version may write it: read or rejected; other exceptions fail here.

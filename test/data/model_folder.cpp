@@ -28,7 +28,7 @@ struct HuggingFace {
         std::vector<uint32_t> codes = {};  // bits in the file, if they are not those of value()
     };
     std::vector<Piece> pieces;  // those of one parameter follow each other as its rows do
-    Json config;
+    ordered_json config;
 
     // 7 bits of tensor number, 6 of row and 7 of column: more than BF16 has, so masters need remainders.
     static float value(size_t tensor, int64_t row, int64_t col) {
@@ -104,7 +104,7 @@ static HuggingFace hugging_face_llama(const std::string& type = "llama") {
                    {l + "norm2.weight", m + "post_attention_layernorm.weight", 32, 1},
                    {"final_norm.weight", "model.norm.weight", 32, 1},
                    {"head", "lm_head.weight", 50, 32}},
-                  Json::parse(R"({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+                  ordered_json::parse(R"({"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 16,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 12345.0, "tie_word_embeddings": false})")};
     f.config["model_type"] = type;
@@ -119,7 +119,7 @@ static HuggingFace hugging_face_llama(const std::string& type = "llama") {
 static HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
     HuggingFace f{
         {{"embedding", prefix + "wte.weight", 50, 32}, {"positions", prefix + "wpe.weight", 16, 32}},
-        Json::parse(R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
+        ordered_json::parse(R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
         "vocab_size": 50, "n_positions": 16, "activation_function": "gelu_new", "resid_pdrop": 0.1})")};
     const std::string l = "layers.0.", h = prefix + "h.0.";
     for (const auto& [ours, theirs, in, out] : {std::tuple{l + "qkv", h + "attn.c_attn", 32, 96},
@@ -152,30 +152,30 @@ static MemoryModel model_of(const std::string& folder, bool master = true) {
     return MemoryModel(setup, 9);
 }
 
-static Json config_in(const std::string& folder) { return Json::parse(read_file(folder + "/config.json")); }
+static ordered_json config_in(const std::string& folder) { return ordered_json::parse(read_file(folder + "/config.json")); }
 
 // The config.json that is saved of a model without a folder: every field is this program's.
-static Json saved_config(const Setup& setup) {
+static ordered_json saved_config(const Setup& setup) {
     Folder folder;
     MemoryModel model(setup, 1);
     return config_in(save(folder / "out", model, 1));
 }
 
-static ModelConfig read_config(const Json& config) {
+static ModelConfig read_config(const ordered_json& config) {
     Folder folder;
     folder.write("config.json", config.dump());
     return read_model_config(folder);
 }
-static ModelConfig read_fields(HuggingFace f, const Json& fields) {
+static ModelConfig read_fields(HuggingFace f, const ordered_json& fields) {
     f.config.update(fields);
     return read_config(f.config);
 }
 
-static void check_fields(const Json& found, const std::string& text) {
-    const Json expected = Json::parse(text);
+static void check_fields(const ordered_json& found, const std::string& text) {
+    const ordered_json expected = ordered_json::parse(text);
     for (const auto& [field, value] : expected.items()) {
         INFO(field);
-        CHECK(found.value(field, Json("missing")) == value);
+        CHECK(found.value(field, ordered_json("missing")) == value);
     }
 }
 
@@ -183,7 +183,7 @@ static void load(const std::string& folder, MemoryModel& model) {
     load_weights(folder, model.setup().config, &model);
 }
 
-const Json LLAMA3 = Json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
+const ordered_json LLAMA3 = ordered_json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
     "high_freq_factor": 4.5, "original_max_position_embeddings": 8192})");
 
 TEST_CASE("save_model_folder: config.json has the documented fields of transformers") {
@@ -213,7 +213,7 @@ TEST_CASE("save_model_folder: config.json has the documented fields of transform
 }
 
 TEST_CASE("read_model_config: defaults of missing fields and all spellings of scaled frequencies") {
-    Json config = hugging_face_llama().config;
+    ordered_json config = hugging_face_llama().config;
     for (const char* field : {"num_key_value_heads", "rms_norm_eps", "rope_theta", "hidden_act",
                               "tie_word_embeddings", "max_position_embeddings"})
         config.erase(field);
@@ -226,13 +226,13 @@ TEST_CASE("read_model_config: defaults of missing fields and all spellings of sc
     CHECK((c.rope_theta == 7 && c.HS() == 16 && c.rope_scaling.type == RopeScaling::Default));
     config["rope_scaling"] = nullptr;
     CHECK(read_config(config).rope_theta == 500000.0f);
-    Json theta = LLAMA3;
+    ordered_json theta = LLAMA3;
     theta["rope_theta"] = 7.0;
     // transformers prefers a rope_scaling that is not empty, and the rope_theta in it.
-    for (const auto& [fields, expected] : std::vector<std::pair<Json, float>>{
+    for (const auto& [fields, expected] : std::vector<std::pair<ordered_json, float>>{
              {{{"rope_scaling", LLAMA3}}, 12345},
              {{{"rope_parameters", LLAMA3}, {"rope_scaling", nullptr}}, 12345},
-             {{{"rope_parameters", theta}, {"rope_scaling", Json::object()}}, 7},
+             {{{"rope_parameters", theta}, {"rope_scaling", ordered_json::object()}}, 7},
              {{{"rope_parameters", {{"rope_type", "yarn"}}}, {"rope_scaling", LLAMA3}}, 12345}}) {
         CAPTURE(fields.dump());
         const ModelConfig read = read_fields(hugging_face_llama(), fields);
@@ -266,7 +266,7 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
         HuggingFace f = hugging_face_llama(type);
         f.config.erase("sliding_window");
         f.config["max_position_embeddings"] = 100000;
-        const ModelConfig c = read_fields(f, Json::parse(fields));
+        const ModelConfig c = read_fields(f, ordered_json::parse(fields));
         CHECK((c.sliding_window == expected && c.longest_sequence() == (expected ? expected : 100000)));
     }
 }
@@ -274,7 +274,7 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
 TEST_CASE("read_model_config: an unsupported config.json is rejected by the name of its field") {
     Folder folder;
     const std::string path = folder / "config.json";
-    auto rejected = [&](Json config, const std::string& field, const Json& value, const std::string& says) {
+    auto rejected = [&](ordered_json config, const std::string& field, const ordered_json& value, const std::string& says) {
         config[field] = value;
         INFO(field, " ", value.dump());
         write_file(path, config.dump());
@@ -299,14 +299,14 @@ activation_function "gelu"; activation_function "relu"; scale_attn_weights false
 scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
         for (const std::string& row : rows_of(rows)) {
             const size_t space = row.find(' '), bar = row.find(" | ");
-            rejected(good, row.substr(0, space), Json::parse(row.substr(space, bar - space)),
+            rejected(good, row.substr(0, space), ordered_json::parse(row.substr(space, bar - space)),
                      bar == row.npos ? row.substr(0, space) : row.substr(bar + 3));
         }
     for (const auto& [field, value] : LLAMA3.items()) {
-        Json rope = LLAMA3;
+        ordered_json rope = LLAMA3;
         rope.erase(field);
         if (field != "rope_type") rejected(hugging_face_llama().config, "rope_scaling", rope, field);
-        rope[field] = field == "high_freq_factor" ? Json(1.5) : Json("8");  // 1.5 would divide by zero
+        rope[field] = field == "high_freq_factor" ? ordered_json(1.5) : ordered_json("8");  // 1.5 would divide by zero
         rejected(hugging_face_llama().config, "rope_parameters", rope, field);
     }
     for (const char* text : {"", "[]", "{"}) {
@@ -476,7 +476,7 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
                      {"_name_or_path", "someone/\u00e9"},
                      {"unknown", {{"deep", {1, nullptr, "text"}}}}});
     f.write(folder / "model");
-    Json config = f.config;  // as it must be saved
+    ordered_json config = f.config;  // as it must be saved
     config.erase("dtype");   // what transformers 5 calls torch_dtype
     config["torch_dtype"] = "bfloat16";
     std::map<std::string, std::string> expected;

@@ -10,8 +10,6 @@
 
 namespace coat::test {
 
-using Json = nlohmann::ordered_json;
-
 // Random bits, but valid ones: weights and moments finite, only first moments with signs, padding rows zero.
 class MemoryModel : public Model {
 public:
