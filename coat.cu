@@ -47,7 +47,7 @@ namespace coat::gpu {
 //
 // The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
 // has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
-// residual_add() (gpu/norm.cu) writes all other groups in passing.
+// residual_add() and embed() (gpu/norm.cu) write all other groups in passing.
 
 // The largest magnitude of `top` and of the activation's output for one row of the thread's values.
 template <int PLANES> static __device__ float amax_of_activation(float top, const Values (&v)[PLANES]) {

@@ -346,8 +346,8 @@ private:
     TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
 
     // Attention reads and writes tensors in the compute dtype: the saved q, k, v and output themselves, or,
-    // if these are saved in groups, a buffer for each. Before a buffer is read, save_and_reload() rounds its
-    // values to what the groups hold: so the saved log-sum-exp fits what backward will read.
+    // if these are saved in groups, a buffer for each. Before a buffer is read, save_and_reload() writes to
+    // it what the groups hold, rounded to BF16: so the saved log-sum-exp fits what backward will read.
     TensorRef attention_buffer(const TensorRef& saved) {
         return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }

@@ -407,6 +407,12 @@ private:
         const Norm n = random_norm(r_.saved_inputs);
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
+        const NormGradients gradients{.dy = x,
+                                      .residual_in = a,
+                                      .residual_out = out,
+                                      .residual_amax_out = slot_,
+                                      .dweight = dweight,
+                                      .dbias = dbias};
         float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
@@ -414,9 +420,8 @@ private:
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
-        pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out), [&] {
-            norm_backward(n, {x, a, out, slot_, dweight, dbias}, workspace, nullptr);
-        });
+        pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
+             [&] { norm_backward(n, gradients, workspace, nullptr); });
         if (c_.arch.bias && needs_amax_)
             return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, stored(x), r_.g);
         bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);

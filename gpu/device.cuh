@@ -9,15 +9,18 @@
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
 //
-// A tensor need not fill the last blocks. What they have past its end is not live:
+// A tensor need not fill the last blocks of a grid. A chunk that such a block has past the end of the tensor
+// is not live:
 //
-//   +------------------+ - - - - -+
-//   | the tensor:      |          :    a block at the corner of a tensor. Threads that are not live do what
-//   the | live = true      |          :    others do, with a copy of values from inside the tensor or with
-//   zeros, so
-//   +------------------+          :    that few instructions need a condition. But they store nothing.
-//   :              live = false   :
-//   + - - - - - - - - - - - - - - +
+//   +------------------+ - - - - - -
+//   | tensor           |           :    a block at the corner of a tensor
+//   |   live = true    |           :
+//   +------------------+           :
+//   :            live = false      :
+//    - - - - - - - - - - - - - - - -
+//
+// For a chunk that is not live, a thread does what it does for others, with a copy of values from inside the
+// tensor or with zeros, so that few instructions need a condition. But it stores nothing.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
