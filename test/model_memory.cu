@@ -30,7 +30,7 @@ GPU_MODEL_TEST("check: a CUDA error is reported once") {
     CHECK(cudaGetLastError() == cudaSuccess);
 }
 
-TEST_CASE("Arena: what is taken lies behind what was taken before and is aligned; a Scope gives it back") {
+TEST_CASE("Arena: allocations are aligned and follow each other; a Scope gives back what is in it") {
     gpu::Arena arena(0);  // a dry run
     CHECK(arena.allocate(0) == arena.begin());
     CHECK(arena.allocate<float>(1) == static_cast<void*>(arena.begin()));
@@ -51,7 +51,7 @@ TEST_CASE("Arena: what is taken lies behind what was taken before and is aligned
     CHECK(arena.peak() == 14 * GPU_ALIGNMENT);  // at the end of the scope, though less is in use now
 }
 
-TEST_CASE("Arena: a Scope that ended early gives back nothing of what was taken after it") {
+TEST_CASE("Arena: a Scope that ended early gives back nothing of what was allocated after it") {
     gpu::Arena arena(0);
     uint8_t *first = nullptr, *later = nullptr;
     {
@@ -149,7 +149,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 
 // The bytes of what lasts for the run, by the row of --plan to which they belong. A tensor ends where the
 // next one begins: `begins` has where each begins, with its row; "": in no row of its own.
-static std::map<std::string, int64_t> bytes_taken(const Setup& s) {
+static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
     gpu::Device device(s, 0);  // a dry run
     const gpu::Memory m = gpu::allocate_memory(device);
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
@@ -183,24 +183,24 @@ static std::map<std::string, int64_t> bytes_taken(const Setup& s) {
 
 // --plan counts these bytes without a GPU, because it also runs in programs that were built without nvcc.
 static void check_rows_of_plan(const Setup& s) {
-    std::map<std::string, int64_t> taken = bytes_taken(s);
+    std::map<std::string, int64_t> allocated = allocated_bytes(s);
     // The delayed scales are among all scales, which have no row
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
-        if (t.name.ends_with(".scale")) taken["amaxes and delayed scales"] += t.total_bytes();
+        if (t.name.ends_with(".scale")) allocated["amaxes and delayed scales"] += t.total_bytes();
     std::map<std::string, int64_t> planned;
     for (const MemoryRow& row : gpu_memory_plan(s)) {
         if (row.category == Category::Workspace) continue;
         std::string name = "activations";  // and gradients, which lie over them
-        for (const auto& [other, bytes] : taken)
+        for (const auto& [other, bytes] : allocated)
             if (!other.empty() && row.name.starts_with(other)) name = other;
         planned[name] += row.bytes;
     }
-    // More is taken to align tensors, and for what ranks cannot share evenly
+    // More is allocated to align tensors, and for what ranks cannot share evenly
     const int64_t most_tensors = 4 * std::ssize(parameters(s.config));
     for (const auto& [name, bytes] : planned) {
         INFO(name);
-        CHECK(taken[name] >= bytes);
-        CHECK(taken[name] <= bytes + bytes / 1000 + most_tensors * GPU_ALIGNMENT);
+        CHECK(allocated[name] >= bytes);
+        CHECK(allocated[name] <= bytes + bytes / 1000 + most_tensors * GPU_ALIGNMENT);
     }
 }
 
