@@ -456,8 +456,8 @@ private:
         if (recipe_.saved_inputs.fp8()) residual_buffer = allocate_tensor(pass.N, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
-        // embedding: row token of its weight, and in GPT-2 the row of the position; saves the input of the
-        // first norm 1
+        // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
+        // input of the first norm 1
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
@@ -500,7 +500,7 @@ private:
         if (out_in_groups) layer.o_proj.compute_x_amax_if_needed(stored(saved_out));
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.o_proj.fprop(stored(saved_out), branch);
-        // residual sum; saves the input of norm 2
+        // residual sum, which saves the input of norm 2
         save_residual_sum(residual_before(norm1, residual_buffer), branch, residual_buffer,
                           norm2_of(pass, layer));
     }
@@ -535,7 +535,7 @@ private:
         // SiLU(gate) x up, or GELU, which fprop() computes; down projection: (N, F) -> (N, C)
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
-        // residual sum; saves the input of the next norm
+        // residual sum, which saves the input of the next norm
         save_residual_sum(residual_before(norm2, residual_buffer), branch, residual_buffer, next);
     }
     // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is

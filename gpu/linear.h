@@ -25,7 +25,7 @@
 //   operand            what it is                 who computes its amax
 //
 //   in forward
-//   qkv_proj.x         output of norm 1           save_residual_sum() before the layer
+//   qkv_proj.x         output of norm 1           embed(), or save_residual_sum() of the layer before
 //   o_proj.x           output of attention        attention_forward(); if the output is saved in groups, a
 //                                                 pass over these: compute_x_amax_if_needed()
 //   gate_up_proj.x     output of norm 2           save_residual_sum() in attention_block_forward()
