@@ -73,9 +73,9 @@ TEST_CASE("pages: every link to a file and to a heading and every picture is the
 }
 
 // What is wrong with a page of this width after its scripts have run and every control has been used, or
-// "opened: ": a script that is added reports it. No window of chromium is narrower than 500 pixels, but a
-// frame may be.
-static std::string opened_in_browser(const std::string& page, int width) {
+// "opened: ": a script that is added reports it. checks: lines of this script, which are for one page. No
+// window of chromium is narrower than 500 pixels, but a frame may be.
+static std::string opened_in_browser(const std::string& page, int width, const std::string& checks = "") {
     const Folder folder;
     const std::string report = R"(<script>
 const wrong = [];
@@ -98,6 +98,7 @@ addEventListener("load", () => setTimeout(() => {
       moved(choice);
     }
   for (const button of document.querySelectorAll("button")) button.click();
+)" + checks + R"(
   setTimeout(() => {
     const outcome = "opened: " + wrong.join("; ");
     document.title = outcome;
@@ -150,8 +151,25 @@ TEST_CASE("make read: its page opens without an error in any width" * doctest::s
         CHECK(opened_in_browser(folder / "read.html", width) == "opened: ");
 }
 
+// Whatever was set before, a guess sets the controls to its question, and says what its section shows then.
+static const char* const GUESSES = R"(
+  const shown = ["0.001 becomes 0.0019531", "2 of 16 with the scale of 30,000", "with k = 2.00 it is 0.5", "58% become zero",
+                 "4.1% with 1024 terms", "2.8% with one scale, and by 2.8% with groups", "attention 8.0 C, gate and up 6.0 C"];
+  const compare = (box, wanted) => {
+    const words = box.querySelector(".shown").textContent;
+    if (!words.includes(wanted)) wrong.push(words + " in place of " + wanted);
+  };
+  document.querySelectorAll(".guess").forEach((guess, question) => {
+    guess.querySelectorAll("button")[guess.dataset.right].click();
+    compare(guess, shown[question]);
+  });
+  const small = document.getElementById("small");  // the weight of the outlier in section 6
+  small.click();
+  compare(small.closest("section"), "18% with one scale, and by 4.4% with groups");
+)";
 TEST_CASE("explore.html: it opens without an error in any width" * doctest::skip(NO_BROWSER)) {
-    for (int width : {400, 700, 1400}) CHECK(opened_in_browser("dev/explore.html", width) == "opened: ");
+    for (int width : {400, 700, 1400})
+        CHECK(opened_in_browser("dev/explore.html", width, GUESSES) == "opened: ");
 }
 
 // The lines of a page that begin like this, from the place of `after` on.
