@@ -1,10 +1,12 @@
 // 1 - Decode: the value of a code in 8 bits (lesson 1; about 10 minutes)
 //
-// An FP8 code has a sign (bit 7), an exponent, and a mantissa of M = f.mantissa bits (the lowest ones).
-// Lesson 1 says what value the three stand for, and how that differs where the exponent field is 0. E4M3 has
-// M = 3, bias 7 and 4 bits of exponent. E5M2 has M = 2, bias 15 and 5 bits.
+// An FP8 code has a sign (bit 7), an exponent field, and a mantissa (the lowest bits). Lesson 1 says what
+// value the three stand for, and how the value differs where the exponent field is 0. f is the format:
+//   f.mantissa   bits of the mantissa: 3 in E4M3, 2 in E5M2. The exponent field has the other 4 or 5 bits.
+//   f.bias       7 in E4M3, 15 in E5M2
+//   f.max        the largest finite value: 448 in E4M3, 57344 in E5M2
 //
-// Find out: which codes are NaN, and which infinite? The two formats differ here.
+// Find out: which codes are NaN, and which are infinite? The two formats differ here.
 //
 // std::ldexp(x, e) is x 2^e; INFINITY and NAN are in <cmath>.
 #include "judge.h"

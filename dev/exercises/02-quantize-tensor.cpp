@@ -1,7 +1,7 @@
 // 2 - Quantize a tensor with one scale (lesson 2; about 10 minutes)
 //
-// Find the scale s that maps the largest magnitude of the tensor onto 448, E4M3's largest value; write the
-// code of each value, and return s. Codes are undefined before you write them.
+// Find the scale s that maps the largest magnitude of the tensor onto 448, E4M3's largest value. Write the
+// code of each of the n values, and return s. Codes are undefined before you write them.
 //
 // Watch for:
 //   The largest magnitude may be that of a negative value.

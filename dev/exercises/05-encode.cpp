@@ -1,11 +1,11 @@
 // 5 - Encode: the nearest code of a value (lesson 1; about 30 minutes)
 //
-// Write the inverse of exercise 1. M = f.mantissa, and bias = f.bias. Count |x| in steps of the distance
-// between the codes near it, round the count, and put the exponent in front.
+// Write the inverse of exercise 1, for the format f (M = f.mantissa, bias = f.bias). Divide |x| by the
+// distance between the two codes around it, round the quotient to a whole number, and put the exponent
+// field in front.
 //
-// Find out: how far apart are codes between 2^e and 2^(e + 1)? How far apart are they where values are
-// subnormal, and from which e on is that so? What becomes of the mantissa if rounding reaches the next power
-// of two?
+// Find out: how far apart are codes between 2^e and 2^(e + 1)? How far apart are subnormal ones, and at which
+// e do they begin? What becomes of the mantissa if rounding reaches the next power of two?
 //
 // Watch for:
 //   A tie, halfway between two codes, goes to the even code. std::nearbyint rounds so; std::round does not.

@@ -1,19 +1,18 @@
 // 6 - Dynamic range expansion (lesson 9; about 30 minutes)
 //
-// Predict k first, on paper: a moment group whose largest magnitude is 100 times its smallest; one with 10
-// times; one with 2^17.8 = 229,376 times. Which of the three gains most precision?
+// Predict k first, on paper, for three moment groups, whose largest magnitude is 100 times, 10 times and
+// 229,376 times their smallest. Which of the three gains most precision?
 //
-// Then write three functions. expansion_factor: k, such that a moment group that spans max / min, its largest
-// over its smallest magnitude that is not zero, spans all of E4M3 (448 down to the smallest subnormal value)
-// once each magnitude is raised to the power k. expand: sign and magnitude of x as they are stored, max as
-// 448. contract: its inverse.
+// max and min are the largest and the smallest magnitude of a moment group; zeros do not count. Both are
+// above 0. Write three functions:
+//   expansion_factor   k: each magnitude is raised to the power k, so that max / min becomes 448 over E4M3's
+//                      smallest subnormal value. k is rounded to the nearest multiple of 1/256; it is at
+//                      least 1/16 and at most 64.
+//   expand             what is encoded for x: it has the sign of x, and max becomes 448. expand(0) is 0.
+//   contract           the inverse of expand. contract(0) is 0.
 //
-// Watch for:
-//   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.
-//   max is above 0. With equal magnitudes log(max / min) is 0, and k infinite before it is limited.
-//   |x| / max and max / min may underflow or overflow: subtract logarithms in place of dividing.
-//   In contract the power may underflow although max times the power does not.
-//   expand(0) and contract(0) are 0.
+// Find out: max may be 1e38 and min 1e-44. Which of your quotients and powers overflow or become 0 then?
+//
 // Float is precise enough: std::log2, std::exp2, std::rint, std::fabs, std::min, std::copysign.
 #include "judge.h"
 

@@ -1,11 +1,12 @@
 // 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 25 minutes)
 //
-// gemm: as on a Hopper GPU, both matrices have their codes along the dimension that is summed over:
+// gemm: as on a Hopper GPU, a row of each matrix lies along the dimension that is summed over:
 //   c (a.rows, b.rows)      c(i, j) = the sum over k of a(i, k) b(j, k)
 // The value of a code is its matrix's scale times given::decode(format, code). Add up products of decoded
 // codes, and multiply the sum by both scales once.
 //
-// linear: x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output. Set with gemm
+// linear: from x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output, it computes with
+// gemm
 //   y   (tokens, out)   the output                         fprop
 //   dx  (tokens, in)    the gradient of x                  dgrad
 //   dw  (out, in)       the gradient of w                  wgrad

@@ -5,17 +5,19 @@
 // norm_backward (10) and swiglu_backward (11). The program first names those of them that are not solved yet.
 // Then it trains 100 steps, and prints your loss beside the reference's.
 //
-// A step is: the input of norm, m.x, in groups; norm; a linear layer with m.gate_up; its output in groups;
-// SwiGLU; a linear layer with m.down; the loss, and the same way back; the three weights. Return the loss.
+// A step quantizes the norm's input, m.x, in groups; then come the norm, a linear layer with m.gate_up, its
+// output in groups, SwiGLU, a linear layer with m.down, and the loss. It goes the same way back, and updates
+// the three weights. Return the loss.
 //
 // Find out: which tensors must forward keep for backward? What does norm read: m.x, or its groups?
 //
 // Watch for:
-//   linear computes all three GEMMs. In forward, give it any g of y's shape, for example zeros; only y is
-//   used. AdamW comes last: backward reads the weights of forward.
+//   linear computes all three GEMMs. In forward, give it any g of y's shape, such as zeros, and use only y.
+//   AdamW comes last, because backward reads the weights of forward.
 //
-// train.h has your functions, and in given:: norm_forward, swiglu_forward, loss, and update(weight, gradient,
-// t, adamw), which calls adamw for each 128 parameters of a weight. groups(x, quantize_groups) calls yours.
+// train.h has your functions. given:: (in capstone.h) has norm_forward, swiglu_forward, loss, groups(x,
+// quantize_groups), which calls your function, and update(weight, gradient, t, adamw), which calls yours for
+// each 128 parameters of a weight.
 #include "train.h"
 
 double step(SmallModel& m, int t) {

@@ -1,10 +1,12 @@
 // 13 - On a GPU: quantize a matrix, and its transpose (lesson 5; about 60 minutes)
 //
-// Backward needs codes in both orders: Hopper's FP8 GEMMs read both operands along the reduction. Write
+// Backward needs codes in both orders, because Hopper's FP8 GEMMs read both operands along the dimension that
+// they sum over. Write
 //   codes[r * cols + c] = transposed[c * rows + r] = encode(x[r * cols + c] * inverse_scale)
 //
-// A block of 32 x 8 threads does a tile of 32 x 32: tile blockIdx.x of the columns, blockIdx.y of the rows.
-// Neighbouring threads use neighbouring addresses: keep codes in shared memory, write both results by rows.
+// A block of 32 x 8 threads does a tile of 32 x 32 values: columns from 32 blockIdx.x on, rows from
+// 32 blockIdx.y on. Neighbouring threads should use neighbouring addresses. So keep the codes of the tile in
+// shared memory, and write both results row by row.
 //
 // Watch for:
 //   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.

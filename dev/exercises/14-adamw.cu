@@ -1,7 +1,8 @@
 // 14 - On a GPU: AdamW with FP8 moments, a block for each group (lesson 9; about 90 minutes)
 //
-// Exercise 7, with a block of 128 threads for a group: thread t of block b has parameter i = 128 b + t and
-// shares max[b] and k[b]. These need magnitudes of all threads: reduce them in shared memory.
+// This is exercise 7 with a block of 128 threads for each moment group: thread t of block b has parameter
+// i = 128 b + t, and all threads of the block share max[b] and k[b] of each moment. max and k depend on the
+// magnitudes of all threads: find the largest and the smallest in shared memory.
 //
 // Watch for:
 //   Threads beyond n have no parameter, but take part in every __syncthreads().

@@ -9,7 +9,7 @@
 //   B  magnitudes anywhere from 2^-20 to 1: each power of two is as frequent as any other
 //   C  magnitudes anywhere from 2^-10 to 1, in the same way
 //   D  as A, but one feature is 1,000 times as large
-//   E  as A, but each token has another size, from 2^-20 to 1 times
+//   E  as A, but each token is multiplied by another factor, from 2^-20 to 1
 //   F  as A, but one feature is 100,000 times as large
 //
 // Find out: F has a surprise. Why does COAT not take what is best for F wherever it expects outliers?

@@ -1,7 +1,7 @@
 // 17 - Find two bugs (lessons 8 and 9; about 20 minutes)
 //
 // Somebody has solved exercise 7 so. Nothing crashes and nothing becomes NaN, but it is wrong in two places.
-// (That no rule keeps second moments from code 0 is right: with equation 4's k none becomes 0.)
+// The missing rule of lesson 9, that code 0 becomes code 1, is neither: with equation 4's k it is not needed.
 // Find them by reading, before you run the judge, and mend them.
 #include <algorithm>
 #include <cmath>

@@ -95,15 +95,15 @@ void reference_groups(int rows, int cols, const float* x, uint8_t* codes, float*
 }
 void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, Moment v) {
     const reference::AdamWConstants factors{.lr = s.lr,
-                                          .beta1 = s.beta1,
-                                          .beta2 = s.beta2,
-                                          .one_minus_beta1 = 1 - s.beta1,
-                                          .one_minus_beta2 = 1 - s.beta2,
-                                          .eps = s.eps,
-                                          .decay = s.decay,
-                                          .bias_correction1 = s.bias1,
-                                          .bias_correction2_sqrt = std::sqrt(s.bias2),
-                                          .clip_factor = 1.0f};
+                                            .beta1 = s.beta1,
+                                            .beta2 = s.beta2,
+                                            .one_minus_beta1 = 1 - s.beta1,
+                                            .one_minus_beta2 = 1 - s.beta2,
+                                            .eps = s.eps,
+                                            .decay = s.decay,
+                                            .bias_correction1 = s.bias1,
+                                            .bias_correction2_sqrt = std::sqrt(s.bias2),
+                                            .clip_factor = 1.0f};
     Floats values[2] = {Floats(n), Floats(n)};
     const Moment views[2] = {m, v};
     reference::Moment moments[2];

@@ -119,8 +119,11 @@ class Comparison {
 public:
     Format format = Format::E4M3;  // of codes, which are compared as uint8_t
     std::string special, of;       // about the input of what is compared; may be empty
+    std::string progress;          // what is right although values differ; may be empty
     // Says where value i of a result is, as in "dw(0, 1)" or "code 7"
     Function<std::string(size_t)> place = [](size_t i) { return text(" ", i); };
+    // Says from which inputs value i is computed; may be empty
+    Function<std::string(size_t)> input = [](size_t) { return ""; };
 
     explicit Comparison(int number) : number_(number) {}
 
@@ -133,11 +136,10 @@ public:
     }
 
     // Of a result: its name, the values expected, and the reader's. What the latter have behind the expected
-    // ones must still be undefined. tolerance: relative to the largest expected magnitude; from: the inputs
-    // of its values
+    // ones must still be undefined. tolerance: relative to the largest expected magnitude
     template <class T>
     void operator()(const std::string& name, const std::vector<T>& expected, const std::vector<T>& got,
-                    std::vector<Hint> hints = {}, double tolerance = 0, const Floats& from = {}) {
+                    std::vector<Hint> hints = {}, double tolerance = 0) {
         double largest = 0;
         for (T v : expected) largest = std::max(largest, std::abs(double(v)));
         const double relative = tolerance;
@@ -166,14 +168,19 @@ public:
                          ": look at the scale, at a mean, or at the exponent's bias."),
                     false);
             const std::string index = expected.size() > 1 ? place(i) : "";
-            const std::string source = from.empty() ? "" : text(" from ", from[i]);
-            show(name, index + source + of, shown(expected[i]), shown(got[i]));
+            show(name, index + of, input(i), shown(expected[i]), shown(got[i]));
         }
         for (size_t i = expected.size(); i < got.size(); i++) {
             if (untouched(got[i])) continue;
             result.past_the_end = true;
-            show(name, text(" ", i, of), "nothing, for it ends before", shown(got[i]));
+            show(name, text(" ", i, of), "", "nothing, for it ends before", shown(got[i]));
         }
+    }
+
+    // Whether all values of a result are right that were compared until now; false if there were none.
+    bool is_right(const std::string& name) const {
+        const auto found = results_.find(name);
+        return found != results_.end() && found->second.wrong == 0;
     }
 
     // answer: to what the exercise asks; it is printed when the exercise is solved. May be empty.
@@ -194,7 +201,7 @@ public:
         else if (!written) std::cout << "nothing is computed yet: write the body of the function.\n";
         else {
             const Result& first = results_.at(first_);
-            std::cout << wrong << " of " << count_ << " values differ. The first:" << shown_;
+            std::cout << progress << wrong << " of " << count_ << " values differ. The first:" << shown_;
             if (first.past_the_end) std::cout << "\n  You write past the end of " << first_ << ".\n";
             else if (!first.written) std::cout << "\n  This is not computed yet: " << first_ << ".\n";
             else std::cout << hint_line(number_, hint(first));
@@ -248,11 +255,13 @@ private:
         for (T v : expected) hint.values.push_back(float(v) + UNDEFINED);
         return hint;
     }
-    void show(const std::string& name, const std::string& which, const std::string& expected,
-              const std::string& mine) {
+    void show(const std::string& name, const std::string& which, const std::string& from,
+              const std::string& expected, const std::string& mine) {
         if (!first_.empty()) return;
         first_ = name;
-        shown_ = "\n  input     " + name + which + "\n  expected  " + expected + "\n  yours     " + mine;
+        shown_ = "\n  value     " + name + which;
+        if (!from.empty()) shown_ += "\n  input     " + from;
+        shown_ += "\n  expected  " + expected + "\n  yours     " + mine;
     }
 
     // A mistake that makes all the reader's values is certain. Then comes what the wrong values have in

@@ -65,9 +65,10 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
             hints.push_back(about("codes whose sign bit is set", code & 0x80));
             hints.push_back(about("codes with exponent 0", field == 0));
             hints.push_back(about("the largest exponent", field == top));
-            c.of = " code " + hex(code);
-            c(info(format_of(f)).name, Floats{reference::decode(format_of(f), uint8_t(code))},
-              Floats{decode(f, uint8_t(code))}, hints);
+            c.input = [=](size_t) { return "code " + hex(code); };
+            c(text("decode in ", info(format_of(f)).name),
+              Floats{reference::decode(format_of(f), uint8_t(code))}, Floats{decode(f, uint8_t(code))},
+              hints);
         }
     return c.finish(
         "E4M3 has two NaN, 0x7F and 0xFF, and no infinity. E5M2 has infinity, 0x7C and 0xFC, and "
@@ -127,7 +128,8 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
         Codes codes = unwritten(n);
         const float got = quantize(n, guarded(x).data(), codes.data());
         auto code = [](float v) { return float(given::encode(v)); };
-        c.of = text(" of a tensor with amax ", amax);
+        c.of = text(" of a tensor of ", n, " values");
+        c.input = [=](size_t) { return text("x[0..", n - 1, "], the largest |x| is ", amax); };
         c("scale", Floats{s}, Floats{got},
           {{SIGNED, {reference::scale_of({Format::E4M3}, above_zero)}},
            {WRONG_FMAX, {reference::scale_of({Format::E5M2}, amax)}},
@@ -137,11 +139,11 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
            {"This is amax itself: s maps it onto 448.", {amax}},
            {"Not all n values are looked at, or more: read x[0] to x[n - 1].", {GUARD / 448}}},
           1e-7);
+        c.input = [=](size_t i) { return text("x[", i, "] = ", x[i], ", s = ", s); };
         c("code", q.codes, codes,
           {{INVERSE, each(x, [=](float v) { return code(v / s); })},
            {"This is the code of x, without the scale.", each(x, code)},
-           {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })}},
-          0, x);
+           {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })}});
     });
 }
 
@@ -172,6 +174,10 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
                 by_columns.push_back(expected[i % rows * groups + i / rows]);
             c.of = text(" of ", rows, " x ", cols, " values");
             c.place = [=](size_t i) { return text(" of row ", i / groups, ", group ", i % groups, ","); };
+            c.input = [=](size_t i) {
+                const size_t first = i % groups * 16, last = std::min(first + 16, size_t(cols)) - 1;
+                return text("columns ", first, "..", last, " of this row, the largest |x| is ", amax[i]);
+            };
             c("scale", expected, got,
               {{"Scales are stored in BF16, not in FP32.", each(amax, unrounded)},
                {"BF16 is rounded to the nearest, not cut off: given::to_bf16.",
@@ -187,17 +193,18 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
                {"The last group of a row may be shorter: it ends with the row.", wide},
                {"Each group has a scale of its own, not the tensor's.", whole},
                {"Scales are stored row by row, as codes are: scales[row * groups_in_a_row + group].",
-                by_columns}},
-              0, amax);
+                by_columns}});
             c.place = [=](size_t i) {
                 const size_t row = i / cols, column = i % cols;
                 return text(" of row ", row, ", column ", column, " (group ", column / 16, "),");
             };
+            c.input = [=](size_t i) {
+                return text("x = ", x[i], ", the scale is ", expected[i / cols * groups + i % cols / 16]);
+            };
             c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).codes, codes,
               {{INVERSE, divided},
                {"Scales are right: use the scale after it is rounded to BF16; multiply by 1 / s.", inexact},
-               {"This is the code of x, without the scale.", unscaled}},
-              0, x);
+               {"This is the code of x, without the scale.", unscaled}});
         },
         "The code is made with the rounded scale. Only that is stored, so decoding multiplies by it; the "
         "unrounded "
@@ -233,6 +240,13 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
             }
             for (float v : expected) largest_of_undefined.push_back(std::max(v, UNDEFINED));
             c.of = text(" of ", n, " values");
+            c.input = [=](size_t group) {
+                const size_t first = group * 16, last = std::min(first + 16, x.size()) - 1;
+                size_t largest = first;  // the place of the largest magnitude, or of a NaN
+                for (size_t i = first; i <= last; i++)
+                    if (std::isnan(x[i]) || std::abs(x[i]) > std::abs(x[largest])) largest = i;
+                return text("x[", first, "..", last, "], x[", largest, "] = ", x[largest]);
+            };
             c("maximum", expected, got,
               {{"You read past the end of x: the last group is shorter, it ends at n.", wide},
                {"The last, shorter group is missing: there are (n + 15) / 16 groups.", cut},
@@ -242,6 +256,7 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
                 maxima(x, 1, nan_until_next)},
                {"The maximum of a group with a NaN is infinity here, not NaN.", maxima(x, 1, nan_stays)},
                {"maxima is undefined before: begin each group with 0.", largest_of_undefined}});
+            c.input = [=](size_t) { return text("x[0..", n - 1, "]"); };
             c("amax", Floats{reference::compute_amax(x.data(), n)}, Floats{returned},
               {{"This is the maximum of the last group: return the largest of all.", {expected.back()}},
                {"This is the maximum of the first group: return the largest of all.", {expected[0]}}});
@@ -306,7 +321,8 @@ void compare_code(Comparison& c, const Fp8& f, float x, uint8_t mine) {
     hints.push_back(about("ties", tie));
     hints.push_back(about("NaN", std::isnan(x)));
     hints.push_back(about("negative values", std::signbit(x)));
-    c(info(format_of(f)).name, Codes{code}, Codes{mine}, hints, 0, {x});
+    c.input = [=](size_t) { return text("x = ", x); };
+    c(text("encode in ", info(format_of(f)).name), Codes{code}, Codes{mine}, hints);
 }
 
 }  // namespace
@@ -347,7 +363,7 @@ void compare_factor(Comparison& c, float max, float min, float got) {
     auto limited = [](double k) { return float(std::clamp(k, 1.0 / 16, 64.0)); };
     const float sixteenths = limited(std::floor(exact / 16) / 16);
     const float nearest_sixteenth = limited(std::rint(exact / 16) / 16);
-    c.of = text(", max = ", max, ", min = ", min);
+    c.input = [=](size_t) { return text("max = ", max, ", min = ", min); };
     c("k", Floats{k}, Floats{got},
       {{"The smallest code that is not zero is subnormal: 2^-9, not 2^-6.",
         {rounded_k(std::log2(448 * 64.0), ratio)},
@@ -386,7 +402,7 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
         return x == 0 ? Floats{0} : Floats{std::copysign(float(magnitude), x)};
     };
     const double from = std::abs(x) / double(max), to = std::abs(y) / 448.0, root = std::pow(to, 1.0 / k);
-    c.of = text(", max = ", max, ", k = ", k);
+    c.input = [=](size_t) { return text("x = ", x, ", max = ", max, ", k = ", k); };
     c("expand", Floats{y}, Floats{expand(x, max, k)},
       {sign,
        {"max becomes 448: multiply the power by it.", zero_or(std::pow(from, double(k)))},
@@ -397,7 +413,8 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
              "|x| / max underflows here: subtract logarithms in place of dividing."),
        negative,
        zero},
-      3e-3, {x});
+      3e-3);
+    c.input = [=](size_t) { return text("y = ", y, ", max = ", max, ", k = ", k); };
     c("contract", Floats{back}, Floats{contract(y, max, k)},
       {{sign.text, {std::abs(back)}},
        {"448 becomes max: multiply the power by it.", zero_or(root)},
@@ -407,10 +424,10 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
        {"This is the power 2 / k: the exponent of r is log2(|y| / 448) / (2 k).", zero_or(max * root * root)},
        {"This is the power 1 / (2 k): the result has r twice, (max r) r.", zero_or(max * std::sqrt(root))},
        where(x != 0 && root < FLT_MIN,
-             "The power underflows here: multiply max by its root r, and then once more, (max r) r."),
+             "The power underflows here: multiply max by the square root r of the power, twice: (max r) r."),
        negative,
        zero},
-      1e-4 + 3e-45 / std::abs(back), {y});
+      1e-4 + 3e-45 / std::abs(back));
 }
 
 }  // namespace
@@ -437,7 +454,9 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
     check(1e-30f, 1e-38f);
     return c.finish(
         "The k of 100, 10 and 229,376 are 2.680, 5.359 and 1. A rounding error is divided by k: the "
-        "group with 10 gains most, and the last one nothing.");
+        "group with 10 gains most, and the last one nothing. max / min may overflow, and |x| / max become 0, "
+        "so logarithms are subtracted. In contract the power may become 0 although max times the power does "
+        "not, so max is multiplied by the square root of the power, twice.");
 }
 
 // --- 13 ---
@@ -458,8 +477,13 @@ int judge::quantize_transpose(const Function<Transpose>& quantize) {
         const Hint oblong = about("oblong matrices", rows != cols);
         c.of = text(" of ", rows, " x ", cols);
         c.place = row_and_column(cols);
+        c.input = [=](size_t i) { return text("x", row_and_column(cols)(i), " = ", x[i]); };
         c("code", codes_of(x), codes, {cut});
         c.place = row_and_column(rows);
+        c.input = [=](size_t i) {
+            const size_t place = i % rows * cols + i / rows;
+            return text("x", row_and_column(cols)(place), " = ", x[place]);
+        };
         c("transposed code", codes_of(given::transposed({rows, cols, x}).values), transposed,
           {cut, oblong, {"The transpose is wrong: a __syncthreads(), or blockIdx.x and y exchanged?"}});
     }

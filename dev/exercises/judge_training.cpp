@@ -125,6 +125,10 @@ void compare_change(Comparison& c, const AdamWInputs& in, const Floats (&linear)
         {"Loading a moment includes the expansion's inverse: given::contract.", change_with(None, without)});
     hints.push_back(
         {"Update the weight before the moments are quantized.", change_with(OldMoments, quantized)});
+    c.input = [&in](size_t i) {
+        return text("g = ", in.g[i], ", m = ", in.m[i], ", v = ", in.v[i], ", w = ", in.w[i],
+                    " before the step");
+    };
     c("change of w", expected, mine, hints, 1e-4);
 }
 
@@ -143,6 +147,7 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
         outdated.push_back(given::encode(given::expand(now[i], before.max[group], before.k[group])));
         linear.push_back(given::encode(now[i] / mine.max[group] * 448));
     }
+    c.input = [&now](size_t) { return text(now.size(), " parameters, each with a g, m, v and w"); };
     for (size_t group = 0; group < expected.max.size(); group++) {
         const int first = int(group) * 128, n = std::min(128, int(now.size()) - first);
         const float k = expected.k[group];
@@ -156,6 +161,9 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
                  "Zeros do not count in the smallest magnitude; a group of zeros has max = 0 and k = 1.")},
           1.001 / 256 / k);
     }
+    c.input = [&](size_t i) {
+        return text(now[i], " after the update; your max = ", mine.max[i / 128], ", k = ", mine.k[i / 128]);
+    };
     c("code" + of, codes, mine.codes,
       {{"The codes belong to the new max and k.", outdated},
        {"Storing a moment includes its expansion: given::expand.", linear}});
@@ -205,15 +213,15 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
                            std::equal(before[0].codes.begin(), before[0].codes.end(), mine[0].codes.begin());
 
         const reference::AdamWConstants factors{.lr = in.s.lr,
-                                              .beta1 = in.s.beta1,
-                                              .beta2 = in.s.beta2,
-                                              .one_minus_beta1 = 1 - in.s.beta1,
-                                              .one_minus_beta2 = 1 - in.s.beta2,
-                                              .eps = in.s.eps,
-                                              .decay = in.s.decay,
-                                              .bias_correction1 = in.s.bias1,
-                                              .bias_correction2_sqrt = std::sqrt(in.s.bias2),
-                                              .clip_factor = 1.0f};
+                                                .beta1 = in.s.beta1,
+                                                .beta2 = in.s.beta2,
+                                                .one_minus_beta1 = 1 - in.s.beta1,
+                                                .one_minus_beta2 = 1 - in.s.beta2,
+                                                .eps = in.s.eps,
+                                                .decay = in.s.decay,
+                                                .bias_correction1 = in.s.bias1,
+                                                .bias_correction2_sqrt = std::sqrt(in.s.bias2),
+                                                .clip_factor = 1.0f};
         Floats w = in.w, now[2] = {in.m, in.v};
         reference::adamw(factors, n, in.g.data(), w.data(), now[0].data(), now[1].data());
         reference::Moment expected[2] = {before[0], before[1]};
@@ -230,6 +238,9 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
             if (!blank)
                 compare_moment(c, j == 0 ? " of m" : " of v", zeros, now[j], before[j], expected[j], mine[j]);
     }
+    const bool w_is_right = c.is_right("change of w");
+    const bool k_is_right = c.is_right("k of m") && c.is_right("k of v");
+    if (number == 17 && w_is_right != k_is_right) c.progress = "one of the two bugs is mended. ";
     return c.finish(
         "The weight moves by the moments in FP32, before they are quantized again: only the next step "
         "sees the rounding.");
@@ -253,6 +264,7 @@ struct LinearInputs {
 // Of many magnitudes, so that it matters which values share a scale. The sizes are no multiples of 128.
 LinearInputs linear_inputs(Comparison& c) {
     auto matrix = [&](int rows, int cols) { return Matrix{rows, cols, c.normal(rows * cols, 1)}; };
+    c.input = [](size_t) { return "x (200, 160), w (144, 160), g (200, 144)"; };
     return {matrix(200, 160), matrix(144, 160), matrix(200, 144)};
 }
 Matrix fprop(const LinearInputs& in, Quantizer x, Quantizer w) {
@@ -297,6 +309,7 @@ static void compare_small_gemm(Comparison& c, const judge::Function<judge::Gemm>
         return values;
     };
     const Matrix expected{a.rows, b.rows, product(a.scale * b.scale, a.format)};
+    c.input = [](size_t) { return "a (3, 5) in E5M2, b (4, 5) in E4M3"; };
     compare_gemm(c, "gemm's result", expected, gemm(a, b),
                  {{"This is the sum of products of codes: multiply it by both scales.", product(1, a.format)},
                   {"This has only the scale of a.", product(a.scale, a.format)},
@@ -476,8 +489,12 @@ int judge::norm_backward(const Function<Norm>& backward) {
     add("Each token has C / 16 scales of its own, behind those of the token before.",
         norm_with(None, N, C, wrong_row, weight, dy));
     const auto place_in_vector = std::exchange(c.place, row_and_column(C));
+    c.input = [&](size_t i) {
+        return text("x", c.place(i), " = ", x[i], ", weight = ", weight[i % C], ", dy = ", dy[i]);
+    };
     c("dx", expected, dx, of_dx, 1e-4);
     c.place = place_in_vector;
+    c.input = [&](size_t i) { return text("x(0, ", i, ") = ", x[i], ", dy = ", dy[i], ", and so on"); };
     c("dweight", sum, dweight, of_dweight, 1e-4);
     return c.finish(
         "With d = dy weight, dx = r d - r^3 x mean(d x): the first part goes through the value's own y, "
@@ -569,7 +586,14 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     hints.push_back({"A row of scales has 2 F / 16, not F / 16.", with(short_rows)});
     hints.push_back({"Each row has scales of its own, behind those of the row before.", with(first_row)});
     c.place = row_and_column(row);
+    c.input = [&](size_t i) {
+        const size_t token = i / row, feature = i % F, gate = token * row + feature;
+        return text("token ", token, ", feature ", feature, ": gate = ", x[gate], ", up = ", x[gate + F],
+                    ", dact = ", dact[token * F + feature]);
+    };
     c("dgate_up", expected, got, hints, 1e-4);
     return c.finish(
-        "The derivative of silu is s (1 + a (1 - s)): it is 1/2 at 0, and slightly negative far below.");
+        "silu = a s, and the derivative of s is s (1 - s). So that of silu is s + a s (1 - s) = s (1 + a (1 "
+        "- "
+        "s)): it is 1/2 at 0, and slightly negative far below.");
 }

@@ -791,11 +791,47 @@ TEST_CASE("exercises: the hint points at the cause of a typical mistake") {
     }
 }
 
+// What a judge prints.
+std::string output_of(const std::function<int()>& judge) {
+    std::ostringstream out;
+    std::streambuf* const before = std::cout.rdbuf(out.rdbuf());
+    judge();
+    std::cout.rdbuf(before);
+    return out.str();
+}
+
+TEST_CASE("exercises: the judge shows the inputs of the first wrong value") {
+    const std::vector<std::tuple<int, const char*, const char*>> inputs = {
+        {1, "no sign", "code 0x80"},
+        {2, "divides by s", "x["},
+        {3, "scale cut off", "columns 0..15 of this row, the largest |x| is "},
+        {4, "NaN lost", "x[16..31], x[20] = nan"},
+        {5, "ties away", "x = "},
+        {6, "expand to 1", "x = "},
+        {6, "contract to 1", "y = "},
+        {7, "no decay", "g = "},
+        {8, "y quantized", "x (200, 160), w (144, 160), g (200, 144)"},
+        {8, "no scales", "a (3, 5) in E5M2"},
+        {10, "no eps", "x(3, 0) = "},
+        {11, "no up", "token 0, feature 0: gate = "},
+        {17, "moments quantized first", "g = "}};
+    for (const auto& [exercise, mistake, input] : inputs) {
+        const std::string output =
+            output_of([&, &number = exercise, &words = mistake] { return judged(number, words); });
+        CHECK_MESSAGE(contains(output, concat("\n  input     ", input)), output);
+    }
+}
+
 // 17-find-the-bugs.cpp is given with two bugs, and with either of them alone it is wrong, too.
 TEST_CASE("exercises: the judge finds both bugs of 17" * doctest::skip(exercises_are_solved())) {
     says("values differ", [] { return judge::adamw(empty::bugs::adamw, 17); });
     says("Zeros do not count", [] { return judged(17, "zeros count in min"); });
     says("Update the weight before", [] { return judged(17, "moments quantized first"); });
+    says("exercise 17: one of the two bugs is mended. ", [] { return judged(17, "zeros count in min"); });
+    says("exercise 17: one of the two bugs is mended. ",
+         [] { return judged(17, "moments quantized first"); });
+    const std::string at_first = output_of([] { return judge::adamw(empty::bugs::adamw, 17); });
+    CHECK_FALSE(contains(at_first, "is mended"));
 }
 
 TEST_CASE("exercises: the first run shows what differs and how to get a hint") {
