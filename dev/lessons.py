@@ -2,7 +2,7 @@
 """Prints the tables of the lessons in WALK.md, computed by coat.py: `python3 dev/lessons.py 5` those of lesson 5.
 
 The lessons follow one group of 16 activations, one group of moments and one product of 4x4 matrices. The tables
-of a real run need a small model. It is trained first, in two minutes, unless another run's FOLDER is given:
+of a real run need model A. It is trained first, in two minutes, unless another run's FOLDER is given:
 
     make train && python3 dev/lessons.py real [FOLDER]
 """

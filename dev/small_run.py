@@ -1,6 +1,6 @@
-"""A small model after 120 steps of training on text.txt, for figures.py and lessons.py: its moments in FP32, the
-activations that its layers save, and the gradients g of all its linear layers, computed with coat.py from a checkpoint
-of ./train.
+"""Model A of the course after 120 steps of training on text.txt, for figures.py and lessons.py: its moments in FP32,
+the activations that its layers save, and the gradients g of all its linear layers, computed with coat.py from a
+checkpoint of ./train.
 """
 import pathlib
 import subprocess
