@@ -287,7 +287,10 @@ def measure(group, part, commit):
     where = f"{len(names)} {names[0]}" if many else "".join(names[:1])
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
     rows = load().get(group, {})
-    left = [name for name in GROUPS[group].runs if part in name and rows.get(name, {}).get("commit") != commit
+    # Tests of several GPUs are skipped on one, so the rows of each kind of machine have names of their own.
+    machine = f", {len(names)} GPUs" if group == "tests" and len(names) > 1 else ""
+    left = [name for name in GROUPS[group].runs
+            if part in name and rows.get(name + machine, {}).get("commit") != commit
             and not (group == "ranks" and RANKS[name].gpus > len(names))]
     gpus = range(len(names)) if GROUPS[group].at_once else [None]
     free, one_saves = queue.SimpleQueue(), threading.Lock()
@@ -300,7 +303,7 @@ def measure(group, part, commit):
             row = {"commit": commit, "where": where, **run(group, name, gpu)}
             with one_saves:
                 results = load()
-                results.setdefault(group, {})[name] = row
+                results.setdefault(group, {})[name + machine] = row
                 save(results)
             print(f"{group}: {name}: done in {time.monotonic() - begun:.0f} s", flush=True)
             return True

@@ -80,7 +80,7 @@ TEST_CASE("results.py: a run is recorded when it ends and the next call runs wha
     const Folder folder;
     fs::copy("dev", folder.path / "dev", fs::copy_options::recursive);
     folder.write("make", "#!/bin/sh\n");
-    folder.write("nvidia-smi", "#!/bin/sh\necho H200\n");
+    folder.write("nvidia-smi", "#!/bin/sh\necho H200\n[ ! -e two ] || echo H200\n");
     folder.write("dev/gpu.sh",
                  "#!/bin/sh\n[ \"$1 $2\" != 'seeds 11' ] || [ -e good ] || exit 1\necho \"$1: passed\"\n");
     for (const char* program : {"make", "nvidia-smi", "dev/gpu.sh"})
@@ -102,4 +102,9 @@ TEST_CASE("results.py: a run is recorded when it ends and the next call runs wha
     CHECK(contains(read_file(folder / "dev/RESULTS.md"), "| seeds: passed | H200 | old |"));
     CHECK(read_file(folder / "out/results.json") == read_file(folder / "dev/results.json"));
     CHECK(lines_of(shell(folder, "COAT_COMMIT=new " + measure).out).size() == 3);  // another commit
+
+    folder.write("two", "");  // on two GPUs more tests run: these rows replace none of one GPU
+    CHECK(lines_of(shell(folder, "COAT_COMMIT=new " + measure).out).size() == 3);
+    tests = nlohmann::json::parse(read_file(folder / "out/results.json")).at("tests");
+    CHECK((tests.at("all").at("where") == "H200" && tests.at("all, 2 GPUs").at("where") == "2 H200"));
 }
