@@ -7,7 +7,7 @@
 
 using namespace coat::test;
 
-constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80, MOST_ENTRIES = 21;
+constexpr size_t MOST_COLUMNS = 110, LONGEST_FILE = 1300, LONGEST_FUNCTION = 80;
 
 static bool in(const std::string& f, const std::string& folder) { return f.rfind(folder, 0) == 0; }
 static bool is_one_of(const std::string& f, const std::set<std::string>& extensions) {
@@ -26,13 +26,13 @@ static const bool NO_GIT = std::system("git ls-files --error-unmatch README.md >
 
 static bool is_any_of(const char* characters, char c) { return contains(characters, std::string(1, c)); }
 
-// The first line of each function that is longer than `limit`, from its signature to its "}". A signature may
-// take several lines; the last one ends with "{".
+// The first line of each function, or block in one, that is longer than `limit`, from its signature to its
+// "}". A signature may take several lines; the last one ends with "{".
 static std::vector<std::string> long_functions(const std::vector<std::string>& lines, size_t limit) {
     std::vector<std::string> found;
     for (size_t first = 0; first < lines.size(); first++) {
         const size_t indent = lines[first].find_first_not_of(' ');
-        if (indent > 4 || !contains(lines[first], "(") || is_any_of("/#}", lines[first][indent])) continue;
+        if (!contains(lines[first], "(") || is_any_of("/#}", lines[first][indent])) continue;
         size_t brace = first;
         while (brace < lines.size() && !lines[brace].empty() && !is_any_of("{;}:", lines[brace].back()))
             brace++;
@@ -42,13 +42,6 @@ static std::vector<std::string> long_functions(const std::vector<std::string>& l
         if (last < lines.size() && last - first + 1 > limit) found.push_back(lines[first]);
     }
     return found;
-}
-
-GIT_TEST_CASE("entries at the top stay within their limit") {
-    std::set<std::string> top;
-    for (const std::string& f : tracked())
-        if (f[0] != '.') top.insert(f.substr(0, f.find('/')));
-    CHECK(top.size() <= MOST_ENTRIES);
 }
 
 GIT_TEST_CASE("lines and files and functions of C++ and CUDA stay within their limits") {
