@@ -1,12 +1,13 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop: the operators of a training step. Read
 // formats.h first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested
-// against it; ./train uses it if there is no GPU. Each section needs only the sections before it:
-//   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
-//   2. Quantizers         scales, granularity, group scaling      (the preliminaries, sections 5.1 and 5.2)
-//   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
-//   4. Operators          norm, activation, RoPE, attention, cross entropy
-// The matrix multiplication is in reference_matmul.cpp, because it must be fast, and is not needed to
-// understand the rest. The training step that is made of all these follows in reference_model.cpp.
+// against it; ./train uses it if there is no GPU. Each part needs only the parts before it:
+//   1. Formats         FP8, FP16 and BF16: from FP32 to codes and back       (paper, preliminaries)
+//   2. Quantizers      scales; granularity                                   (paper, section 5.1)
+//                      group scaling: the amax of a tensor in two stages     (paper, section 5.2)
+//   3. FP8 optimizer   dynamic range expansion, AdamW                        (paper, section 4)
+//   4. Operators       norm, activation, RoPE, attention, cross entropy
+// The matrix multiplication is in reference_matmul.cpp: it has to be fast, and the rest can be understood
+// without it. reference_model.cpp makes a training step of all these.
 //
 // One thread computes an element of an output, in a fixed order, so the result is the same for any number of
 // threads. (Only maxima are taken over threads: they are the same in any order.)
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 #include <numeric>
 
 namespace coat::reference {
@@ -24,7 +26,7 @@ using Floats = std::vector<float>;
 constexpr int64_t MIN_PARALLEL = 1 << 14;
 
 // ===========================================================================================================
-// 1. Formats (the paper's preliminaries)
+// 1. Formats (paper, preliminaries)
 //
 // FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 is built alike, with more bits and a
 // larger bias.
@@ -45,10 +47,9 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
 //   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
-// The exponent field of a normal value is e + bias. Its steps have M + 1 bits, of which the first is 1 and
-// lies in the place of the exponent field. So the sum begins with e + bias - 1 there, and the steps add the
-// missing 1. In the second row rounding carries to 16 = 10000 in binary, which adds 2: the code has the next
-// exponent.
+// The exponent field of a normal value is e + bias. Its steps have M + 1 bits. The first of them is 1 and
+// lies in the place of the exponent field, to which it adds 1: so the sum begins with e + bias - 1. In the
+// second row rounding carries to 16 = 10000 in binary. This adds 2, and the code has the next exponent.
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
@@ -81,8 +82,12 @@ uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
-// In FP32 x stays as it is. FP8 and FP16 need a scale, so they have no such function.
-float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
+// In FP32 x stays as it is. FP8 and FP16 need a scale: quantize() rounds to them.
+float round_to(Format f, float x) {
+    if (f == Format::BF16) return from_bf16(to_bf16(x));
+    assert(f == Format::FP32);
+    return x;
+}
 
 // Element i of an array in any format, as an FP32 value.
 static float read_element(Format f, const uint8_t* codes, int64_t i) {
@@ -97,9 +102,9 @@ static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
     else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
-// An FP32 master weight as a BF16 weight and a remainder of 16 bits. The weight is the nearest BF16 value. A
-// tie is rounded away from zero, because a remainder of +32768 would not fit. Half of the time the weight is
-// larger in magnitude than the master: then the remainder, read as a signed number, is negative.
+// An FP32 master weight as a BF16 weight and a remainder of 16 bits. The weight is the nearest BF16 value; of
+// two that are equally near, the larger in magnitude, because a remainder of +32768 would not fit. Half of
+// the time the weight is larger in magnitude than the master. Then the remainder is negative.
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = std::bit_cast<uint32_t>(master);
     *weight = uint16_t((bits + 0x8000u) >> 16);
@@ -117,7 +122,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 }
 
 // ===========================================================================================================
-// 2. Quantizers (the paper's preliminaries; granularity and group scaling: section 5)
+// 2. Quantizers (paper, preliminaries; granularity and group scaling: paper, section 5)
 //
 // The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
 // block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) * s. The
@@ -128,9 +133,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, a code would hide it, because codes saturate. So the scale is NaN, and with it every
-// value that is decoded. A whole tensor does not need this: a training step checks its amax and is skipped
-// (reference_model.cpp, check_finite). Its scale is then 1.
+// If amax is not finite, codes would hide this, because they saturate. So the scale is NaN, and every value
+// that is decoded with it. A whole tensor does not need such a mark. A training step checks the amax of each
+// tensor (reference_model.cpp, check_finite): if it is not finite, the step changes nothing, whatever is
+// computed with the codes. Then the scale may be any number. It is 1, as for zeros.
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -146,9 +152,9 @@ static float part_amax(const float* x, int64_t n) {
     return std::bit_cast<float>(std::min(largest, 0x7F800000u));
 }
 
-// The amax of a whole tensor by group scaling (section 5.2): stage one takes the amaxes of groups, stage two
-// the largest of these. On a GPU this mostly needs no pass of its own: a kernel that has the values in
-// registers takes their amax.
+// The amax of a whole tensor. Group scaling (paper, section 5.2) takes it in two stages: first the amaxes of
+// groups, then the largest of these. On a GPU this mostly needs no pass of its own: a kernel that has the
+// values in registers takes their amax.
 float compute_amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
@@ -157,7 +163,7 @@ float compute_amax(const float* x, int64_t n) {
     return largest;
 }
 
-// The scale of the scale block that contains (row, col). Scales form a row-major matrix, with one element for
+// The scale of the scale block that contains (row, col). Scales are a row-major matrix with one element for
 // each scale block.
 float StoredMatrix::scale(int64_t row, int64_t col) const {
     if (!storage.fp8()) return 1.0f;
@@ -187,15 +193,15 @@ static void compute_scales(const float* x, StoredMatrix& q) {
         const int64_t end_row = std::min(q.rows, first_row + height);
         float largest = 0;
         for (int64_t row = first_row; row < end_row; row++) {
-            const float* part = x + row * q.cols + first_col;  // of the row
+            const float* part = x + row * q.cols + first_col;  // the scale block's part of the row
             largest = std::max(largest, part_amax(part, std::min(width, q.cols - first_col)));
         }
         write_element(q.storage.scale_format, q.scales.data(), block, scale_of(q.storage, largest));
     }
 }
 
-// Calls convert(first, end, scale) for each part of a row that lies in one scale block: its elements are
-// those from first to end - 1.
+// Calls convert(first, end, scale) for each part of a row that lies in one scale block. The part has the
+// elements from first to end - 1.
 template <class Convert> static void for_each_part(const StoredMatrix& q, const Convert& convert) {
     const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
@@ -252,7 +258,7 @@ Floats dequantize(const StoredMatrix& q) {
             x[i] = read_element(q.storage.format, q.codes.data(), i);
         return x;
     }
-    float values[256];  // of all codes
+    float values[256];  // by code
     for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.storage.format, code);
     for_each_part(q, [&](int64_t first, int64_t end, float s) {
         for (int64_t i = first; i < end; i++) x[i] = values[q.codes[i]] * s;
@@ -283,13 +289,13 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// Delayed scaling (recipe te) at the end of a step: the amax of the step replaces the oldest of the history,
-// and s = max(history) / FMAX is the scale of the next step. If the maximum is 0 or not finite, s stays.
+// Delayed scaling (recipe te) at the end of a step. The amax of the step replaces the oldest of the history,
+// and max(history) / FMAX is the scale of the next step. If this maximum is 0 or not finite, the scale stays.
 void DelayedScale::update_history_and_scale(Format fp8) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
     amax = 0;
-    const float largest = reference::compute_amax(history.data(), int64_t(history.size()));
+    const float largest = compute_amax(history.data(), int64_t(history.size()));
     if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = fp8}, largest);
 }
 
@@ -318,7 +324,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
 }
 
 // The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
-// logarithms, because |x| / max alone may underflow.
+// logarithms, because |x| / max may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
@@ -365,7 +371,7 @@ void Moment::load(float* x) const {
 // Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
 // codes.
 void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment) {
-    float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
+    float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` is that of the smallest but zeros
     for (int64_t i = first; i < end; i++) {
         largest = std::max(largest, std::abs(x[i]));
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
@@ -376,9 +382,9 @@ void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, 
     for (int64_t i = first; i < end; i++) {
         const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
-        // A second moment that became zero would make the next update explode: its code is at least FMIN. A
-        // per-tensor one (fp8lm) is in FP16, in which only less than about 2^-40 of the largest becomes
-        // zero: that may stay so.
+        // A second moment that became zero would make the next update explode. So it gets the smallest
+        // positive code, that of FMIN. (The optimizer fp8lm has second moments in FP16 with one scale per
+        // tensor. There only values below about 2^-40 of the largest become zero, and they may stay zero.)
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
             write_element(format, codes.data(), i, info(format).min);
@@ -400,19 +406,19 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
 }
 
 // The constants of one AdamW step. Powers of beta are computed in double.
-AdamWConstants adamw_constants(const AdamWOptions& a, bool decays, double grad_norm) {
-    const double step = double(a.step);
-    const bool clips = a.clip > 0 && grad_norm > a.clip;
-    return {.lr = a.lr,
-            .beta1 = a.beta1,
-            .beta2 = a.beta2,
-            .one_minus_beta1 = 1 - a.beta1,
-            .one_minus_beta2 = 1 - a.beta2,
-            .eps = a.eps,
-            .decay = decays ? a.weight_decay : 0.0f,
-            .bias_correction1 = float(1 - std::pow(double(a.beta1), step)),
-            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(a.beta2), step))),
-            .clip_factor = clips ? float(a.clip / grad_norm) : 1.0f};
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
+    const double step = double(options.step);
+    const bool clips = options.clip > 0 && grad_norm > options.clip;
+    return {.lr = options.lr,
+            .beta1 = options.beta1,
+            .beta2 = options.beta2,
+            .one_minus_beta1 = 1 - options.beta1,
+            .one_minus_beta2 = 1 - options.beta2,
+            .eps = options.eps,
+            .decay = decays ? options.weight_decay : 0.0f,
+            .bias_correction1 = float(1 - std::pow(double(options.beta1), step)),
+            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), step))),
+            .clip_factor = clips ? float(options.clip / grad_norm) : 1.0f};
 }
 
 // One AdamW step in FP32, with the clipped gradient g:
@@ -421,14 +427,17 @@ AdamWConstants adamw_constants(const AdamWOptions& a, bool decays, double grad_n
 //   w = w - lr (m_hat / (sqrt(v_hat) + eps) + decay w)
 // Weight decay is decoupled, and eps is outside the root, as in torch.optim.AdamW. The weight is updated with
 // the m and v that are not quantized yet.
-void adamw(const AdamWConstants& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
+void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
+           float* v) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t i = 0; i < n; i++) {
-        const float g = gradient[i] * f.clip_factor;
-        m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
-        v[i] = f.beta2 * v[i] + f.one_minus_beta2 * (g * g);
-        const float update = m[i] / f.bias_correction1 / (std::sqrt(v[i]) / f.bias_correction2_sqrt + f.eps);
-        master[i] -= f.lr * (update + f.decay * master[i]);
+        const float g = gradient[i] * constants.clip_factor;
+        m[i] = constants.beta1 * m[i] + constants.one_minus_beta1 * g;
+        v[i] = constants.beta2 * v[i] + constants.one_minus_beta2 * (g * g);
+        const float m_hat = m[i] / constants.bias_correction1;
+        const float v_hat_sqrt = std::sqrt(v[i]) / constants.bias_correction2_sqrt;
+        const float update = m_hat / (v_hat_sqrt + constants.eps);
+        master[i] -= constants.lr * (update + constants.decay * master[i]);
     }
 }
 
@@ -477,21 +486,21 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
     for (int64_t n = 0; n < N; n++) {
         statistics[n] = row_statistics(rms, eps, C, x + n * C);
         const auto [mean, rstd] = statistics[n];
-        Real mean_d = 0, mean_d_xhat = 0;
-#pragma omp simd reduction(+ : mean_d, mean_d_xhat)
+        Real sum_d = 0, sum_d_xhat = 0;
+#pragma omp simd reduction(+ : sum_d, sum_d_xhat)
         for (int64_t c = 0; c < C; c++) {
             const Real d = dy[n * C + c] * weight[c];
-            mean_d += d;
-            mean_d_xhat += d * (x[n * C + c] - mean) * rstd;
+            sum_d += d;
+            sum_d_xhat += d * (x[n * C + c] - mean) * rstd;
         }
-        mean_d = rms ? Real(0) : mean_d / Real(C);
-        mean_d_xhat /= Real(C);
+        const Real mean_d = rms ? Real(0) : sum_d / Real(C);
+        const Real mean_d_xhat = sum_d_xhat / Real(C);
         for (int64_t c = 0; c < C; c++) {
             const Real xhat = (x[n * C + c] - mean) * rstd;
             dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - xhat * mean_d_xhat) * rstd;
         }
     }
-    const int64_t width = 64;  // columns of one thread, so that every sum runs over the rows in order
+    const int64_t width = 64;  // a thread has 64 columns, so every sum runs over the rows in order
 #pragma omp parallel for
     for (int64_t first = 0; first < C; first += width)
         for (int64_t n = 0; n < N; n++)
@@ -507,8 +516,10 @@ template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, co
     for (int64_t n = 0; n < N; n++) {
         Real* const queries = qkv + n * c.qkv_cols();
         Real* const keys = queries + c.q_cols();
-        norm_forward<Real>(true, Real(c.norm_eps), c.NH, c.HS(), queries, weight, nullptr, queries);
-        norm_forward<Real>(true, Real(c.norm_eps), c.NKV, c.HS(), keys, weight + c.HS(), nullptr, keys);
+        norm_forward<Real>(/*rms=*/true, Real(c.norm_eps), c.NH, c.HS(), queries, weight, /*bias=*/nullptr,
+                           queries);
+        norm_forward<Real>(/*rms=*/true, Real(c.norm_eps), c.NKV, c.HS(), keys, weight + c.HS(),
+                           /*bias=*/nullptr, keys);
     }
 }
 
@@ -519,8 +530,8 @@ void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const 
     // The heads of one row, which begin at element `first` of qkv; the norm's weight begins at `part`.
     auto backward = [&](int64_t first, int64_t heads, int64_t part) {
         const std::vector<Real> dy(dqkv + first, dqkv + first + heads * c.HS());
-        norm_backward<Real>(true, Real(c.norm_eps), heads, c.HS(), qkv + first, weight + part, dy.data(),
-                            dqkv + first, dweight + part, nullptr);
+        norm_backward<Real>(/*rms=*/true, Real(c.norm_eps), heads, c.HS(), qkv + first, weight + part,
+                            dy.data(), dqkv + first, dweight + part, /*dbias=*/nullptr);
     };
     for (int64_t n = 0; n < N; n++) {  // one after the other, so that every sum runs over the rows in order
         backward(n * c.qkv_cols(), c.NH, 0);
@@ -545,7 +556,7 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, R
         for (int64_t f = 0; f < F; f++) {
             const Real* x = gate_up + (gated ? 2 : 1) * n * F + f;
             const Real a = x[0];
-            if (gated) act[n * F + f] = a * sigmoid(a) * x[F];  // up is F elements behind gate
+            if (gated) act[n * F + f] = a * sigmoid(a) * x[F];  // up is F elements after gate
             else act[n * F + f] = Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
@@ -577,8 +588,8 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 }
 
 // The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants
-// (architecture.h, RopeScaling). The formula of llama3 is apply_scaling in Meta's llama-models and
-// _compute_llama3_parameters in transformers.
+// (architecture.h, RopeScaling). Llama 3's formula is apply_scaling in Meta's llama-models and
+// _compute_llama3_parameters in transformers, Hugging Face's library.
 double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;
     const double f = std::pow(double(c.rope_theta), -2.0 * double(i) / double(c.HS()));
@@ -624,8 +635,8 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
     for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
 
-// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). It is a sum over HS, but the
-// inner loop runs over j, so that it vectorizes.
+// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). This is a sum over HS, but
+// the inner loop runs over j, because that loop vectorizes.
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real factor,
                          Real* out) {
@@ -635,7 +646,7 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
 
 // Causal attention: query t reads the keys and values j <= t,
 //   p_j = softmax_j(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
-// The largest score is subtracted from all, which does not change the softmax, so that exp cannot overflow.
+// The largest score is subtracted from all. This does not change the softmax, and exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
     const int64_t HS = c.HS(), NH = c.NH, stride = c.qkv_cols();  // elements from one token to the next
@@ -669,7 +680,7 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 // The backward pass of attention_forward(). p is computed again from the saved log-sum-exp:
 //   p_j = exp(q . k_j / sqrt(HS) - lse)
 //   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q
-// One thread has all query heads that share a key/value head, so that sums have a fixed order.
+// One thread has all query heads that share a key/value head, so sums have a fixed order.
 template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {

@@ -1,10 +1,10 @@
-// reference.h - the COAT training step on the CPU: its operators, which reference.cpp implements (matmul() is
-// in reference_matmul.cpp), and the whole step in double (in reference_model.cpp). The step that trains is a
-// Model: make_reference() in model.h.
+// reference.h - the operators of COAT's training step on the CPU. They are in reference.cpp; only matmul() is
+// in reference_matmul.cpp. Training uses them through make_reference() (model.h). loss_in_double(), at the
+// end, is for tests only.
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
-// step stand in reference.cpp. All pointers are to row-major arrays; a shape (a, b) stands with each. The
-// template parameter Real is float; it is double only where tests compare gradients with finite differences.
+// step are in reference.cpp. All pointers are to row-major arrays, with shapes such as (rows, cols). The
+// template parameter Real is float. It is double only where tests compare gradients with finite differences.
 #pragma once
 #include "architecture.h"
 
@@ -44,27 +44,26 @@ struct StoredMatrix {
 float scale_of(const Storage& storage, float amax);  // the scale of a scale block with this amax
 float compute_amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
-// x (rows, cols) with just-in-time scales. If `scale` is given, it is that of the whole tensor, and values
-// beyond FMAX times it saturate. If storage is FP8 and `stats` is given, the errors are added to it.
+// Quantizes x (rows, cols). Scales are just-in-time, unless `scale` is given: then this is the scale of the
+// whole tensor, and values beyond FMAX * scale saturate. If storage is FP8, the errors are added to *stats.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
                       QuantStats* stats = nullptr, const float* scale = nullptr);
 std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
 
-// x (rows, cols) quantized and decoded again: (rows, cols). Columns: for a GEMM that sums over the columns of
-// x, as fprop does. Rows: for one that sums over the rows of x, as wgrad does.
+// x (rows, cols), quantized and decoded again. Columns: for a GEMM that sums over the columns of x, as fprop
+// does. Rows: for a GEMM that sums over the rows of x, as wgrad does.
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols,
                                  const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
                                  const float* scale = nullptr);
 
-// Delayed scaling of one operand of a linear layer: a step's scale comes from the amaxes of earlier steps or,
-// before the first finished step, from the largest amax of the step so far.
+// Delayed scaling (formats.h, Scaling) of one operand of a linear layer.
 struct DelayedScale {
-    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps that have not been. A
-    // vector without elements: this operand has no delayed scaling.
+    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps that have not been. It
+    // has no elements if this operand has no delayed scaling.
     std::vector<float> history;
-    float scale = 0;  // of the current step; 0: none yet
-    float amax = 0;   // of the current step so far, over its micro-batches
+    float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
+    float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     void update_history_and_scale(Format fp8);
 };
 
@@ -90,8 +89,8 @@ struct Moment {
     // A moment of n zeros. expansion, per_tensor: as in formats.h, OptimizerFormat.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
-    // Stores x (n). A positive second moment in a moment group of 128 gets at least the smallest code: if it
-    // became zero, the next update would explode. If `stats` is given, the errors are added to it.
+    // Stores x (n), and adds the errors to *stats. A positive second moment in a moment group of 128 gets at
+    // least the smallest positive code: if it became zero, the next update would explode.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
@@ -165,8 +164,8 @@ template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv);
 
-// The sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of the sum times
-// loss_weight. Columns from V on are padding. targets: (N).
+// Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
+// loss_weight times this sum. Columns from V on are padding. targets: (N).
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real loss_weight);
@@ -174,7 +173,7 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
 
-// --- The whole step in double ---
+// --- The whole step in double, for tests ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
 double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,

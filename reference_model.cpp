@@ -1,6 +1,7 @@
 // reference_model.cpp - one training step of COAT on the CPU, made of the operators of reference.cpp:
-//   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (section 5)
+//   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (paper, section 5)
 //   6. Model              one step: forward, backward, clipping, update
+// Parts 1 to 4 are in reference.cpp.
 #include "model.h"
 #include "reference.h"
 
@@ -16,19 +17,20 @@ namespace coat::reference {
 using Floats = std::vector<float>;
 
 // ===========================================================================================================
-// 5. The precision flow (paper section 5): which tensor has which format
+// 5. The precision flow (paper, section 5): which tensor has which format
 //
-// A tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Only attention's log-sum-exp
-// and the sums of many gradients (gradient_format) are FP32. Four results are quantized from FP32, without
-// rounding to BF16 first: the residual sum, the outputs of norms, the output of the activation function, and
-// the gradient of its input. In the recipe coat:
+// A tensor that is stored is quantized, or in the recipe's compute dtype (BF16). Only attention's log-sum-exp
+// and the sums of many gradients (gradient_format) are in FP32. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
+// Four results are quantized as they are computed, in FP32: the residual sum, the outputs of norms, the
+// output of the activation function, and the gradient of its input. All others are rounded to BF16 first.
+//
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward has the derivatives of the operators where forward
-// computed them. It treats rounding as the identity. (In coat-saved forward reads other values:
+// computed them. It treats rounding as the identity. (In coat-saved forward reads other values: see
 // forward_input().)
 
 namespace {
@@ -42,7 +44,7 @@ public:
     using Tensor = std::vector<Real>;
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
 
-    // What a layer saves for backward (table 2; architecture.h, saved_per_layer()).
+    // What a layer saves for backward (paper, table 2; architecture.h, saved_per_layer()).
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -56,10 +58,10 @@ public:
     const Recipe& recipe_ = setup_.recipe;
     const LinearFormats formats_ = linear_formats(setup_);
     const std::vector<Param> params_ = parameters(config_);
-    std::map<std::string, size_t> param_index_;  // of a parameter in params, by its name
+    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params_
     std::vector<Tensor> weights_;                // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients_;              // by parameter (rows, cols), in gradient_format()
-    // By parameter. Only those of linear layers in a recipe with delayed scaling have a history.
+    // By parameter and LinearOperand. Only linear layers in a recipe with delayed scaling have histories.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales_;
     QuantStats* stats_ = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite_ = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
@@ -80,7 +82,7 @@ public:
         }
     }
 
-    // Before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
+    // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
     void forget_observations() {
         finite_ = true;
         for (auto& operands : delayed_scales_)
@@ -106,8 +108,9 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight times this sum. loss_weight is 1 / the number
-    // of targets of the step that count, so that all micro-batches together give the gradients of the mean.
+    // of the losses. Backward adds the gradients of loss_weight times this sum to gradients_. loss_weight is
+    // 1 / the number of targets of the step that count: so all micro-batches together give the gradients of
+    // the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
                            double loss_weight, bool backward) {
         const Tensor x = forward(tokens, sequences, length);  // (N, C)
@@ -128,9 +131,9 @@ public:
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before it (N, C) -> after it (N, C). Both are sums in FP32 that are not
-    // rounded yet, because they have two readers: the groups of the next norm's input are made from the exact
-    // sum, so that they are rounded once; and the residual stream goes on as the sum rounded to BF16.
+    // Layer l: the residual stream before the layer (N, C) -> after it (N, C). Both are sums in FP32, not
+    // rounded yet, because a sum has two readers. The groups of the next norm's input are made from the exact
+    // sum, and are rounded only once. The residual stream goes on as the sum rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_layers_.emplace_back();
@@ -146,8 +149,8 @@ public:
         s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.saved_attention,
                                   ReportKind::Attention);
 
-        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them. Values
-        // that are dequantized from groups are FP32; attention reads them rounded to BF16.
+        // Attention reads q, k and v as backward will load them: the log-sum-exp has to belong to these
+        // values. Values that are dequantized from groups are FP32, and attention reads them rounded to BF16.
         qkv = attention_input(prefix, rounded(load_saved(s.qkv)));
         Tensor attention_output(N_ * config_.q_cols());
         s.lse.resize(N_ * config_.NH);
@@ -172,9 +175,9 @@ public:
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
-    // Layer l: the gradient of the residual stream after it (N, C) -> before it (N, C). At the input of each
-    // branch two gradients are added: that which comes along the stream, and that which comes through the
-    // branch. dX is the gradient of X.
+    // Layer l: the gradient of the residual stream after the layer (N, C) -> before it (N, C). At the input
+    // of each branch two gradients are added: one comes along the stream, one through the branch. dX is the
+    // gradient of X.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_layers_[l];
@@ -192,7 +195,8 @@ public:
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
         dresidual = rounded(add(dresidual, norm_input_gradient(prefix + "norm2", norm2_input, dnorm2)));
 
-        // Attention out. Its wgrad quantizes x from what is saved; attention reads it in the compute dtype.
+        // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
+        // below, reads it rounded to the compute dtype.
         const Tensor dattention_output =
             linear_backward(prefix + "attention_out", load_saved(s.attention_output), dresidual);
 
@@ -224,12 +228,11 @@ public:
 
     // --- What a layer saves for backward ---
 
-    // An FP8 code saturates and so hides an infinity. So the amax of every tensor that is quantized to FP8 is
-    // checked here.
+    // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
+    // to FP8.
     void check_finite(float amax) { finite_ = finite_ && std::isfinite(amax); }
 
-    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the values that were
-    // saved.
+    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
                                       ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
@@ -238,7 +241,7 @@ public:
             return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
-    // What a norm or an activation function reads in the forward pass (formats.h, forward_reads_saved).
+    // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
     Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
         return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
     }
@@ -249,9 +252,9 @@ public:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // x (rows, cols), which is x, w or g of the linear layer with the weight i, as its GEMMs read it:
-    // quantized and decoded again. The scale of a whole tensor is found here: just in time, or delayed, from
-    // earlier steps. The scales of smaller scale blocks are computed by fake_quantize().
+    // An operand of the linear layer with the weight number i, as a GEMM reads it: quantized and decoded
+    // again. x (rows, cols) are its values. The scale of a whole tensor is computed here (formats.h,
+    // Scaling); the scales of smaller scale blocks, in fake_quantize().
     Tensor make_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -272,8 +275,8 @@ public:
         }
     }
 
-    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: FP32 values that the format
-    // of the operand can hold, which is FP8 in most recipes.
+    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: values in FP32, each of
+    // which the format of the operand can represent. In most recipes this format is FP8.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params_[i].cols, out = params_[i].rows;
@@ -296,12 +299,14 @@ public:
         const Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        // wgrad reduces over tokens. Where scale blocks are not symmetric, g is quantized along these.
+        // wgrad reduces over tokens. If scale blocks are not symmetric, g is quantized again, with blocks
+        // along the tokens.
         const bool again = !formats_.g.granularity.symmetric();
         const Tensor g8_wgrad = again ? make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows) : g8;
         matmul<Real>(out, in, N_, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
         add_gradient(name, dw);
-        // dbias sums dy over tokens: dy itself if g8 is in FP8, else g8, which is dy in the compute dtype.
+        // dbias is the sum of dy over tokens, without the rounding of FP8. (If g8 is not in FP8, g8 is
+        // summed: dy in the compute dtype.)
         if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
@@ -326,9 +331,9 @@ public:
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
     Tensor norm_input_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
-        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
-                                       weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                                       dbias.data());
+        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
@@ -341,8 +346,8 @@ public:
         return act;
     }
 
-    // q, k, v (N, qkv_cols) as attention reads them, from what is saved. Qwen3 saves them before the norms of
-    // their heads and RoPE; the others save them after RoPE.
+    // q, k and v (N, qkv_cols) as attention reads them, from q, k and v as they are saved. Qwen3 saves them
+    // before the norms of heads and RoPE; the other models save them after RoPE.
     Tensor attention_input(const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
         head_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
@@ -372,8 +377,8 @@ public:
         return rounded(dy);
     }
 
-    // Adds to the gradients of the embedding and of the learned positions: a row has the sum over all places
-    // of its token, or of its position. dresidual: (N, C).
+    // Adds to the gradients of the embedding and of the learned positions. The gradient of a row is the sum
+    // over all places that have its token, or its position. dresidual: (N, C).
     void add_embedding_gradients(const int32_t* tokens, const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
@@ -414,18 +419,19 @@ public:
 // ===========================================================================================================
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
-// Every rank has all weights and the sums of all gradients. It updates the part of the state that it owns.
+// Each rank has all weights and the sums of all gradients, and updates the part of the state that it owns.
 
 class ReferenceModel : public Model, Network<float> {
-    // The state of one parameter. weight and remainder have all elements of the parameter, but only the
-    // elements that this rank owns are kept up to date. The moments have only these.
+    // The state of one parameter. weight and remainder have all elements of the parameter, but only those
+    // that this rank owns are up to date. The moments have only the elements that this rank owns.
     struct ParamState {
         std::vector<uint16_t> weight;    // BF16
         std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
         Moment m, v;
     };
     std::vector<ParamState> states_;  // by parameter
-    std::vector<Floats> sums_;        // of all ranks' gradients so far, by parameter; for several ranks only
+    // Several ranks: the sums of the gradients of all ranks and micro-batches so far, by parameter.
+    std::vector<Floats> sums_;
 
 public:
     explicit ReferenceModel(const Setup& setup)
@@ -457,9 +463,11 @@ public:
 
         const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
         const double grad_norm = gradient_norm();
-        // On every rank. (A char, because a vector<bool> has no array of its elements to send.)
+        // No rank updates if one has met a value that is not finite. (Ranks send a char, because vector<bool>
+        // has no array of its elements.)
         for (char theirs : all_gather(char(finite_))) finite_ = finite_ && theirs;
-        // After clipping. Below 2^62 the square of a gradient fits every format of v. NaN fails, too.
+        // The norm after clipping. Below 2^62 the square of a gradient fits every format of v. NaN is
+        // skipped, too.
         const double clipped_norm =
             grad_norm * adamw_constants(options, /*decays=*/false, grad_norm).clip_factor;
         const bool skipped = !finite_ || !(clipped_norm < 0x1p62);
@@ -468,8 +476,8 @@ public:
     }
 
 private:
-    // All micro-batches of the step. Afterwards `gradients` are those of the mean loss over the `counted`
-    // targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
+    // All micro-batches of the step. Afterwards gradients_ has the gradients of the mean loss over the
+    // `counted` targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
     // micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
         const int64_t batch_tokens = setup_.B * setup_.T;
@@ -477,12 +485,12 @@ private:
         const double loss_weight = 1.0 / double(counted);
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < micro_batches; a++) {
-            // One rank sums in `gradients`. Several sum in sums_, from the `gradients` of one micro-batch.
+            // One rank adds up all micro-batches in gradients_. Several ranks have one micro-batch each in
+            // gradients_, and add them up in sums_.
             if (a == 0 || setup_.communicator) clear_gradients();
             const int64_t first = a * batch_tokens;
-            const bool backward = true;
-            losses.push_back(
-                run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T, loss_weight, backward));
+            losses.push_back(run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T, loss_weight,
+                                             /*backward=*/true));
             if (setup_.communicator) reduce_gradients(a == 0);
         }
         if (setup_.communicator) gradients_.swap(sums_);
@@ -493,8 +501,8 @@ private:
         return loss;
     }
 
-    // The norm of all gradients. The squares are summed within shard units, then over these. (So a GPU gets
-    // the same sum with any number of ranks, each of which has whole shard units.)
+    // The norm of all gradients. The squares are summed first within shard units, then over them. (So a GPU
+    // gets the same sum with any number of ranks, because each rank has whole shard units.)
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : gradients_)
@@ -517,8 +525,8 @@ private:
         update_delayed_scales();
     }
 
-    // Updates the elements of parameter i that this rank owns: dequantizes the moments, runs AdamW in FP32,
-    // and quantizes the moments again. s is the state of the parameter, or a copy of it.
+    // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
+    // FP32, and quantizes the moments again. s is the state of the parameter, or a copy of this state.
     void update(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
@@ -538,9 +546,9 @@ private:
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         forget_observations();
-        const bool backward = false;
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
-        const double sum = run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, backward);
+        const double sum =
+            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
         return finite_ ? sum / divisor : NAN;  // a quotient, as in step(), so that both have the same bits
     }
 
@@ -557,11 +565,11 @@ public:
         clear_gradients();
         QuantReport report;
         stats_ = report.kinds;
-        const bool backward = true;
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
-        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, backward);
+        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
         // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
-        // with these gradients, unclipped, would store: it runs with lr = 0 and a copy of the state.
+        // with these gradients, unclipped, would store. This step is computed with lr = 0, on a copy of the
+        // state.
         for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
@@ -632,8 +640,8 @@ private:
             to = std::copy(part.begin(), part.end(), to);
     }
 
-    // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
-    // Linear layers without FP8 take no amaxes: then histories and scales stay as they are.
+    // Delayed scaling: the amax of an operand is the largest of all ranks, and goes into its history. Linear
+    // layers that fall back from FP8 take no amaxes: then histories and scales stay as they are.
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : delayed_scales_)
@@ -647,7 +655,7 @@ private:
 
     // --- The state by name ---
 
-    // The elements that this rank owns of a tensor of the state.
+    // Where the elements of a state tensor are that this rank owns.
     struct Memory {
         void* data;
         size_t bytes;
@@ -701,8 +709,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
 }  // namespace coat::reference
 
 std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
-    // Every step allocates the same temporary tensors. The allocator must not return their memory to the
-    // system, or a third of the time goes into fresh pages.
+    // Every step allocates the same temporary tensors. If the allocator returned their memory to the system,
+    // a third of the time would go into fresh pages.
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 2147483647);
     return std::make_unique<reference::ReferenceModel>(setup);

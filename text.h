@@ -10,8 +10,8 @@
 
 namespace coat {
 
-// The bytes of the UTF-8 character at the beginning of s, which is not empty: 1 to 4; 0 if these bytes are no
-// character.
+// The number of bytes of the UTF-8 character with which s begins: 1 to 4; 0 if s begins with no character. s
+// is not empty.
 inline size_t utf8_character_length(std::string_view s) {
     const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
     const uint8_t first = byte(0);
@@ -82,13 +82,14 @@ inline bool is_one_of(const std::string& words, const std::string& word) {  // w
     return word.find(' ') == word.npos && (" " + words + " ").find(" " + word + " ") != words.npos;
 }
 
-// Its text is given in parts, as above. main.cpp prints it and exits with 1.
+// An exception with a sentence for the user, which is given in parts as in concat(). main.cpp prints the
+// sentence and exits with code 1.
 struct Error : std::runtime_error {
     template <class... Parts>
     explicit Error(const Parts&... parts) : std::runtime_error(printable(concat(parts...))) {}
 };
 
-// Flushes standard output first, so that the error stands after what was printed before.
+// Flushes standard output first: the error comes after what was printed before.
 inline void print_error(const std::string& sentence) {
     std::fflush(stdout);
     std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());

@@ -42,7 +42,8 @@ def encode(f, x):
     # 2^e <= magnitude < 2^(e+1), or subnormal. (np.frexp: x = f 2^n with 1/2 <= f < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
     steps = np.rint(np.ldexp(magnitude, f.M - e))                   # values there are 2^(e - M) apart
-    # A normal value has 2^M steps or more. That leading 1 adds one to the exponent, so it begins one lower.
+    # A normal value has 2^M steps or more: they add 1 to the exponent field, which so begins with e + bias - 1.
+    # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is 9 + (6 << 3) = 0x39, which is 1.125.
     code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)  # a NaN gets its code below
     return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
 
@@ -181,8 +182,8 @@ def linear_backward(x, w, g):
     return dx, bf16(g8.T @ gemm_operand(E4M3, x))                   # wgrad: dw = g^T x
 
 def layer_forward(w, x, T, HS):
-    """The residual stream x (tokens, C) -> the stream after the layer in FP32, and what is saved. A sum is
-    rounded once for each of its readers: to groups for the norm, and to BF16, in which the stream goes on."""
+    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is a sum
+    in FP32 with two readers. The norm reads it quantized in groups, the next sum reads it rounded to BF16."""
     norm1_input = quantize_groups(x)                                # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                    # (tokens, 3 C)
@@ -224,7 +225,7 @@ def head_loss(norm, head, x, targets):
     return loss, bf16(dx), dnorm, dlogits.T @ y
 
 def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
-def in_groups(x):  # a tensor as rows of 128 values, for the optimizer; zeros fill the last row
+def as_moment_groups(x):  # a tensor as rows of 128 values; zeros fill the last row
     return np.append(x.ravel(), np.zeros(-x.size % 128, F32)).reshape(-1, 128)
 
 Step = namedtuple("Step", "loss gradients saved m v")  # gradients and moments by the name of their weight
@@ -233,7 +234,7 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     random = np.random.default_rng(seed)
     rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
     master = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
-    m, v = ({name: store_moment(0 * in_groups(x), False) for name, x in master.items()} for _ in "mv")
+    m, v = ({name: store_moment(0 * as_moment_groups(x), False) for name, x in master.items()} for _ in "mv")
     for name in ("norm1", "norm2", "final_norm"):
         master[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
     for step in range(1, steps + 1):
@@ -246,8 +247,9 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         np.add.at(dembedding, tokens, dx)
         gradients = {"final_norm": dfinal, "embedding": dembedding, **of_layer}
         for name, g in gradients.items():
-            new, m[name], v[name] = adamw(in_groups(master[name]), in_groups(bf16(g)), m[name], v[name], step,
-                                          lr * min(1, step / 20), matrix=name in rows)
+            weights, gradient = as_moment_groups(master[name]), as_moment_groups(bf16(g))
+            new, m[name], v[name] = adamw(weights, gradient, m[name], v[name], step, lr * min(1, step / 20),
+                                          matrix=name in rows)
             master[name] = new.ravel()[:g.size].reshape(g.shape)
         yield Step(loss, gradients, saved, dict(m), dict(v))
 
@@ -271,7 +273,8 @@ if __name__ == "__main__":
     norm1_input, qkv, attention_output, norm2_input, gate_up = coat[0].saved
     in_fp8 = sum(x.codes.size + 2 * x.scales.size for x in (norm1_input, norm2_input, gate_up))
     saved = in_fp8 + 2 * (qkv.size + attention_output.size)
-    print(f"A layer saves {saved / attention_output.size} C bytes a token; in BF16 16 C")
+    print(f"A layer saves {saved / attention_output.size} C bytes a token; in BF16 16 C "
+          "(with F = C; in Llama-2-7B 16.3 C and 22.8 C)")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     means = np.array([[s.loss for s in run] for run in runs]).reshape(3, -1, 20).mean(axis=2)  # (run, 20 steps)
     for i, row in enumerate(means.T, 1):

@@ -105,21 +105,23 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
                               {"tflops", tflops}});
 }
 
-// Prints and logs the end of a run: its steps since the program was started took `seconds`, and all of them
-// but the first `timed` seconds, without validations, samples and saves.
+// Prints and logs the end of a run. Since the program was started it has made `steps` steps in `seconds`. All
+// of them but the first took `timed` seconds, without validations, samples and saves.
 void print_end(Run& run, double validation, int64_t steps, double seconds, double timed) {
     const LoopState& state = run.state;
     const int64_t skipped = state.step - state.updates;
     ordered_json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
-    std::printf("\nDone: %s in %s", with_noun(steps, "step").c_str(), duration(seconds).c_str());
+    std::printf("\nDone: %s in %s, %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
+                with_noun(steps, "step").c_str(), duration(seconds).c_str(), skipped, state.first_validation,
+                validation);
     if (steps > 1) {
-        const double rate = double(run.step_tokens() * (steps - 1)) / timed;
-        std::printf(", %.0f tok/s", rate);
+        const double step_seconds = timed / double(steps - 1);
+        const double rate = double(run.step_tokens()) / step_seconds;
+        std::printf("Steps %ld to %ld took %.0f ms each: %.0f tok/s without validation and saving.\n",
+                    state.step - steps + 2, state.step, step_seconds * 1e3, rate);
         end["tokens_per_second"] = rate;
     }
-    std::printf("; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n", skipped,
-                state.first_validation, validation);
     run.write_to_log("end", end);
     const std::string command = command_to_try(run.last_checkpoint, run.setup.config);
     if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());

@@ -14,16 +14,16 @@ int64_t warmup_steps(int64_t warmup, int64_t steps) {
     return steps > 0 && warmup > steps ? steps / 10 : warmup;
 }
 
-// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so
-// that no step is lost.
+// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0: no
+// step is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double FLOOR = 0.1;
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The cosine reaches its end at the last step or a little after it: the last step lies at 99% of the
-    // cosine at least, and its rate is 0.1002 of the peak. (A cosine of n steps, as in nanoGPT and
-    // torchtitan, ends one step after the last one: of three steps the last would be at 0.33 of the peak.)
+    // From n = 100 on this is the usual cosine of n steps, as in nanoGPT and torchtitan. It ends one step
+    // after the last one. A shorter cosine is squeezed, such that its last step lies at 99% and has 0.1002 of
+    // the peak's rate. (Of three steps the last would else have 0.33 of it.)
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
@@ -40,13 +40,13 @@ struct Progress {
     int64_t first_step;        // the steps that the run had made when this program started
     double started, saved_at;  // when the loop began, and when it last saved
     double save_interval;      // between saves, without --save-every
-    double timed = 0;          // the duration of all steps but the first, which warms caches
-    int skipped_in_a_row = 0;  // the number of steps that were skipped, up to the last one
+    double timed = 0;          // what all steps but the first took. (The first warms caches.)
+    int skipped_in_a_row = 0;  // the number of steps that were skipped since the last that was not
 };
 
-// What has happened during a step, from outside.
+// What has happened during a step that the loop must react to.
 struct Events {
-    int signal;  // 0: none
+    int signal;  // that has come; 0: none
     bool save_is_due;
 };
 
@@ -87,8 +87,8 @@ int train(Run& run) {
     return finish(run, progress);
 }
 
-// Reads the micro-batches of the next step that this rank computes. The ranks take them in turn: so one rank
-// with a larger --accumulate reads the same ones in a step.
+// Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn: so one rank with a
+// larger --accumulate reads the same ones in a step as several ranks.
 static void read_step(Run& run, const Loader& loader) {
     const Setup& s = run.setup;
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
@@ -111,7 +111,7 @@ static AdamWOptions next_update(const Run& run) {
             .skipped = state.step - state.updates};
 }
 
-// Counts a step that was made. A skipped step
+// Counts the step that was just made. A skipped step
 //   - counts for the schedule and the data, or it would come again;
 //   - does not count for AdamW's bias correction;
 //   - is a sign that the run diverges, unless its text has no targets.
@@ -123,9 +123,9 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // What a signal or an error saves. After a skipped step the weights may have overflowed. They must not
-    // replace a good checkpoint; but where there is none, they are better than nothing. (The last step of the
-    // run has a better proof: finish().)
+    // Whether a signal or an error saves this step. If it was skipped, its weights may have overflowed. They
+    // must not replace a good checkpoint. But if there is no checkpoint, they are better than nothing. (For
+    // the last step of a run there is a better proof: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -135,7 +135,8 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
     const double before = now();
     const AdamWOptions adamw = next_update(run);
     read_step(run, loader);
-    run.at_savable_step = false;  // an error within the step leaves weights of two steps
+    // If step() fails, some weights are those of this step and some those of the last: they are not saved.
+    run.at_savable_step = false;
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
     count_step(run, result, progress);
 
@@ -149,7 +150,8 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
                     " steps in a row; begin again with a lower --lr, or with other weights.");
 }
 
-// All ranks must do the same. So a signal to one of them stops all, and the clock is that of rank 0.
+// Returns the same on all ranks, because all must do the same: a signal to one rank stops all, and the time
+// to save comes by the clock of rank 0.
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
     const Events mine{.signal = interrupted,
                       .save_is_due = now() - progress.saved_at >= progress.save_interval};
@@ -170,8 +172,8 @@ static int save_and_end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. The step is saved also if it was skipped: the validation comes before, and is an Error if
-// its loss is not finite, as with weights that have overflowed. So no such weights replace a good checkpoint.
+// not be written. The step is saved even if it was skipped, because validation has just proved the weights
+// finite: it is an Error if its loss is not.
 static int finish(Run& run, const Progress& progress) {
     const double validation = report_validation(run);
     const int code = save_last(run);
