@@ -5,7 +5,8 @@
 // row; both are undefined before the call. The scale of a group is computed as in exercise 2, with the same
 // rules for zeros, for the least s and for 1 / s. Then it is rounded to BF16.
 //
-// Find out: is the code made with the scale before or after rounding? Which of the two does decoding have?
+// Find out: is the code made with the scale before or after rounding? Which of the two is known when codes
+// are decoded?
 //
 // given::to_bf16(s) is s rounded to the nearest BF16, as a float; given::encode(x) is an E4M3 code.
 #include "judge.h"

@@ -8,7 +8,8 @@
 //   expansion_factor   k: each magnitude is raised to the power k, so that max / min becomes 448 over E4M3's
 //                      smallest subnormal value. k is rounded to the nearest multiple of 1/256; it is at
 //                      least 1/16 and at most 64.
-//   expand             what is encoded for x: it has the sign of x, and max becomes 448. expand(0) is 0.
+//   expand             the value that is encoded for x: |x| is raised to the power k so that max becomes 448,
+//                      and the sign stays. expand(0) is 0.
 //   contract           the inverse of expand. contract(0) is 0.
 //
 // Find out: max may be 1e38 and min 1e-44. Which of your quotients and powers overflow or become 0 then?

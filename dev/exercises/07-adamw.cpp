@@ -10,7 +10,7 @@
 // Watch for:
 //   The codes belong to the new max and k.
 //   Zeros do not count in the smallest magnitude. A group of zeros has max = 0, k = 1 and codes 0.
-//   You need no rule for a second moment that would become code 0: with equation 4's k none does.
+//   You need no rule for a second moment that would become code 0: with equation 4's k there is none.
 //
 // You read m.codes[i], *m.max and *m.k, and then overwrite them. given:: has encode(x), decode(code),
 // expansion_factor(max, min), expand(x, max, k) and contract(y, max, k).

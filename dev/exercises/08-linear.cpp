@@ -5,8 +5,7 @@
 // The value of a code is its matrix's scale times given::decode(format, code). Add up products of decoded
 // codes, and multiply the sum by both scales once.
 //
-// linear: from x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output, it computes with
-// gemm
+// linear: x is (tokens, in), w is (out, in), and g (tokens, out) is the gradient of the output. Use gemm for
 //   y   (tokens, out)   the output                         fprop
 //   dx  (tokens, in)    the gradient of x                  dgrad
 //   dw  (out, in)       the gradient of w                  wgrad
@@ -16,7 +15,7 @@
 // matter if a matrix were transposed before it is quantized?
 //
 // given::quantize(E4M3, x) gives an Fp8Matrix (judge.h): rows, cols, format, scale and codes, row by row.
-// given::transposed(q) transposes one.
+// given::transposed(q) is the transpose of an Fp8Matrix.
 #include "judge.h"
 
 Matrix gemm(const Fp8Matrix& a, const Fp8Matrix& b) {

@@ -1,12 +1,13 @@
 // 9 - DeepSeek's linear layer: the same GEMMs with 1x128 scales (lesson 5; about 20 minutes)
 //
 // Set y (tokens, out), dx (tokens, in) and dw (out, in) from x (tokens, in), w (out, in) and g (tokens, out),
-// as in lesson 5. Here 128 values of x and of g share a scale, along the dimension that the GEMM sums over:
-// there it is a factor of 128 terms of the sum. w has 128x128 blocks. All are in E4M3.
+// as in lesson 5. Here 128 values of x and of g share a scale, along the dimension that the GEMM sums over,
+// so that each scale is a factor of 128 terms of the sum. w has one scale for each block of 128x128. All
+// three are in E4M3.
 //
 // Find out: which operands can be shared by two GEMMs now, and which have to be quantized twice?
 //
-// given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. given:: also
+// given::quantized(x, 1, 128) makes blocks along the columns; the last of a row may be shorter. given:: also
 // has transposed(x), and product(a, b), which sums over a's columns and b's rows.
 #include "judge.h"
 

@@ -6,8 +6,8 @@
 // Then it trains 100 steps, and prints your loss beside the reference's.
 //
 // A step quantizes the norm's input, m.x, in groups; then come the norm, a linear layer with m.gate_up, its
-// output in groups, SwiGLU, a linear layer with m.down, and the loss. It goes the same way back, and updates
-// the three weights. Return the loss.
+// output in groups, SwiGLU, a linear layer with m.down, and the loss. Backward goes the same way back, and
+// AdamW updates the three weights. Return the loss.
 //
 // Find out: which tensors must forward keep for backward? What does norm read: m.x, or its groups?
 //

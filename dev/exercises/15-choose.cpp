@@ -3,7 +3,7 @@
 // Each of six tensors (64 tokens x 256 features) is to be stored in FP8. Choose, on paper: E4M3 or E5M2? One
 // scale for the tensor, or one for each 1x16 group? The judge stores it in all four ways, and measures the
 // RMS of all values' relative errors. The least error wins; but groups, which take 12.5% more memory, must
-// make the error at least a tenth smaller than one scale does.
+// make the error at least a tenth smaller than it is with one scale.
 //
 //   A  values of a normal distribution with standard deviation 1
 //   B  magnitudes anywhere from 2^-20 to 1: each power of two is as frequent as any other

@@ -1,8 +1,9 @@
 // 17 - Find two bugs (lessons 8 and 9; about 20 minutes)
 //
-// Somebody has solved exercise 7 so. Nothing crashes and nothing becomes NaN, but it is wrong in two places.
-// The missing rule of lesson 9, that code 0 becomes code 1, is neither: with equation 4's k it is not needed.
-// Find them by reading, before you run the judge, and mend them.
+// This is somebody's solution of exercise 7. Nothing crashes and nothing becomes NaN, but it has two bugs.
+// (Lesson 9 has a rule by which code 0 of a second moment becomes code 1. That this rule is missing is none
+// of the bugs: with equation 4's k no second moment needs it.) Find both by reading, before you run the
+// judge, and mend them.
 #include <algorithm>
 #include <cmath>
 

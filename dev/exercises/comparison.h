@@ -51,8 +51,8 @@ inline Hint about(const std::string& special, bool here = true) {
                      "done there.");
 }
 
-// Results are filled with these before the call, and have GUARDS more of them behind their ends. Inputs have
-// GUARDS values behind their ends that change any result.
+// Results are filled with these before the call, and have GUARDS more of them after their ends. Inputs have
+// GUARDS values after their ends that change any result.
 inline constexpr uint8_t UNWRITTEN = 0xFF;
 inline constexpr float UNDEFINED = 1000;
 inline constexpr size_t GUARDS = 128;
@@ -135,7 +135,7 @@ public:
         return x;
     }
 
-    // Of a result: its name, the values expected, and the reader's. What the latter have behind the expected
+    // Of a result: its name, the values expected, and the reader's. What the latter have after the expected
     // ones must still be undefined. tolerance: relative to the largest expected magnitude
     template <class T>
     void operator()(const std::string& name, const std::vector<T>& expected, const std::vector<T>& got,

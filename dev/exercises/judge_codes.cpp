@@ -152,10 +152,10 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
         3, 7,
         [&](Comparison& c, int rows, const Floats& x) {
             const int n = int(x.size()), cols = n / rows;
-            const Floats amax = amaxes(x, rows), expected = scales(x, rows), behind = guarded(x);
+            const Floats amax = amaxes(x, rows), expected = scales(x, rows), padded = guarded(x);
             Codes codes = unwritten(n);
             Floats got = undefined(amax.size());
-            quantize(rows, cols, behind.data(), codes.data(), got.data());
+            quantize(rows, cols, padded.data(), codes.data(), got.data());
             auto scale = [](float amax) { return reference::scale_of(E4M3_1x16, amax); };
             auto unrounded = [](float amax) { return reference::scale_of({Format::E4M3}, amax); };
             Floats flat = each(amaxes(x, 1), scale), whole, wide, inexact, divided,
@@ -163,7 +163,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             flat.resize(amax.size(), UNDEFINED);
             for (int i = 0; i < n; i++) {
                 const int group = i / cols * ((cols + 15) / 16) + i % cols / 16;
-                if (i % cols % 16 == 0) wide.push_back(scale(reference::compute_amax(&behind[i], 16)));
+                if (i % cols % 16 == 0) wide.push_back(scale(reference::compute_amax(&padded[i], 16)));
                 inexact.push_back(given::encode(x[i] * (1 / unrounded(amax[group]))));
                 divided.push_back(given::encode(x[i] / expected[group]));
             }
@@ -216,9 +216,9 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
         4, 8,
         [&](Comparison& c, int, const Floats& x) {
             const int n = int(x.size());
-            const Floats expected = amaxes(x, 1), behind = guarded(x, -GUARD);
+            const Floats expected = amaxes(x, 1), padded = guarded(x, -GUARD);
             Floats got = undefined(expected.size());
-            const float returned = amax(n, behind.data(), got.data());
+            const float returned = amax(n, padded.data(), got.data());
             auto without_nan = [](const float* x, int64_t n) {
                 float largest = 0;
                 for (int i = 0; i < n; i++) largest = std::max(largest, std::abs(x[i]));

@@ -486,7 +486,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     };
     for (const auto& [slip, text] : slips) add(text, norm_with(slip, N, C, x, weight, dy));
     add("x is a code's value times its group's scale.", norm_with(None, N, C, no_scale, weight, dy));
-    add("Each token has C / 16 scales of its own, behind those of the token before.",
+    add("Each token has C / 16 scales of its own, after those of the token before.",
         norm_with(None, N, C, wrong_row, weight, dy));
     const auto place_in_vector = std::exchange(c.place, row_and_column(C));
     c.input = [&](size_t i) {
@@ -582,9 +582,9 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     for (const auto& [slip, text] : slips) hints.push_back({text, swiglu_with(slip, N, F, x, dact)});
     auto with = [&](const Floats& x) { return swiglu_with(None, N, F, x, dact); };
     hints.push_back({"A value is a code's value times its group's scale.", with(no_scale)});
-    hints.push_back({"up has scales of its own, behind those of gate.", with(gate_scales)});
+    hints.push_back({"up has scales of its own, after those of gate.", with(gate_scales)});
     hints.push_back({"A row of scales has 2 F / 16, not F / 16.", with(short_rows)});
-    hints.push_back({"Each row has scales of its own, behind those of the row before.", with(first_row)});
+    hints.push_back({"Each row has scales of its own, after those of the row before.", with(first_row)});
     c.place = row_and_column(row);
     c.input = [&](size_t i) {
         const size_t token = i / row, feature = i % F, gate = token * row + feature;
