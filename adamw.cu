@@ -52,7 +52,7 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
 
 // ===========================================================================================================
-// 1. Dynamic range expansion of one moment (paper section 4.2)
+// 1. Dynamic range expansion of one moment (paper, section 4.2)
 //
 // x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
 

@@ -95,7 +95,7 @@ inline constexpr Granularity PER_TENSOR{.rows = 0, .cols = 0};
 inline constexpr Granularity PER_ROW{.rows = 1, .cols = 0};
 inline constexpr Granularity PER_1x128{.rows = 1, .cols = 128};
 inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
-// The paper's groups (figure 4a).
+// The groups of activations (paper, figure 4a).
 inline constexpr Granularity PER_1x16{.rows = 1, .cols = 16};
 
 COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

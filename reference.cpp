@@ -300,21 +300,22 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 }
 
 // ===========================================================================================================
-// 3. FP8 optimizer with dynamic range expansion (paper section 4)
+// 3. FP8 optimizer with dynamic range expansion (paper, section 4)
 //
 // The dynamic range of a format is R = FMAX / FMIN, its largest over its smallest positive value. For E4M3 it
 // is 448 / 2^-9 = 229,376. A moment group X has R_X = max|X| / min|X|, where the minimum is the smallest that
-// is not zero. R_X is often below 1,000, so the moment group uses a part of E4M3's codes only. Section 4.2
-// stretches it to the dynamic range of the format before quantization, and contracts it afterwards:
-//   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
+// is not zero. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes. So the paper
+// (section 4.2, equation 4) stretches the moment group to the dynamic range of the format before it is
+// quantized, and contracts it afterwards:
+//   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_f(X) = R
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// Equation 4: k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. It is rounded because
-// the GPU's logarithms differ in their last bits: so k still agrees in nearly all groups. (The released code
-// rounds down to a multiple of 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and
-// any k is exact: every code is that of FMAX or -FMAX, and contract() gives max or -max.
+// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. k is rounded because the GPU's
+// logarithms differ in their last bits: most of its k are still the same. (The released code rounds down to a
+// multiple of 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact:
+// every code is that of FMAX or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R

@@ -25,7 +25,7 @@ float join_master(uint16_t weight, int16_t remainder);
 // random bits of formats.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
-// --- Quantizers (paper section 5) ---
+// --- Quantizers (paper, section 5) ---
 // A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
 // In FP32 and BF16 there are no scales.
 struct StoredMatrix {
@@ -67,7 +67,7 @@ struct DelayedScale {
     void update_history_and_scale(Format fp8);
 };
 
-// --- FP8 optimizer with dynamic range expansion (paper section 4) ---
+// --- FP8 optimizer with dynamic range expansion (paper, section 4) ---
 // k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
 float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The dynamic range of a real run's moments, and their error in FP8 (paper section 4, figure 2 and table 1).
+"""The dynamic range of a real run's moments, and their error in FP8 (paper, section 4, figure 2 and table 1).
 
     python3 dev/moments.py CHECKPOINT > moments.json     of a run with --optimizer fp32; needs NumPy
 

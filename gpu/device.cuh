@@ -245,7 +245,7 @@ template <class Element, int N = CHUNK> struct Dense {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
+// E4M3 codes in groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one group: both
 // must call round_in_place_and_store(), the first writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;

@@ -5,7 +5,7 @@
 
 namespace coat {
 
-// The precision flow (paper section 5): the formats of what an operator reads, of its weights, of what it
+// The precision flow (paper, section 5): the formats of what an operator reads, of its weights, of what it
 // writes, and of what it saves for backward, as --plan prints them.
 struct Operator {
     std::string name;

@@ -200,7 +200,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
             CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
             CHECK(stats.saturated == 1);
         } else CHECK(std::isnan(after.value(1, 6)));
-        // No error crosses tokens (figure 4a).
+        // No error crosses tokens (paper, figure 4a).
         for (int64_t i = 0; q.granularity.rows == 1 && i < 4 * 32; i++)
             if (i / 32 != 1) CHECK(after.value(i / 32, i % 32) == before.value(i / 32, i % 32));
     }
