@@ -58,7 +58,7 @@ struct Flags {
     bool given(const std::string& name) const { return given_.count(name) > 0; }
 
     bool resumes() const { return given("resume"); }
-    bool on_gpu() const { return device == "gpu"; }  // also if this is a plan, and there is no GPU
+    bool on_gpu() const { return device == "gpu"; }  // even if this is a plan, and there is no GPU
     bool saves_checkpoints() const { return !out.empty() && !plan && steps > 0; }
 
     // These set flags that are not given: those that have a default of their own for a GPU, or for a model

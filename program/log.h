@@ -15,7 +15,7 @@ namespace coat {
 
 class RunLog {
 public:
-    // Opens the file; lines go behind what it has. Error if it cannot be written, or if another run writes
+    // Opens the file; lines go after what it has. Error if it cannot be written, or if another run writes
     // it.
     void open(const std::string& path);
     // Writes a line; nothing if no file is open. A log that cannot be written any more, say because the disk

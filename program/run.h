@@ -29,7 +29,7 @@ struct Run {
     // What stays as it is.
     const Flags flags;
     const Setup setup;
-    ProcessGroup& processes;           // all ranks, also if there is only this one
+    ProcessGroup& processes;           // all ranks, even if there is only this one
     const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or need not
     const std::string weights_folder;  // that the run starts from, or continues; empty: random weights
     const Resumed resumed;             // empty in a new run

@@ -106,7 +106,7 @@ TEST_CASE("train: the end of a run names a command that continues a text; checkp
     };
     const Ended bytes = tiny(folder, "--steps 1 --eval-every 0 --out bytes");
     CHECK(try_command(bytes).out.starts_with("Some text"));
-    // With pieces: bytes, and behind them "So", "me", " t" and the token that ends a text.
+    // With pieces: bytes, and after them "So", "me", " t" and the token that ends a text.
     Vocabulary v = byte_vocabulary();
     for (const char* piece : {"So", "me", " t", "<end>"}) v.pieces.push_back(piece);
     folder.write("tokens/tokenizer.bin", tokenizer_file(v.pieces, 259));

@@ -7,7 +7,7 @@
 using namespace coat;
 using namespace coat::test;
 
-// The bytes, and behind them these pieces: tokens 256, 257, ...
+// The bytes, and after them these pieces: tokens 256, 257, ...
 static Vocabulary learned(const std::vector<std::string>& pieces) {
     Vocabulary v = byte_vocabulary();
     v.pieces.insert(v.pieces.end(), pieces.begin(), pieces.end());

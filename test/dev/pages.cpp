@@ -222,7 +222,7 @@ TEST_CASE("README.md: each row of its table of speeds has the figures of the sam
             CHECK_MESSAGE(std::count(all.begin(), all.end(), memory), row << " beside " << measured[0]);
         }
     CHECK(checked == std::size(runs));
-    CHECK(table.size() == 2 + checked);  // behind its head
+    CHECK(table.size() == 2 + checked);  // after its head
 }
 
 TEST_CASE("README.md: its table of losses has the figures of dev/RESULTS.md and results.json") {

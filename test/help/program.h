@@ -54,7 +54,7 @@ inline Ended shell(const Folder& folder, const std::string& command) {
                    "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
                    "await() { until eval \"$1\"; do kill -0 $pid || exit 79; sleep 0.02; done; }\n" +
                    command);
-    // The program has the default signal handlers, also if the tests run under nohup.
+    // The program has the default signal handlers, even if the tests run under nohup.
     const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
                                           ".sh' > '", printed, ".out' 2> '", printed, ".err'")
                                        .c_str());
