@@ -12,7 +12,7 @@ const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPT
 
 constexpr int64_t VERSION_OF_TRAINER = 3;
 
-// The hash of all fields of trainer.json but "hash", which it is.
+// The hash of all fields of trainer.json except "hash", the field that keeps it.
 static std::string hash_of_fields(json trainer) {
     trainer.erase("hash");
     const std::string text = trainer.dump();
@@ -50,12 +50,12 @@ static int64_t step_of(const fs::path& folder) {
     const std::string name = folder.filename().string(), begin = "step-";
     if (!name.starts_with(begin)) return -1;
     const std::string digits = name.substr(begin.size());
-    constexpr size_t MOST_DIGITS = 15;  // they fit into an int64_t
+    constexpr size_t MOST_DIGITS = 15;  // so many fit into an int64_t
     if (digits.empty() || digits.size() > MOST_DIGITS) return -1;
     return digits.find_first_not_of("0123456789") == digits.npos ? std::stoll(digits) : -1;
 }
 
-// The folders in `out` that are checkpoints by their names, by step.
+// The folders in `out` that have the names of checkpoints. The key is the step.
 static std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
     std::map<int64_t, fs::path> found;
     std::error_code none;
@@ -64,8 +64,8 @@ static std::map<int64_t, fs::path> checkpoints_in(const std::string& out) {
     return found;
 }
 
-// Removes all but the newest `keep` checkpoints, and what a killed program has left of others. What cannot be
-// removed does not end a run. Checkpoints are renamed first: if the program is killed meanwhile, no
+// Removes all but the newest `keep` checkpoints, and what a killed program has left of others. A run goes on
+// if something cannot be removed. Checkpoints are renamed first: if the program is killed meanwhile, no
 // incomplete folder has the name of a checkpoint.
 static void remove_older(const std::string& out, int64_t keep) {
     std::error_code ignored;
@@ -79,8 +79,9 @@ static void remove_older(const std::string& out, int64_t keep) {
         if (path.extension() == ".tmp" && step_of(path.stem()) >= 0) fs::remove_all(path, ignored);
 }
 
-// Writes all files of a checkpoint into a folder. Every rank calls it and sends what it keeps; rank 0 alone
-// writes. What fails on rank 0 does so after all ranks have sent all tensors, so that none waits for another.
+// Writes all files of a checkpoint into a folder. Every rank calls this function and sends what it keeps;
+// rank 0 alone writes. An error of writing is thrown after all ranks have sent all tensors, so that no rank
+// waits for another.
 static void write_files(const std::string& folder, Model& model, const LoopState& state,
                         const FileContents& other_files) {
     const Setup& setup = model.setup();
@@ -90,7 +91,7 @@ static void write_files(const std::string& folder, Model& model, const LoopState
     for (const StateTensor& t : table)
         tensors.push_back({.name = t.name, .dtype = t.dtype, .shape = t.shape});
     const std::string path = path_in(folder, OPTIMIZER_FILE);
-    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
+    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks open no file
     file << safetensors_header(tensors);
     for (const StateTensor& t : table) {
         const Bytes bytes = gather_whole_tensor(model, t);
@@ -121,7 +122,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
     const bool writes = setup.rank == 0;
-    std::error_code ignored;  // what fails here makes writing fail, too
+    std::error_code ignored;  // after an error here, writing fails, too
     if (writes) {
         fs::remove_all(temporary, ignored);
         fs::create_directories(temporary, ignored);
@@ -130,7 +131,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     try {
         write_files(temporary, model, state, other_files);
         if (writes) {
-            const bool saved_before = fs::exists(folder);  // and then `out` could not be synced
+            const bool saved_before = fs::exists(folder);  // then `out` could not be synced that time
             if (!saved_before) fs::rename(temporary, folder);
             sync(out);
             remove_older(out, keep);

@@ -13,9 +13,9 @@ namespace coat {
 // The state of the training loop, as trainer.json has it.
 struct LoopState {
     int64_t step = 0;             // the steps that are done; the place in the data follows from them
-    int64_t updates = 0;          // steps that were not skipped: the step number of AdamW's bias correction
+    int64_t updates = 0;          // steps that were not skipped: they count in AdamW's bias correction
     double first_validation = 0;  // the validation loss before the first step, in nats per token
-    // The flags of the run by their names, and what its data were.
+    // The flags of the run by their names, and the files of its data.
     ordered_json settings = ordered_json::object();
 };
 
@@ -25,11 +25,12 @@ void create_folders(const std::string& folder);
 // Saves to the folder OUT/step-000300 and returns its path; then removes all but the newest `keep`
 // checkpoints in OUT. A kill or a power failure at any moment leaves the last complete checkpoint. If the
 // disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one is left. Every
-// rank calls it and sends what it keeps; rank 0 alone writes. The files do not depend on the number of ranks.
+// rank calls this function and sends what it keeps; rank 0 alone writes. The files do not depend on the
+// number of ranks.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const FileContents& other_files = {}, int64_t keep = 2);
 
-// The folder itself if it is a checkpoint; else the checkpoint in it of the largest step; empty if there is
+// The folder itself if it is a checkpoint; else the checkpoint of the largest step in it; empty if there is
 // none. Only names are looked at.
 std::string find_checkpoint(const std::string& folder);
 
@@ -43,11 +44,12 @@ struct WholeCheckpoint {
         std::string path, why;  // why: a sentence
     };
     std::string path;
-    std::vector<Skipped> skipped;  // newer ones, the newest first
+    std::vector<Skipped> skipped;  // newer checkpoints that are not whole, the newest first
 };
 WholeCheckpoint find_whole_checkpoint(const std::string& folder);  // Error if there is none
 
-// Renames a checkpoint that is not whole, so that it is none by its name, and returns the new name.
+// Renames a checkpoint that is not whole, so that its name is no longer that of a checkpoint, and returns the
+// new name.
 std::string set_aside(const std::string& checkpoint);
 
 LoopState read_loop_state(const std::string& checkpoint);  // Error if a field of trainer.json was changed

@@ -18,8 +18,8 @@ from messages import are_shown, forms_of, is_empty, replaced, with_other_names, 
 from records import fail
 
 NOT_COUNTED = 1 << 31  # the bit of a token that is no target; data/tokens.h
-BREAK = "\ue000"  # a character for private use, which no token begins or ends with
-DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # which Llama 3's template has if it is told none
+BREAK = "\ue000"  # a character for private use; no token begins or ends with it
+DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # Llama 3's template uses this date if it is told none
 
 
 class FixedTime(datetime):
@@ -31,9 +31,9 @@ class FixedTime(datetime):
 
 
 def stop_the_clock():
-    """From here on chat templates are told DATE, because tokens must not depend on the day. A template asks with
-    strftime_now(), which uses the name `datetime` in this module of transformers. Other modules keep their
-    datetime: some of them, pandas among them, crash when they are imported with another one."""
+    """From here on chat templates are told DATE, because tokens must not depend on the day. A template asks
+    with strftime_now(), which uses the name `datetime` in this module of transformers. Other modules keep
+    their datetime: some of them, pandas among them, crash when they are imported with another one."""
     try:
         from transformers.utils import chat_template_utils
         chat_template_utils.datetime  # AttributeError in older versions
@@ -63,7 +63,7 @@ def shared_end(a, b):
 
 
 def what_follows(text, other):
-    """What follows in a text behind its last difference to another one, without white space at the end."""
+    """What follows in a text after its last difference to another one, without white space at the end."""
     return text[len(text) - shared_end(text, other):].rstrip()
 
 
@@ -269,11 +269,12 @@ class Conversation:
         return self.end_in_the_middle(i, message, end, prompt, turn_end)
 
     def end_in_the_middle(self, i, message, end, prompt, turn_end):
-        """The same if a turn ends with something else than `turn_end` where the conversation goes on."""
+        """Where the turn of message i ends if the template ends a turn with something else than `turn_end`
+        where the conversation goes on."""
         rest = self.text[end:]
         before = self.render(self.messages[:i])
         opening = prompt[len(before):] if prompt and before and prompt.startswith(before) else ""
-        whole = self.render(self.messages[:i + 1], True)  # it goes on: the assistant is to say more
+        whole = self.render(self.messages[:i + 1], True)  # as if the assistant were to say more
         last = self.render(self.messages[:i] + [message], True)
         if opening and whole and last and whole.endswith(opening) and last.endswith(opening):
             turn_end_before_more = what_follows(whole.removesuffix(opening), last.removesuffix(opening))

@@ -16,7 +16,7 @@
 
 namespace coat {
 
-// Two paths lead to the same file if these are equal: the device and the number of the file on it.
+// The device of a file, and its number there. Two paths lead to the same file if both are equal.
 using FileId = std::pair<uint64_t, uint64_t>;
 static std::optional<FileId> id_of(const std::string& path) {
     struct stat status {};
@@ -45,9 +45,9 @@ public:
     Walk(const std::set<FileId>& written, std::vector<LeftOut>& left_out)
         : written_(written), left_out_(left_out) {}
 
-    // A linked folder may lie in the folder itself, or lead in a circle: each folder is entered once, by its
-    // own path if it has one below the first folder. A link to a folder above would bring in everything
-    // there.
+    // A link may lead to another folder of the data, or in a circle. So each folder is entered once, and
+    // links are followed last: a folder that also has a path without links is entered by that path. Links to
+    // folders above the data are not followed: they would bring in everything there.
     std::vector<std::string> files_below(const std::string& folder) {
         std::error_code none;
         for (fs::path above = fs::canonical(folder, none); above.has_relative_path();) {
@@ -97,8 +97,8 @@ private:
 
     const std::set<FileId>& written_;
     std::vector<LeftOut>& left_out_;
-    std::set<FileId> above_, entered_;        // folders
-    std::deque<std::string> linked_folders_;  // that are still to be entered
+    std::set<FileId> above_, entered_;        // the folders above the data, and those that were entered
+    std::deque<std::string> linked_folders_;  // to which links lead; they are still to be entered
     std::vector<std::string> files_;
 };
 
@@ -111,7 +111,7 @@ static std::vector<std::string> data_in_folder(const std::string& folder, std::v
     std::sort(files.begin(), files.end());
     std::vector<std::string> tokens, texts;
     std::vector<LeftOut> no_text;
-    int64_t others = 0;  // neither tokens nor a part of a tokenizer
+    int64_t others = 0;  // files that are neither tokens nor part of a tokenizer
     for (const std::string& path : files) {
         const bool is_tokens = is_token_file(path);
         others += !is_tokens && !is_tokenizer_file(fs::path(path).filename().string());
@@ -156,7 +156,7 @@ FoundFiles find_data_files(const std::string& data, const std::vector<std::strin
         else require_data_file(item);
         for (const std::string& file : files) {
             if (file.ends_with("tokenizer.bin")) continue;
-            // One that does not exist is an error when it is read.
+            // A file that does not exist becomes an error when it is read.
             if (const auto id = id_of(file); !id || seen.insert(*id).second) found.paths.push_back(file);
         }
     }
@@ -183,7 +183,7 @@ std::string why_not_text(std::string_view bytes) {
     // UTF-16 begins with a byte order mark, or has NUL in every other byte where it is mostly ASCII. UTF-32
     // begins with the mark of UTF-16 and two NULs, or with two NULs and the mark.
     const std::string_view start = bytes.substr(0, 4096);
-    int64_t nuls[2] = {};  // at even and at odd places
+    int64_t nuls[2] = {};  // how many there are at even and at odd places
     for (size_t i = 0; i < start.size(); i++) nuls[i % 2] += start[i] == '\0';
     const int64_t most = std::max(nuls[0], nuls[1]), least = std::min(nuls[0], nuls[1]);
     const bool marked = start.starts_with("\xFF\xFE") || start.starts_with("\xFE\xFF") ||

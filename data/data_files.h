@@ -12,7 +12,7 @@ namespace coat {
 struct LeftOut {
     std::string path, reason;
 };
-// What to tell the user: the first ten, and how many more there are.
+// Sentences for the user. They name the first ten files, and say how many more there are.
 std::vector<std::string> sentences_of(const std::vector<LeftOut>& left_out);
 
 struct FoundFiles {
@@ -32,14 +32,14 @@ std::string why_not_text(std::string_view bytes);
 // The length of the longest beginning that is valid UTF-8.
 size_t utf8_length(std::string_view bytes);
 
-// A file that was read.
+// A file of the data that was read.
 struct DataFile {
     std::string path;
     int64_t bytes;
     uint64_t hash;  // of its bytes
 
     // The file as a checkpoint keeps it, "BYTES HASH PATH", and back. JSON is UTF-8, so bytes of a path that
-    // are not are replaced by U+FFFD.
+    // are not UTF-8 are replaced by U+FFFD.
     std::string line() const;
     static DataFile from_line(const std::string& line);
 };

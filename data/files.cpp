@@ -13,7 +13,7 @@
 namespace coat {
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-    // O_NONBLOCK: to open a pipe would wait for a writer.
+    // Without O_NONBLOCK, open() of a pipe would wait for a program that writes into it.
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     struct stat status {};
     const bool found = file >= 0 && ::fstat(file, &status) == 0;
@@ -36,14 +36,14 @@ void MappedFile::copy(const uint8_t* from, int64_t bytes, uint8_t* to) const {
     const bool found = file >= 0 && ::fstat(file, &status) == 0;
     const bool same = found && status.st_dev == device_ && status.st_ino == number_;
     int64_t got = 0;
-    ssize_t n = 1;  // 0 at the end of the file, -1 after an error
+    ssize_t n = 1;  // n is 0 at the end of the file, -1 after an error
     while (same && got < bytes && n > 0) {
         n = ::pread(file, to + got, bytes - got, from - data() + got);
         if (n > 0) got += n;
     }
     const int error = errno;
     if (file >= 0) ::close(file);
-    // A file that was removed, or whose name another one has, stays as long as it is mapped.
+    // The mapped file may have been removed, or another file may have its name. Its memory stays readable.
     if (!same) std::memcpy(to, from, bytes);
     else if (n < 0) throw Error("Cannot read ", path_, " (", std::strerror(error), "); check the disk.");
     else if (got < bytes) throw Error(path_, " became shorter while it was in use; restore the file.");
@@ -57,13 +57,14 @@ uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash) {
     for (int64_t at = 0; at < bytes; at += 8) {
         uint64_t word = 0;
         std::memcpy(&word, static_cast<const char*>(data) + at, std::min<int64_t>(8, bytes - at));
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;  // both steps are bijections
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;  // this step and the next are bijections
         hash ^= hash >> 32;
     }
     return hash;
 }
 
-// Each MiB has a hash that begins with its place, so that all threads work and the order counts.
+// Each MiB is hashed by itself, so that all threads work. Its hash begins with its place, so that the order
+// of the MiBs counts.
 uint64_t hash_of(const MappedFile& file) {
     constexpr int64_t PART = 1 << 20;
     uint64_t hash = file.bytes();

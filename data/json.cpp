@@ -25,7 +25,7 @@ Fields parse_json(const std::string& path, std::string_view text) {
     for (size_t i = 0; i < text.size(); i++) {
         const char c = text[i];
         if (c == '"') in_string = !in_string;
-        if (in_string && c == '\\') i++;  // the next character is escaped
+        if (in_string && c == '\\') i++;  // the character after a backslash is escaped
         if (in_string) continue;
         if (c == '{' || c == '[') depth++;
         if (c == '}' || c == ']') depth--;

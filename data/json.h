@@ -30,13 +30,13 @@ struct Fields {
     // has the value `otherwise`; without one it is an Error.
     template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const;
 
-    // Throws the Error that the field is not what is expected.
+    // Throws an Error, which says that the field is not what is expected.
     [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
 };
 
-// Error if the text is not an object, is nested too deep, or takes too much memory. path: for errors.
+// Error if the text is not an object, is nested too deep, or takes too much memory. The path is for errors.
 Fields parse_json(const std::string& path, std::string_view text);
-Fields read_json(const std::string& path);  // the file's text
+Fields read_json(const std::string& path);  // parses the text of a file
 
 template <class T> T Fields::get(const std::string& field, const std::optional<T>& otherwise) const {
     if (otherwise && !has(field)) return *otherwise;

@@ -38,7 +38,7 @@ def is_empty(message):
     return not any(str(message.get(key) or "").strip() for key in keys)
 
 
-# The forms of the same message. --------------------------------------------------------------------------
+# The forms of a message. --------------------------------------------------------------------------
 
 
 def as_it_is(message):

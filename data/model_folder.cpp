@@ -93,7 +93,7 @@ static int64_t sliding_window(const Fields& f, const ModelConfig& c) {
     const std::string arch = c.arch.name;
     const bool qwen = arch == "qwen2" || arch == "qwen3";
     const int64_t otherwise = f.object.contains("sliding_window") ? 0 : DEFAULT_WINDOW;
-    if (arch == "mistral") return f.get<int64_t>("sliding_window", otherwise);  // in all layers
+    if (arch == "mistral") return f.get<int64_t>("sliding_window", otherwise);  // all layers have it
 
     const json FULL = "full_attention", SLIDING = "sliding_attention";
     const bool lists_layers = f.has("layer_types");
@@ -160,7 +160,7 @@ struct Piece {
     std::string name;            // in the file
     std::vector<int64_t> shape;  // in the file
     int64_t first, size;         // the elements of the parameter: `size` of them, from `first` on
-    bool transposed;             // then it is all of a parameter: linear layers of GPT-2 are (in, out)
+    bool transposed;             // the shape is (in, out), as in linear layers of GPT-2: one piece is all
 
     // The index in the parameter of element i of the file's tensor.
     int64_t index_in_param(int64_t i) const {
@@ -174,8 +174,9 @@ struct Piece {
 
 // The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as one column.
 static std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
-    char ours[32], end[8] = "weight";  // of "layers.3.qkv.bias": the layer is 3, ours "qkv", the end "bias"
-    int64_t layer = -1;                // not in a layer
+    // The parts of a name such as "layers.3.qkv.bias": the layer is 3, ours is "qkv", and the end is "bias".
+    char ours[32], end[8] = "weight";
+    int64_t layer = -1;  // it stays -1 if the parameter is in no layer
     if (std::sscanf(p.name.c_str(), "layers.%ld.%31[^.].%7s", &layer, ours, end) == 0)
         std::sscanf(p.name.c_str(), "%31[^.].%7s", ours, end);
     const bool gpt2 = !c.arch.rope;
@@ -277,8 +278,8 @@ static bool is_buffer(const std::string& name) {
            name.ends_with(".attn.masked_bias");
 }
 
-// The frequencies of RoPE. transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling
-// that has fields.
+// Reads the frequencies of RoPE. transformers 5 has renamed rope_scaling as rope_parameters, but if a file
+// has both, and rope_scaling has fields, transformers 5 uses rope_scaling, as we do.
 static void read_rope(const Fields& config, ModelConfig& c) {
     Fields rope = config.get<Fields>("rope_scaling", Fields{config.path, json::object()});
     if (rope.object.empty()) rope = config.get<Fields>("rope_parameters", rope);
@@ -301,7 +302,7 @@ ModelConfig read_model_config(const std::string& folder) {
                       (config.path + ": the field model_type").c_str());
     require_not_quantized(config);
     require_implemented(config);
-    // Where a field is missing, these are the values in transformers.
+    // These are the values in transformers of fields that are missing.
     const bool gpt2 = !c.arch.rope;
     c.max_T = gpt2 ? 1024 : 2048;
     c.norm_eps = gpt2 ? 1e-5f : 1e-6f;
@@ -353,15 +354,15 @@ void load_weights(const std::string& folder, const ModelConfig& c, Model* model)
 bool is_tokenizer_file(const std::string& name) {
     for (const char* begin :
          {"tokenizer", "tokenization_", "vocab", "merges", "tekken", "special_tokens_map", "added_tokens"})
-        if (name.starts_with(begin) && name != "tokenizer.bin") return true;  // that is llm.c's
-    for (const char* end : {".model", ".tiktoken", ".spm"})                   // SentencePiece's and OpenAI's
+        if (name.starts_with(begin) && name != "tokenizer.bin") return true;  // tokenizer.bin is llm.c's
+    for (const char* end : {".model", ".tiktoken", ".spm"})  // files of SentencePiece and OpenAI
         if (name.ends_with(end)) return true;
     return false;
 }
 
 std::string tokenizer_in(const std::string& folder) {
     std::set<std::string> names;
-    std::error_code none;  // a folder that is not there has no files
+    std::error_code none;  // a folder that does not exist has no files
     for (const auto& entry : fs::directory_iterator(folder, none)) {
         const std::string name = entry.path().filename().string();
         if (is_tokenizer_file(name) && entry.is_regular_file(none)) names.insert(name);
@@ -373,7 +374,7 @@ std::string tokenizer_in(const std::string& folder) {
 template <class Wanted>
 static FileContents files_of_folder(const std::string& folder, const Wanted& is_wanted) {
     FileContents files;
-    std::error_code none;  // a folder that is not there has no files; a link that leads nowhere is none
+    std::error_code none;  // a folder that does not exist has no files
     for (const fs::path below : {"", "additional_chat_templates"})
         for (const auto& entry : fs::directory_iterator(folder / below, none)) {
             const std::string name = entry.path().filename().string();
@@ -407,11 +408,11 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
         for (const Piece& piece : pieces(c, p))
             tensors.push_back({.name = piece.name, .dtype = "BF16", .shape = piece.shape});
     const std::string path = path_in(folder, "model.safetensors");
-    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks write nowhere
+    std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks open no file
     file << safetensors_header(tensors);
     for (const StateTensor& t : weight_tensors(c)) {
         const Bytes bytes = gather_whole_tensor(model, t);
-        const auto* weight = reinterpret_cast<const uint16_t*>(bytes.data());  // memory of new is aligned
+        const auto* weight = reinterpret_cast<const uint16_t*>(bytes.data());  // a vector's memory is aligned
         for (const Piece& piece : pieces(c, t.param)) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
             for (int64_t i = 0; i < std::ssize(part); i++) part[i] = weight[piece.index_in_param(i)];
@@ -435,8 +436,8 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
     save_file(path_in(folder, "config.json"), config.dump(2) + "\n");
 }
 
-// Every rank sends its part to rank 0. Of a tensor that every rank keeps whole, the first part is all. If a
-// rank cannot read its part, all ranks end: the others would take what it sends next for this tensor.
+// Every rank sends its part to rank 0. If every rank keeps the whole tensor, the first part is all of it. If
+// a rank cannot read its part, all ranks end: the others would take what it sends next for this tensor.
 Bytes gather_whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     Bytes mine(owned(setup, t).count * t.bytes), whole;

@@ -16,8 +16,8 @@ ModelConfig read_model_config(const std::string& folder);
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::has_master
 // also the remainders of the FP32 values. Every rank reads the files and writes what it keeps.
 void load_weights(const std::string& folder, const ModelConfig& config, Model* model);
-// Error unless load_weights() can read the files of the folder. It is called before a model is made, because
-// config.json may ask for any amount of memory.
+// Error unless load_weights() can read the files of the folder. This function is called before a model is
+// made, because config.json may ask for any amount of memory.
 void require_weights(const std::string& folder, const ModelConfig& config);
 
 // The files of a model folder besides its weights: config.json, the tokenizer, chat templates, and
@@ -26,7 +26,7 @@ void require_weights(const std::string& folder, const ModelConfig& config);
 using FileContents = std::map<std::string, std::string>;  // path in the folder -> bytes
 FileContents read_other_files(const std::string& folder);
 
-// Adds the tokenizer of another folder, such as that of the token files, unless there is a tokenizer.
+// Adds the tokenizer of another folder, such as that of the token files, unless `files` already have one.
 void add_tokenizer(const std::string& folder, FileContents* files);
 
 // Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
@@ -36,11 +36,13 @@ bool is_tokenizer_file(const std::string& name);
 // The name of a file of the tokenizer that is in this folder; empty if there is none.
 std::string tokenizer_in(const std::string& folder);
 
-// All bytes of a tensor on rank 0; none on other ranks. Every rank calls it at the same time.
+// Returns all bytes of a tensor on rank 0, and none on other ranks. Every rank calls this function at the
+// same time.
 std::vector<uint8_t> gather_whole_tensor(Model& model, const StateTensor& t);
 
-// Writes config.json, model.safetensors (BF16) and other files into an existing folder. Every rank calls it
-// and sends what it keeps; rank 0 alone writes, and gets an Error after all have sent.
+// Writes config.json, model.safetensors (BF16) and other files into an existing folder. Every rank calls this
+// function and sends what it keeps; rank 0 alone writes. If that fails, rank 0 throws an Error after all
+// ranks have sent everything.
 void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files);
 
 }  // namespace coat

@@ -30,7 +30,7 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assi
          "observation": "tool", "function_call": "assistant"}
 RECORDS = (".jsonl", ".json", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-NAMED = 10  # files that are left out; of more there is a count
+NAMED = 10  # so many files that are left out are named; the others are counted
 
 
 def fail(sentence):
@@ -175,7 +175,7 @@ def rows_of_json(file):
 
 
 def without_nulls(value):
-    """The same without the keys whose value is null."""
+    """The value without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -317,7 +317,8 @@ def read(file, report):
 
 
 def has_conversations(file):
-    """What the first record of a file is; the others must be of the same kind."""
+    """Whether the first record of a file is a conversation, or a prompt with its completion, and not a text.
+    The other records must be of the same kind."""
     return has_records(file) and next((not record.is_text() for record in read(file, Report())), False)
 
 

@@ -76,7 +76,7 @@ void Safetensors::add(const std::string& path) {
     const uint8_t* const tensors = file.data() + LENGTH + header_bytes;
     const int64_t tensors_bytes = file.data() + file.bytes() - tensors;
 
-    std::vector<std::pair<int64_t, int64_t>> ranges;  // of the bytes of the tensors
+    std::vector<std::pair<int64_t, int64_t>> ranges;  // first and last + 1 of the bytes of each tensor
     Fields header = parse_json(path, file.text().substr(LENGTH, header_bytes));
     header.object.erase("__metadata__");
     for (const auto& [name, entry] : header.object.items()) {
@@ -100,9 +100,9 @@ void Safetensors::add(const std::string& path) {
     // No byte belongs to two tensors, or to none.
     std::sort(ranges.begin(), ranges.end());
     int64_t end = 0;
-    for (const auto& [first, behind] : ranges) {
+    for (const auto& [first, after] : ranges) {
         require(first == end);
-        end = behind;
+        end = after;
     }
     require(end == tensors_bytes);
 }
@@ -116,10 +116,10 @@ const HfTensor& Safetensors::require(const std::string& name, const std::vector<
     return found->second;
 }
 
-// The outer object is written by hand, because to add a field to an ordered_json takes as long as it has
-// fields.
+// The outer object is written by hand, because adding a field to an ordered_json takes time in proportion to
+// the number of its fields.
 std::string safetensors_header(const std::vector<HfTensor>& tensors) {
-    std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
+    std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs this format
     int64_t end = 0;
     for (const HfTensor& tensor : tensors) {
         const int64_t begin = end;

@@ -23,9 +23,9 @@ from conversations import DATE_AS_TEXT, NOT_COUNTED, ChatTemplate, tokens_of_rec
 from records import Report, fail, files_below, has_conversations, read_conversations, read_texts
 
 # All of these but the last are numbers of characters.
-PROGRESS = 10 << 20  # for so many the progress is shown: they take more than ten seconds
+PROGRESS = 10 << 20  # for longer texts the progress is shown: they take more than ten seconds
 PART = 1 << 18  # a longer text is cut into parts, which the tokenizer gets one by one
-BATCH = 1 << 21  # the tokenizer gets so many at a time; it needs up to 190 bytes of memory for each
+BATCH = 1 << 21  # the tokenizer gets so many at a time, and needs up to 190 bytes of memory for each
 LONGEST_CONVERSATION = 1 << 19  # a longer conversation is cut, or one with more than any T tokens can have
 OPEN_WINDOWS = 64  # so many windows may still get the next conversation
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -40,7 +40,7 @@ def header(*words):
 
 def hold_out(items, part):
     """(items to train on, items that are held out): every n-th item is held out. If there are fewer than n
-    texts, it is the end of each text."""
+    texts, the end of each text is held out."""
     every = max(2, round(1 / part))
     if len(items) < every and isinstance(items[0], str):
         ends = [int(len(text) * (1 - part)) for text in items]
@@ -50,7 +50,7 @@ def hold_out(items, part):
 
 
 def end_of_part(text, begin):
-    """Where a text is cut that is too long for the tokenizer: behind the first line end after PART
+    """Where a text is cut that is too long for the tokenizer: after the first line end after PART
     characters; if there is none in as many more, before a space; else anywhere. Nearly no token crosses a
     line end or begins before a space."""
     middle = begin + PART
@@ -92,7 +92,7 @@ def encode(tokenizer, texts, end):
     special token, this stays text.
 
     A long text is tokenized in parts. Some tokenizers put a space before what they are given, which is right
-    before a text and wrong before its second part. So the later parts are tokenized behind a line end, whose
+    before a text and wrong before its second part. So the later parts are tokenized after a line end, whose
     tokens are then left out."""
     def tokens_of(many):
         found = tokenizer(many, add_special_tokens=False, split_special_tokens=True, verbose=False)
@@ -164,7 +164,7 @@ def tokens_of_conversations(template, files, T, report):
 
 
 def print_conversations(template, T, report):
-    """What is not used, or not as the record has it."""
+    """Prints what is not used, or not as the record has it."""
     report.print()
     for remark, times in template.remarks.items():
         print(f"{remark} ({times:,} times).")
@@ -273,7 +273,7 @@ def streams_of_texts(run, files, report):
 
 
 def streams_of_conversations(run, files, report):
-    """The same of files of conversations."""
+    """(tokenizer, the streams of tokens to train on and held out) of files of conversations."""
     tokenizer = open_tokenizer(run.tokenizer)
     template = ChatTemplate(tokenizer)
     conversations = tokens_of_conversations(template, files, run.seq, report)

@@ -26,7 +26,7 @@ void TokenStream::append(const TokenStream& other) {
 }
 
 TokenStream TokenStream::take_end(int64_t count) {
-    std::vector<Source> taken;  // the last first
+    std::vector<Source> taken;  // the last one comes first
     while (count > 0) {
         Source& last = parts_.back().source;
         Source end = last;
@@ -88,7 +88,8 @@ TokenStream::Facts TokenStream::scan() {
     constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
     uint64_t hash = size_;
-    std::exception_ptr error;  // of one of the threads, which must not leave the loop by an exception
+    std::exception_ptr
+        error;  // what a thread has thrown, since an exception must not leave the parallel loop
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += PART) {
         try {
@@ -107,7 +108,7 @@ TokenStream::Facts TokenStream::scan() {
 
 namespace {
 
-// Whether a file belongs to the run. One that is continued has the files that it began with.
+// Says whether a file belongs to the run. A run that is continued has the files that it began with.
 class KnownFiles {
 public:
     explicit KnownFiles(const std::vector<DataFile>& files) {
@@ -123,7 +124,7 @@ private:
 
 const char* const NEW_FILE = "is new, and the run goes on with the files that it began with";
 
-// The tokens of a text: its bytes, copied or where the file is mapped.
+// The tokens of a text, which are its bytes: a copy of them, or the memory of the mapped file.
 static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file, bool copied) {
     constexpr std::string_view BYTE_ORDER_MARK = "\xEF\xBB\xBF";
     std::string_view text = file->text();
@@ -181,7 +182,7 @@ static void read_texts(const std::vector<std::string>& paths, const CorpusOption
 constexpr int64_t HEADER = 256 * 4;  // bytes
 constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
 
-// Takes the vocabulary beside a token file. All token files must have the same.
+// Takes the vocabulary beside a token file. All token files must have the same vocabulary.
 static void take_vocabulary(const std::string& path, Corpus& corpus) {
     const Vocabulary found = read_vocabulary(path);
     if (corpus.vocabulary_file.empty()) corpus.vocabulary = found;
@@ -199,7 +200,7 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
     const auto [magic, version, count, seq] = header;
     const bool wide = magic == MAGIC_32_BIT;
     const int width = wide ? 4 : 2;
-    const bool known_version = version == 1 || (wide && version == 7);  // 7: llm.c's first with 32 bits
+    const bool known_version = version == 1 || (wide && version == 7);  // llm.c's first with 32 bits was 7
     const bool known = (wide || magic == MAGIC_16_BIT) && known_version && seq >= 0;
     if (!known || file->bytes() != HEADER + int64_t{count} * width)
         throw Error("--data ", path, " is not a whole token file, as others are; give files of one kind, or ",
@@ -221,7 +222,7 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
     if (beside != corpus.vocabulary_file && fs::exists(beside)) take_vocabulary(beside, corpus);
 }
 
-// Reads the files, which are token files, or else texts.
+// Reads the files: the token files if there are any, else the texts.
 static void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
         return read_texts(found.paths, options, corpus);
@@ -239,7 +240,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
     if (with_tokenizer != folders.end()) corpus.tokenizer_folder = *with_tokenizer;
 }
 
-// If no file is held out, or every one is, the last tenth of all tokens is.
+// If no file is held out, or every file is, the last tenth of all tokens is held out.
 static void hold_out_end(Corpus& corpus) {
     if (corpus.train.size() && corpus.validation.size()) return;
     corpus.train.append(corpus.validation);

@@ -29,11 +29,11 @@ class TokenStream {
 public:
     // Tokens that lie one after the other in memory, at any alignment.
     struct Source {
-        std::shared_ptr<const void> owner;  // what keeps them in memory
+        std::shared_ptr<const void> owner;  // keeps the tokens in memory
         const uint8_t* data;
         int width;                         // bytes of a token: 1, 2 or 4, little-endian
         int64_t count;                     // of tokens
-        const MappedFile* file = nullptr;  // the owner, if it is a file: it must not become shorter
+        const MappedFile* file = nullptr;  // the owner if it is a file, which must not become shorter
     };
     int64_t size() const { return size_; }
     void append(const Source& source);
@@ -45,8 +45,8 @@ public:
     void read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const;
 
     struct Facts {
-        int64_t largest = -1;  // token; -1 if there are none
-        uint64_t hash = 0;     // of every token and of whether it counts, in this order
+        int64_t largest = -1;  // the largest token; -1 if there are none
+        uint64_t hash = 0;     // of all tokens in their order, and of whether each counts
     };
     // Reads all tokens and remembers the largest. If read() finds a larger token later, that is an Error.
     Facts scan();
@@ -74,7 +74,7 @@ struct Corpus {
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
     int64_t seq = 0;              // of packed conversations; 0 for text
     bool bytes = false;           // the tokens are the bytes of text files
-    std::vector<DataFile> files;  // that were read, in this order
+    std::vector<DataFile> files;  // the files that were read, in this order
     std::vector<LeftOut> left_out;
     std::string tokenizer_folder;  // the folder of token files that also has a tokenizer; empty: none
 };

@@ -45,8 +45,8 @@ static CharacterKind kind_of(char c) {
 // The length of the first word of a text, as GPT-2's pattern cuts it. No token crosses the end of a word. The
 // pattern:
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// Characters beyond ASCII count as letters here, which most of them are. If one is none, the word is longer
-// than GPT-2's, but its tokens are the same, because no token has both kinds.
+// Characters beyond ASCII count as letters here, which most of them are. If one is no letter, the word is
+// longer than GPT-2's, but its tokens are the same, because no token has both kinds.
 static size_t first_word(std::string_view text) {
     for (const std::string_view end : {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
         if (text.starts_with(end)) return end.size();
@@ -67,13 +67,13 @@ static size_t first_word(std::string_view text) {
 // number, because byte pair encoding has numbered its tokens in the order in which it learned them.
 static void encode_word(std::string_view word, const std::unordered_map<std::string_view, int32_t>& token_of,
                         std::vector<int32_t>& tokens) {
-    std::vector<size_t> begins(word.size() + 1);  // where the parts of the word begin, and its end
+    std::vector<size_t> begins(word.size() + 1);  // where the parts of the word begin, and where it ends
     std::iota(begins.begin(), begins.end(), size_t(0));
     const auto part = [&](size_t i, size_t parts) {
         return word.substr(begins[i], begins[i + parts] - begins[i]);
     };
     for (;;) {
-        size_t best = 0;  // the part that is joined with the next
+        size_t best = 0;  // the part that will be joined with the next one
         int32_t smallest = INT32_MAX;
         for (size_t i = 0; i + 2 < begins.size(); i++) {
             const auto found = token_of.find(part(i, 2));

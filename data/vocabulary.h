@@ -10,7 +10,7 @@ namespace coat {
 
 struct Vocabulary {
     std::vector<std::string> pieces;  // the bytes of each token; empty if they are not known
-    int32_t end_token = -1;           // that ends a text or an answer; -1: not known
+    int32_t end_token = -1;           // the token that ends a text or an answer; -1 if it is not known
 
     int64_t size() const { return int64_t(pieces.size()); }
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token that is not known becomes <17>
