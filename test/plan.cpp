@@ -22,7 +22,8 @@ TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket ma
                 offset += bucket.elements;
             }
             CHECK(matrices == concat(arch.rope ? "1" : "2", "11111111", tied ? "0" : "1"));
-            CHECK((next == params.size() && offset == params.back().flat_offset + params.back().padded_size()));
+            CHECK(
+                (next == params.size() && offset == params.back().flat_offset + params.back().padded_size()));
         }
 }
 
@@ -142,7 +143,7 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
         }
 }
 
-// Plays a step of training through, in the order of model.cu, with gradients that begin so many bytes behind
+// Plays a step of training through, in the order of model.cu, with gradients that begin so many bytes after
 // the first saved activation. Returns whether no layer's activations meet gradients while they are needed.
 static bool activations_stay_whole(const Setup& s, int64_t offset) {
     const std::vector<Param> params = parameters(s.config);

@@ -281,7 +281,7 @@ TEST_CASE("train: the log has times and its run; --resume continues it; a file m
                read_file(folder / "log").substr(read_file(folder / "log").rfind("{\"kind\":\"set")));
     CHECK((settings().at("run_started") == first && settings().at("date") > date &&
            settings().at("step") == 4));
-    // Another run writes behind it, and says that it is another.
+    // Another run writes after it, and says that it is another.
     require_success(tiny(folder, flags + "--steps 1 --out '' --log log"));
     CHECK((logged(folder, "settings").size() == 2 && settings().at("run_started") > first));
     fs::remove(folder.path / "log");
