@@ -317,8 +317,7 @@ BENCH_LEGEND = ("A bar is the time of an operator in one step. Its strongly colo
                 "rate of a copy, or the FLOPs at the rate",
                 "of a large GEMM. After it: its time, and the floor in percent of it (above 100%: faster than the "
                 "estimate). At the right: how often in a step x the time",
-                "of one. An optimizer that has more weights is timed on a billion: 6.738 x 3853 us are 6.738 billion "
-                "weights.")
+                "of one. Of the optimizer it is billions of weights x the time of a billion.")
 
 
 def step_bar(top, sums):
