@@ -6,6 +6,10 @@
 #include "../help/oracle.h"
 #include "../help/program.h"
 
+#include <nlohmann/json.hpp>
+
+#include "../../program/plan.h"
+
 using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
@@ -256,6 +260,43 @@ for (const [name, read] of [["tensor", withOneScale], ["groups", inGroups]]) {
         CHECK(other_codes <= 4);
         const float error = folder.get(concat(name, ".error")).at(0);
         CHECK(error == doctest::Approx(relative_error(y, gemm(norm(x), w))).epsilon(0.02));
+    }
+}
+
+TEST_CASE("explore.html: its memory calculator agrees with --plan" * doctest::skip(NO_NODE)) {
+    const Arrays folder;
+    folder.javascript(R"(
+const plans = [];
+for (const [model, sizes] of Object.entries(MODELS))
+  for (const [recipe, optimizer] of [["coat", "coat"], ["bf16", "fp32"], ["bf16", "bf16"]])
+    for (const [groups, master, B, T, accumulate] of [[false, true, 8, 1024, 1], [true, false, 1, 512, 6],
+                                                      [true, true, 2, 256, 3]]) {
+      const flags = {recipe, optimizer, groups: groups && recipe === "coat", master, B, T, accumulate};
+      plans.push({model, ...flags, plan: planOf(sizes, flags)});
+    }
+fs.writeFileSync("plans.json", JSON.stringify(plans));
+)");
+    const auto plans = nlohmann::json::parse(read_file(folder.path / "plans.json"));
+    CHECK(plans.size() >= 90);
+    for (const auto& p : plans) {
+        INFO(p.dump());
+        Setup s{};
+        s.config = find_row(models(), p["model"].get<std::string>(), "--model");
+        s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
+        s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
+        if (p["groups"]) s.recipe.saved_attention = s.recipe.saved_inputs;
+        s.has_master = p["master"];
+        s.B = p["B"];
+        s.T = p["T"];
+        s.micro_batches_per_rank = p["accumulate"];
+        const std::vector<MemoryRow> wanted = memory_plan(s);
+        const auto& plan = p["plan"];
+        CHECK(plan["count"] == parameter_count(s.config));
+        CHECK(plan["weights"] == total_bytes(wanted, Category::Weights));
+        CHECK(plan["optimizer"] == total_bytes(wanted, Category::Optimizer));
+        CHECK(plan["gradients"] == total_bytes(wanted, Category::Gradients));
+        CHECK(plan["activations"] == total_bytes(wanted, Category::Activations));
+        CHECK(plan["perToken"] == saved_bytes_per_token_and_layer(s));
     }
 }
 
