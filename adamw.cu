@@ -32,9 +32,9 @@
 //
 // Which bytes move. An element takes 14.25 bytes. Read and written are its BF16 weight (2 bytes), the
 // remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. Only
-// read is the gradient: 2. An H200 does that at 87% of its copy bandwidth. dev/ladders/adamw.cu is the
-// way there, with what each idea wins. (Its best kernels reach 91%: they update one parameter, and none of
-// its moment groups needs care.)
+// read is the gradient: 2 if it is in BF16. An H200 does that at 87% of its copy bandwidth.
+// dev/ladders/adamw.cu is the way there, with what each idea wins. (Its best kernels reach 91%: they update
+// one parameter, and none of its moment groups needs care.)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -425,9 +425,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
 // ===========================================================================================================
 // 5. The launch
 
-// The number of blocks: as many as the GPU runs at once; or several times as many, if each then has at least
-// LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the embeddings of
-// tokens that no longer occur. More blocks share them out better.
+// The number of blocks: as many as the GPU runs at once. It is several times as many if each block still has
+// at least LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the
+// embeddings of tokens that no longer occur. More blocks share them out better.
 unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));

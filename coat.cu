@@ -19,17 +19,23 @@
 // other, with `live` false for a row past the tensor's last, which must not be stored. What gated activations
 // read or write, such as [gate | up], has two planes side by side.
 //
-// Who calls whom. Callers begin with quantize() in part 4, which chooses. For the operand of a GEMM (part 3)
-// it goes on like this. What has no part named is in gpu/quantize.cuh (store_codes, TransposeTile and
-// launch_quantizer) or in gpu/device.cuh:
+// Who calls whom, for the operand of a GEMM. On the host:
 //
-//   on the host                                        on the GPU
-//   quantize()               part 4                    quantize_kernel()        part 3; a block: one tile
-//     quantize_per_tensor()  part 3                      store_codes()          its codes, both ways
-//       launch_quantizer()   with transposed codes?        for_each_row()       a thread's 8 rows
-//         with_bf16_producer()  from what is x computed?     x.load, compute    the values of a chunk
-//           launch()         starts the kernel               encode()           their codes
-//                                                          TransposeTile        to shared memory, and back
+//   write_operand()              part 4           gpu/linear.cpp calls it
+//     quantize()                 part 4           chooses by the granularity
+//       quantize_per_tensor()    part 3
+//         launch_quantizer()     quantize.cuh     with transposed codes?
+//           with_bf16_producer() device.cuh       from what is x computed?
+//             launch()           device.cuh       starts quantize_kernel()
+//
+// And on the GPU:
+//
+//   quantize_kernel()            part 3           a block: one tile
+//     store_codes()              quantize.cuh     its codes, both ways
+//       for_each_row()           device.cuh       a thread's 8 rows
+//         x.load(), compute()    device.cuh       the values of a chunk
+//         encode()               device.cuh       their codes
+//       TransposeTile            quantize.cuh     to shared memory, and back
 //
 // Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
 // quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 8 and

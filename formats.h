@@ -163,8 +163,9 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // symmetric codes of g once, and dgrad and wgrad both read them.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
-// amaxes of earlier steps, as many as Recipe::history_steps. As long as there are none, a delayed scale comes
-// from the largest amax of the step so far, over its micro-batches.
+// amaxes of earlier steps, as many as Recipe::history_steps. While the history of
+// a tensor is empty, as in the first step, its scale comes from the largest amax of the step so far, over the
+// micro-batches.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
@@ -190,9 +191,9 @@ struct Recipe {
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether norms and the activation function read in forward, too, what is saved of their inputs, as in
-    // the paper. If not (coat-saved), they read in forward the values before these were quantized. Backward
-    // reads what is saved in both cases, so in coat-saved the x of fprop and the x of wgrad differ a little.
+    // Whether forward computes with the inputs of norms and activation functions as they are saved, like
+    // backward (the paper), or with the values before quantization (coat-saved). In coat-saved the x of fprop
+    // and the x of wgrad differ a little.
     bool forward_reads_saved = true;
     int history_steps = 1024;  // the number of steps whose amaxes delayed scaling remembers
     const char* about = "";    // a line of --help

@@ -5,7 +5,8 @@
 // A step, in the order of this file:
 //
 //   step()
-//     begin_step_or_evaluation()     clears what the step will find out, and sends 1 / the number of targets
+//     begin_step_or_evaluation()     clears the StepOutcome, copies 1 / the number of targets to the GPU,
+//                                    and makes the cached FP8 weights
 //     run_micro_batch()              for each micro-batch of the step
 //       forward_and_backward()
 //         forward()                  the embedding; then for each layer:
@@ -427,8 +428,7 @@ private:
     // that reads its weights. What follows depends on the pass:
     //   measure_quantization()   the gradients serve only to measure what storing the moments would lose
     //   a step                   with several ranks, each rank sends the gradients to those that own them,
-    //   where
-    //                            they are added; with one rank they are where they must be
+    //                            where they are added; with one rank they are where they must be
     //   with --gradients none    the weights of the bucket are updated
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (pass.report) {

@@ -221,9 +221,10 @@ inline Range owned(const Setup& s, const StateTensor& t) {
 struct StepResult {
     double loss;       // nats per token: the mean over all targets of the step that count
     double grad_norm;  // of all gradients, before clipping
-    // Whether nothing was updated, for one of these reasons: the loss, a gradient or a tensor that was
-    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. (Without
-    // keep_gradients a GPU may notice this after it has updated some buckets. These stay updated.)
+    // Whether the step was abandoned, for one of these reasons: the loss, a gradient or a tensor that was
+    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. Then nothing
+    // was updated, except without keep_gradients: there a GPU may have updated some buckets before it
+    // noticed.
     bool skipped;
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };

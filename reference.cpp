@@ -53,7 +53,7 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
-    const float magnitude = std::min(info(f).max, std::abs(x));
+    const float magnitude = std::min(info(f).max, std::abs(x));  // of NaN: max, whose code is replaced below
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -133,10 +133,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, codes would hide this, because they saturate. So the scale is NaN, and every value
-// that is decoded with it. A whole tensor does not need such a mark. A training step checks the amax of each
-// tensor (reference_model.cpp, check_finite): if it is not finite, the step changes nothing, whatever is
-// computed with the codes. Then the scale may be any number. It is 1, as for zeros.
+// If amax is not finite, codes would hide this, because they saturate. So the scale is NaN, and so is every
+// value that is decoded with it. A whole tensor does not need such a mark: on CPU and GPU a training step
+// checks its amax, and changes nothing if it is not finite. Then the scale may be any number. It is 1, as for
+// zeros. (The GPU takes no amax of a whole tensor where scale blocks are smaller.)
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;

@@ -460,11 +460,9 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
 // that the bits do not depend on timing: each sum has a counter of the parts that have been added, and a
 // block waits until all parts before its own have been.
 //   dq       is added from the keys on the queries' diagonal to the first keys, or the other way: see Order
-//   and
-//            dq_writer()
-//   dk, dv   are added from the first head to the last, if a block has one of the heads that share its keys:
-//   see
-//            sum_heads()
+//            and dq_writer()
+//   dk, dv   are added from the first head to the last, if a block has one of the heads that share its
+//            keys: see sum_heads()
 // Blocks at the end of the grid round finished sums dq to BF16: see finish_dq(). They run on multiprocessors
 // that would be idle while the last blocks of keys are at work.
 
@@ -558,13 +556,11 @@ template <int HS_> struct Backward {
 
 // The order in which blocks start, and by which they are numbered. A unit is one query or key/value head of
 // one sequence. It has a block for each tile of keys.
-//   Most units follow each other. In each of them the last keys come first, and walks begin at the diagonal:
-//   a
-//     walk is then later than that of the next keys, for whose part of dq its own must wait.
+//   Most units follow each other. In each of them the last keys come first, and walks begin at the
+//     diagonal: a walk is then later than that of the next keys, for whose part of dq its own must wait.
 //   The last `spread` units start side by side. Their first keys come first, and walks end at the diagonal.
-//   So the
-//     longest blocks come first, and all multiprocessors end at about the same time: that is 1% to 6% faster
-//     at 8,192 tokens and more.
+//     So the longest blocks come first, and all multiprocessors end at about the same time: that is 1% to 6%
+//     faster at 8,192 tokens and more.
 struct Order {
     // How many blocks the last units have together: about one for each multiprocessor. With 256 of them, 16 x
     // 2048 tokens (32 heads of 64, 4 heads of keys) take 4% longer, and other shapes the same time.

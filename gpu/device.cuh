@@ -195,8 +195,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   starting_at()               the same tensor, counted from element i on;
 //   load()                      fetches a chunk, so that several are in flight before the first is used;
 //   unpack()                    converts a fetched chunk to FP32;
-//   round_in_place_and_store()  rounds the values in the caller's registers and, if they are live, writes
-//   them.
+//   round_in_place_and_store()  rounds the values in the caller's registers, and writes those that are live.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);

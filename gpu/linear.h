@@ -8,7 +8,9 @@
 //
 // How long the operands live:
 //   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
-//        again from these.
+//        again from these. (In coat-saved, wgrad computes x from the saved groups, but forward did not. So an
+//        x of wgrad may exceed forward's amax by the rounding error of a group, and saturates. The CPU takes
+//        a new amax there.)
 //   w8   for one GEMM; or, in a cache, for a step.
 //   g8   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
@@ -20,7 +22,7 @@
 // made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the
 // linear layer that will read the tensor, and leaves the amax there. If no kernel does, a pass over the
 // tensor computes the amax just before it is quantized. (In recipes that need no amaxes both functions return
-// null.) Who computes the amaxes in model.cu:
+// null.) This table says who computes the amaxes in model.cu; come back to it when you read that file:
 //
 //   operand            what it is                 who computes its amax
 //

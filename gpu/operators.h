@@ -181,9 +181,7 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //   quantize()                       any                     FP8 codes, in both forms; or groups
 //   store_values()                   any                     values in BF16 or FP32
 //   convert()                        stored                  values in BF16 or FP32
-//   write_operand()                  any                     codes or values: what quantize() or
-//   store_values()
-//                                                            writes
+//   write_operand()                  any                     what quantize() or store_values() writes
 //   write_operand_and_sum_columns()  any                     the same, and adds the column sums of x
 //   quantize_groups()                in BF16                 groups; with write_back also x
 //   quantize_activation_input()      gate and up, in BF16    groups, and the amax of the activation's output
@@ -238,14 +236,15 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 //
 // Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
 // the rank's order is the flat order.
-//   shard unit    64 moment groups of a parameter: parameters are divided among ranks between them (model.h)
+//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
 //   shard         what this rank owns of one parameter
-//   bucket        the parameters whose gradients backward completes at the same time (architecture.h,
-//                 Param::bucket)
+//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
 //   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
 //                 groups; the padding stays zero
-//   rank's order  likewise the shards of this rank. Its weights, masters, moments and sums of gradients have
-//                 this order
+//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
+//                 sums of gradients lie
+//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
+//                 embeddings, a linear layer, or the head (gpu/sharding.h)
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders they are all there is, and the optimizer rounds them stochastically. In the fp32 recipe the
@@ -283,7 +282,7 @@ struct InitialValues {
     int64_t used;          // used_elements() of architecture.h
     uint64_t seed;
 };
-// Writes the first values of what this rank owns of the parameter p to w, from element `at` of the rank's
+// Writes the initial values of this rank's shard of the parameter p to w, from element `at` of the rank's
 // order on.
 void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
                 cudaStream_t stream);
@@ -316,13 +315,17 @@ struct ShardGradients {
 };
 
 // Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
-// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count) gets *loss (0 if
-// it is null), and then the sum of each of these shard units; 0 where the shard unit is another rank's.
+// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count): sums[0] =
+// *loss, or 0 if loss is null. The loss travels with the sums, so that a loss that is not finite on one rank
+// skips the step on all. Then follows the sum of each of these shard units; 0 where the shard unit is another
+// rank's.
 void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
-// Adds the sums of all ranks, (ranks, 1 + shard_units), to the state. A shard unit of a matrix belongs to one
-// rank, so that the other ranks have 0 for it. A vector belongs to every rank: all have the same sum for a
-// shard unit of it, which counts once. clip is the limit of the norm; with 0 there is none.
+// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
+// the norm, the factor that clips it, and whether the step is skipped because the norm or the loss of a rank
+// is not finite. For each shard unit the largest of the ranks' sums counts: of a matrix one rank has it, and
+// the others have 0; of a vector all ranks have the same. clip is the limit of the norm; with 0 there is
+// none.
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t stream);
 
@@ -349,9 +352,9 @@ void adamw(const AdamWOptions& options, const OptimizerFormat& optimizer, const 
 // ===========================================================================================================
 // 5. Residual stream and norms (gpu/norm.cu)
 
-// Where a sum goes that is the new residual stream, and what the norm that reads it needs. Written are the
-// sum, the norm's input next.in (in groups, or rounded), next.row_statistics, and the amax of the norm's
-// output.
+// What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
+// norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);
+// and the amax of its output (y_amax_out).
 struct ResidualOutput {
     // (N, C) the sum, rounded. It may be the memory of an operand of the sum. It is no tensor if next.in
     // stores the same values anyway (norm inputs that are saved in the compute dtype).
@@ -382,8 +385,8 @@ struct NormGradients {
 };
 // The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
 // residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
-// bytes. It computes the row statistics of the norm anew. Therefore it returns the norm's output,
-// lazy_norm(n): from now on this may be read, until another norm writes its row statistics to the same place.
+// bytes. It computes the row statistics of the norm anew, and returns the norm's output, lazy_norm(n). This
+// output may be read until the next norm runs, because all norms write their row statistics to one place.
 LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 size_t norm_backward_workspace(int64_t C);
 

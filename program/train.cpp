@@ -21,9 +21,10 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // From n = 100 on this is the usual cosine of n steps, as in nanoGPT and torchtitan. It ends one step
-    // after the last one. A shorter cosine is squeezed, such that its last step lies at 99% and has 0.1002 of
-    // the peak's rate. (Of three steps the last would else have 0.33 of it.)
+    // n: the steps after the warm-up. If there are 100 or more, this is the usual cosine of n steps, as in
+    // nanoGPT and torchtitan, which ends one step after the last one. If there are fewer, the cosine is
+    // shortened: its last step lies at 99%, and has 0.1002 of the peak's rate. (Of three steps the last would
+    // else have 0.33.)
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);

@@ -241,11 +241,9 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 // What changes: everything but the online softmax. A tensor core multiplies tiles of 16 x 16 and more in one
 // instruction, 13 times as fast as the FP32 units, so the whole kernel is arranged around it.
 //   5  gpu/attention.cu: a warp owns 16 queries, p stays in registers between the two matmuls, and tiles of
-//   keys
-//      are copied ahead (cp.async).
+//      keys are copied ahead (cp.async).
 //   6  gpu/attention_sm90.cu: matmuls run asynchronously on operands in shared memory (wgmma), a thread of
-//   its own
-//      moves tiles (TMA), and the exponentials of one group of warps overlap with the matmuls of another.
+//      its own moves tiles (TMA), and the exponentials of one group of warps overlap with the matmuls of another.
 //
 // Counted: 268 million exponentials on the special function units (16 lanes a clock) take 71 us.
 //
