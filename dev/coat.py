@@ -21,7 +21,7 @@ FP8 = True  # False rounds nothing: the code of a value is the value itself. (Mo
 # E4M3 (M = 3) is for weights, activations and moments; E5M2 (M = 2) has more range, for gradients.
 Format = namedtuple("Format", "M bias min max")  # min is the smallest subnormal value
 E4M3, E5M2 = Format(3, 7, F32(2.0**-9), F32(448)), Format(2, 15, F32(2.0**-16), F32(57344))
-# For you to change, for example to E4M3 and 64. The course, before lesson 10, says what to expect.
+# For you to change, one at a time, for example to E4M3 or 64. The course, before lesson 10, says what to expect.
 GRADIENT_FORMAT, GROUP_WIDTH = E5M2, 16
 
 def decode(f, code):

@@ -772,7 +772,7 @@ def memory(plans):
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
         ax.stackplot(ends, areas.values(), alpha=0.9, colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
         title = {"bf16": "bf16, FP32 moments"}.get(recipe, recipe)
-        ax.set(title=f"{title}: at most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 145))
+        ax.set(title=f"{title}\nat most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 145))
         below = 0
         for name, area in areas.items():
             high = area.max()
