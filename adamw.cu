@@ -223,9 +223,9 @@ struct FieldOfLane {
     int span;          // the number of the field's span in the bundle
     int pair;          // the number of the pair to which that span belongs
     float* in_memory;  // this field of all spans of the shard; null if the moment has no k
-    int spans;         // how many spans the shard has
+    int shard_spans;   // how many spans the shard has
 
-    __device__ FieldOfLane(const Shard& shard, int number_of_spans) : spans(number_of_spans) {
+    __device__ FieldOfLane(const Shard& shard, int number_of_spans) : shard_spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
         which = lane % FIELDS;
         pair = lane % SPAN_LANES / FIELDS;
@@ -238,10 +238,10 @@ struct FieldOfLane {
     // The field in the bundle that begins with span `first` of the shard. For a span past the last one it is
     // the field of the last span.
     __device__ float load(int first) const {
-        return in_memory ? get<float>(in_memory + min(first + span, spans - 1)) : 1.0f;
+        return in_memory ? get<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
     }
     __device__ void store(int first, float value) const {
-        if (in_memory && first + span < spans) put(in_memory + first + span, value);
+        if (in_memory && first + span < shard_spans) put(in_memory + first + span, value);
     }
 };
 
@@ -278,13 +278,13 @@ template <class W> struct Loaded {
 template <class W, class M, class V> struct ElementsOfThread {
     const AdamWArguments& a;
     const Shard& shard;
-    const int spans;      // how many spans the shard has
-    const int64_t start;  // the thread's first element of the shard's first span, in the rank's order
+    const int shard_spans;  // how many spans the shard has
+    const int64_t start;    // the thread's first element of the shard's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& this_shard)
-        : a(arguments), shard(this_shard), spans(static_cast<int>(spans_of(shard.size))),
+        : a(arguments), shard(this_shard), shard_spans(static_cast<int>(spans_of(shard.size))),
           start(shard.rank_offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.weights, start),
           codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.rank_offset),
           codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.rank_offset) {}
@@ -292,7 +292,7 @@ template <class W, class M, class V> struct ElementsOfThread {
     // The distance from the thread's elements of the shard's first span to those of this one or, for a span
     // past the last one, to those of the last.
     __device__ int64_t distance(int span) const {
-        return static_cast<int64_t>(min(span, spans - 1)) * MOMENT_GROUP;
+        return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP;
     }
     __device__ Loaded<W> load(int span) const {
         const int64_t i = distance(span);
@@ -303,7 +303,7 @@ template <class W, class M, class V> struct ElementsOfThread {
     __device__ void encode_and_store(int span, Values& w, const Values& m, const Values& v,
                                      const MomentScaling& new_m, const MomentScaling& new_v,
                                      uint32_t& top_bits) const {
-        const bool live = span < spans;
+        const bool live = span < shard_spans;
         const int64_t i = distance(span);
         uint2 new_codes_m = encode_moments<M, Path::Fast>(new_m, m);
         uint2 new_codes_v = encode_moments<V, Path::Fast>(new_v, v);
@@ -328,27 +328,27 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
                                    const float* table_m, const float* table_v) {
     if (first_span >= end_span) return 0;
     const ElementsOfThread<W, M, V> elements(a, shard);
-    const int spans = elements.spans;
+    const int shard_spans = elements.shard_spans;
     const int half = threadIdx.x % 32 / SPAN_LANES;
-    const FieldOfLane mine(shard, spans);
+    const FieldOfLane mine(shard, shard_spans);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t top_bits = 0;
     // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
     // bundle is known by the number of its first span.
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
-    for (int bundle = first_span; bundle < end_span; bundle += WARPS * BUNDLE) {
-        const int next_bundle = bundle + WARPS * BUNDLE;
+    for (int bundle_start = first_span; bundle_start < end_span; bundle_start += WARPS * BUNDLE) {
+        const int next_bundle_start = bundle_start + WARPS * BUNDLE;
         const float old_field = next_field;
         float new_field = 0;
-        next_field = mine.load(next_bundle);
+        next_field = mine.load(next_bundle_start);
 #pragma unroll 1  // one copy of this long body
-        for (int pair = 0; pair < PAIRS && bundle + pair * PAIR < spans; pair++) {
-            const int span = bundle + pair * PAIR + half;
+        for (int pair = 0; pair < PAIRS && bundle_start + pair * PAIR < shard_spans; pair++) {
+            const int span = bundle_start + pair * PAIR + half;
 
             const Loaded<W> now = next;
-            const bool more = pair + 1 < PAIRS && bundle + (pair + 1) * PAIR < spans;
-            next = elements.load(more ? span + PAIR : next_bundle + half);
+            const bool more = pair + 1 < PAIRS && bundle_start + (pair + 1) * PAIR < shard_spans;
+            next = elements.load(more ? span + PAIR : next_bundle_start + half);
 
             // Decode.
             auto old = [&](int which) { return field_of_pair(old_field, pair, which); };
@@ -375,7 +375,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             }
             elements.encode_and_store(span, w, m, v, new_m, new_v, top_bits);
         }
-        mine.store(bundle, new_field);
+        mine.store(bundle_start, new_field);
     }
     return top_bits;
 }
@@ -455,7 +455,7 @@ template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_trai
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 groups.
-template <class F> void with_moment_traits(const OptimizerFormat& o, F f) {
+template <class F> void with_moment_traits(const MomentFormats& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
     if (both_e4m3 && o.expansion) call_with_traits<E4M3, E4M3, /*EXPANSION=*/true>(f);
@@ -474,7 +474,7 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const OptimizerFormat& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);

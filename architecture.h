@@ -75,12 +75,12 @@ struct ModelConfig {
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
 // and of the activation function. These are not saved: backward computes them again from their saved inputs,
 // which costs little.
-enum class Saved : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
+enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
 // A saved tensor has the shape (N, cols). Only the log-sum-exp has another, (B, NH, T), with as many
 // elements.
 struct SavedTensor {
-    Saved which;
+    SavedKind which;
     const char* name;
     int64_t cols;
     Storage storage;
@@ -91,14 +91,14 @@ struct SavedTensor {
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
     // clang-format off
     return {
-        {.which = Saved::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.saved_inputs},
-        {.which = Saved::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.saved_attention},
-        {.which = Saved::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
+        {.which = SavedKind::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.saved_inputs},
+        {.which = SavedKind::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.saved_attention},
+        {.which = SavedKind::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
          .storage = r.saved_attention},
-        {.which = Saved::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = FP32},
-        {.which = Saved::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.saved_inputs},
-        {.which = Saved::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input", .cols = c.gate_up_cols(),
-         .storage = r.saved_inputs},
+        {.which = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = PLAIN_FP32},
+        {.which = SavedKind::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.saved_inputs},
+        {.which = SavedKind::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input",
+         .cols = c.gate_up_cols(), .storage = r.saved_inputs},
     };
     // clang-format on
 }
@@ -135,7 +135,7 @@ struct Param {
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
     // The format in which this parameter's first or second moments are stored. of_optimizer is the
-    // optimizer's format for them (OptimizerFormat::m or v), which vectors do not use.
+    // optimizer's format for them (MomentFormats::m or v), which vectors do not use.
     Format moment_format(Format of_optimizer) const {
         return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
     }

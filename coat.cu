@@ -273,7 +273,7 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
     const Storage& q = out.tensor.storage;
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
-    const bool one_pass = x.op == LazyOp::Stored && x.input.storage == BF16 && per_tensor && both_forms;
+    const bool one_pass = x.op == LazyOp::Stored && x.input.storage == PLAIN_BF16 && per_tensor && both_forms;
     if (!one_pass) {
         add_column_sums(x, gradient, workspace, nullptr, stream);
         return write_operand(x, out, quant_stats, stream);

@@ -128,8 +128,8 @@ struct Storage {
     }
 };
 // Without scales:
-inline constexpr Storage FP32{.format = Format::FP32};
-inline constexpr Storage BF16{.format = Format::BF16};
+inline constexpr Storage PLAIN_FP32{.format = Format::FP32};
+inline constexpr Storage PLAIN_BF16{.format = Format::BF16};
 // With scales, by granularity:
 inline constexpr Storage E4M3_TENSOR{.format = Format::E4M3};
 inline constexpr Storage E5M2_TENSOR{.format = Format::E5M2};
@@ -182,12 +182,12 @@ struct Recipe {
     // of weights have it too, unless many are summed (model.h, gradient_format).
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
-    Storage x = BF16, w = BF16, g = BF16;
+    Storage x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward.
-    Storage saved_inputs = BF16;
+    Storage saved_inputs = PLAIN_BF16;
     // How q, k, v and attention's output are saved for backward: in the compute dtype or in groups. No row of
     // the table sets groups: the flag --attention groups does.
-    Storage saved_attention = BF16;
+    Storage saved_attention = PLAIN_BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
@@ -202,8 +202,8 @@ struct Recipe {
 inline const std::vector<Recipe>& recipes() {
     // clang-format off
     static const std::vector<Recipe> table = {
-        {.name = "fp32", .compute = Format::FP32, .x = FP32, .w = FP32, .g = FP32,
-         .saved_inputs = FP32, .saved_attention = FP32,
+        {.name = "fp32", .compute = Format::FP32, .x = PLAIN_FP32, .w = PLAIN_FP32, .g = PLAIN_FP32,
+         .saved_inputs = PLAIN_FP32, .saved_attention = PLAIN_FP32,
          .about = "everything in FP32, to compare the others with"},
         {.name = "bf16",
          .about = "BF16 tensors; GEMMs sum in FP32"},
@@ -248,14 +248,14 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 }
 
 // The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
-enum class LinearOperand : uint8_t { X, W, G };
-inline constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
+enum class WhichOperand : uint8_t { X, W, G };
+inline constexpr WhichOperand LINEAR_OPERANDS[] = {WhichOperand::X, WhichOperand::W, WhichOperand::G};
 inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
 
 // How the operand is stored. formats is a Recipe or LinearFormats.
-template <class Formats> const Storage& storage_of(const Formats& formats, LinearOperand o) {
-    if (o == LinearOperand::X) return formats.x;
-    return o == LinearOperand::W ? formats.w : formats.g;
+template <class Formats> const Storage& storage_of(const Formats& formats, WhichOperand o) {
+    if (o == WhichOperand::X) return formats.x;
+    return o == WhichOperand::W ? formats.w : formats.g;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
     return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
 }
 
-struct OptimizerFormat {
+struct MomentFormats {
     const char* name;
     Format m, v;              // of first and of second moments
     bool expansion = false;   // dynamic range expansion of FP8 moments
@@ -288,9 +288,9 @@ struct OptimizerFormat {
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
-inline const std::vector<OptimizerFormat>& optimizers() {
+inline const std::vector<MomentFormats>& optimizers() {
     // clang-format off
-    static const std::vector<OptimizerFormat> table = {
+    static const std::vector<MomentFormats> table = {
         {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expansion = true,
          .about = "FP8 moments with dynamic range expansion (paper, section 4)"},
         {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expansion = true,
@@ -384,9 +384,9 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
 // clang-format on
 
 // The kind of a linear layer's operand.
-inline ReportKind report_kind(LinearOperand o) {
-    if (o == LinearOperand::X) return ReportKind::LinearInput;
-    return o == LinearOperand::W ? ReportKind::Weight : ReportKind::Gradient;
+inline ReportKind report_kind(WhichOperand o) {
+    if (o == WhichOperand::X) return ReportKind::LinearInput;
+    return o == WhichOperand::W ? ReportKind::Weight : ReportKind::Gradient;
 }
 
 struct QuantReport {

@@ -47,9 +47,9 @@ using namespace gpu;
 struct Layer {
     // The weights of its norms, as indices into Parameters::params (gpu/state.h).
     size_t norm1_index, norm2_index;
-    std::optional<size_t> head_norm_index;  // Qwen3 has norms of the heads of q and k
+    std::optional<size_t> qk_norm_index;  // Qwen3 has norms of the heads of q and k
     LinearLayer qkv_proj, o_proj, gate_up_proj, down_proj;
-    std::vector<TensorRef> saved_tensors;  // by Saved (architecture.h), with the rows of a micro-batch
+    std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
 
 // A norm of the residual stream, and the linear layer that reads its output.
@@ -83,16 +83,16 @@ class GpuModel final : public Model {
     // -------------------------------------------------------------------------------------------------------
     // What a model consists of. Each member may use those above it.
 
-    Device device_;  // this rank's GPU: settings, stream and arena
-    const Setup& setup_ = device_.setup;
+    GpuContext context_;  // this rank's GPU: settings, stream and arena
+    const Setup& setup_ = context_.setup;
     const ModelConfig& config_ = setup_.config;
     const Recipe& recipe_ = setup_.recipe;
-    const cudaStream_t stream_ = device_.stream;
-    Arena& arena_ = device_.arena;
-    const Memory memory_ = allocate_memory(device_);    // where everything is that lasts for the run
-    Scales scales_{device_, memory_};                   // of FP8 operands
-    Parameters parameters_{device_, memory_, scales_};  // weights, gradients and moments that this rank owns
-    const std::unique_ptr<Sharding> sharding_;          // whole weights and gradients, also of other ranks
+    const cudaStream_t stream_ = context_.stream;
+    Arena& arena_ = context_.arena;
+    const MemoryMap memory_ = allocate_memory(context_);  // where everything is that lasts for the run
+    Scales scales_{context_, memory_};                    // of FP8 operands
+    Parameters parameters_{context_, memory_, scales_};  // weights, gradients and moments that this rank owns
+    const std::unique_ptr<Sharding> sharding_;           // whole weights and gradients, also of other ranks
     Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -106,11 +106,11 @@ class GpuModel final : public Model {
     // GELU); with norms of the heads of q and k (Qwen3).
     const bool rotary_ = config_.arch.rope;
     const bool gated_ = config_.arch.gated;
-    const bool head_norms_ = config_.arch.qk_norm;
+    const bool qk_norms_ = config_.arch.qk_norm;
 
     // In backward two gradients take the place of the layer's saved gate and up, if they fit (gpu/state.h,
-    // the last table above Memory). The first is dgate_up, their own gradient, as an operand. quantize() may
-    // write over its input if elements have as many bytes in both. And g must have one scale per tensor:
+    // the last table above MemoryMap). The first is dgate_up, their own gradient, as an operand. quantize()
+    // may write over its input if elements have as many bytes in both. And g must have one scale per tensor:
     // other scales lie after the codes (LinearLayer::allocate_operand()), where the groups' own scales are
     // still read.
     const bool dgate_up_in_place_ =
@@ -133,15 +133,15 @@ class GpuModel final : public Model {
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
-        : device_(s, bytes),
-          sharding_(make_sharding(device_, memory_, parameters_, scales_, std::move(transport))),
-          linear_context_{.device = device_,
+        : context_(s, bytes),
+          sharding_(make_sharding(context_, memory_, parameters_, scales_, std::move(transport))),
+          linear_context_{.gpu_context = context_,
                           .parameters = parameters_,
                           .scales = scales_,
                           .sharding = *sharding_,
                           .gemms = gemms_,
                           .caches_weights = cache_weights} {
-        clear(memory_.scalars, sizeof(Scalars), stream_);
+        clear_async(memory_.scalars, sizeof(Scalars), stream_);
         after_weight_change();
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
@@ -156,13 +156,13 @@ private:
         auto linear = [&](const char* of) { return LinearLayer(linear_context_, index(of)); };
         Layer layer{.norm1_index = index("norm1.weight"),
                     .norm2_index = index("norm2.weight"),
-                    .head_norm_index = {},
+                    .qk_norm_index = {},
                     .qkv_proj = linear("qkv"),
                     .o_proj = linear("attention_out"),
                     .gate_up_proj = linear("gate_up"),
                     .down_proj = linear("down"),
                     .saved_tensors = {}};
-        if (head_norms_) layer.head_norm_index = index("qk_norm.weight");
+        if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
         uint8_t* here = memory_.saved_activations + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
             uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
@@ -220,7 +220,7 @@ private:
     // Waits until the step has run.
     StepOutcome fetch_outcome() const {
         StepOutcome found{};
-        device_.copy_to_host(&found, outcome(), sizeof found);
+        context_.copy_to_host(&found, outcome(), sizeof found);
         return found;
     }
 
@@ -229,9 +229,9 @@ private:
     // measured.
     void begin_step_or_evaluation(double target_count, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / target_count;
-        device_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
-        clear(outcome(), sizeof(StepOutcome), stream_);
-        device_.quant_stats = quant_stats;
+        context_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        clear_async(outcome(), sizeof(StepOutcome), stream_);
+        context_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
         if (linear_context_.caches_weights) make_cached_weights();
     }
@@ -244,7 +244,7 @@ private:
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because their errors are measured while they are made.
     void make_cached_weights() {
-        if (cached_weights_are_valid_ && !device_.quant_stats) return;
+        if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear :
                  {&layer.qkv_proj, &layer.o_proj, &layer.gate_up_proj, &layer.down_proj})
@@ -280,8 +280,8 @@ private:
     }
     // Copies tokens and targets (B, T) to the GPU, when the pass before has run.
     void load_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
-        device_.wait_and_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
-        device_.wait_and_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
+        context_.wait_and_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+        context_.wait_and_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then no weight is updated.
@@ -313,22 +313,22 @@ private:
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved_tensor(const Pass& pass, const Layer& layer, Saved which) const {
+    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind which) const {
         TensorRef v = layer.saved_tensors[static_cast<size_t>(which)];
         v.rows = pass.N;
         return v;
     }
     float* saved_log_sum_exp(const Pass& pass, const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(pass, layer, Saved::LogSumExp).data);
+        return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
     }
 
     ResidualNorm norm1_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_index, saved_tensor(pass, layer, Saved::Norm1Input)),
+        return {.norm = norm_args(layer.norm1_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
                 .weight_index = layer.norm1_index,
                 .reader = &layer.qkv_proj};
     }
     ResidualNorm norm2_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_index, saved_tensor(pass, layer, Saved::Norm2Input)),
+        return {.norm = norm_args(layer.norm2_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
                 .weight_index = layer.norm2_index,
                 .reader = &layer.gate_up_proj};
     }
@@ -355,7 +355,7 @@ private:
     // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
     void save_and_reload(const TensorRef& x, const TensorRef& saved) {
         if (!saved.storage.fp8()) return;
-        quantize_groups(x, saved, /*write_back=*/true, device_.quant_stats_of(ReportKind::Attention),
+        quantize_groups(x, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
     TensorRef load_saved(const TensorRef& saved) {
@@ -368,12 +368,12 @@ private:
     // needs their inputs: there q, k, v are saved as the projection writes them, and norms and RoPE follow
     // here, in backward again.
     TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
-        if (!head_norms_) return qkv;
+        if (!qk_norms_) return qkv;
         const TensorRef x = allocate_tensor(pass.N, qkv.cols);
-        head_norm_and_rope(head_norm_args(layer), rope_args(pass), qkv, x, stream_);
+        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, x, stream_);
         return x;
     }
-    bool rope_at_projection() const { return rotary_ && !head_norms_; }
+    bool rope_at_projection() const { return rotary_ && !qk_norms_; }
 
     // -------------------------------------------------------------------------------------------------------
     // Arguments of kernels
@@ -387,8 +387,8 @@ private:
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
-    HeadNorm head_norm_args(const Layer& layer) const {
-        return {.weight = sharding_->gathered_weight(*layer.head_norm_index).data,
+    QkNorm qk_norm_args(const Layer& layer) const {
+        return {.weight = sharding_->gathered_weight(*layer.qk_norm_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
@@ -420,8 +420,8 @@ private:
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.linear && i != head_index_)
-                clear(sharding_->gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
-                      stream_);
+                clear_async(sharding_->gradient_to_write(i).data,
+                            p.padded_size() * parameters_.gradient_bytes, stream_);
         }
     }
     // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
@@ -478,8 +478,8 @@ private:
     void attention_block_forward(const Pass& pass, Layer& layer, const TensorRef& residual_buffer) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
-        const TensorRef saved_qkv = saved_tensor(pass, layer, Saved::Qkv);
-        const TensorRef saved_out = saved_tensor(pass, layer, Saved::AttentionOutput);
+        const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
+        const TensorRef saved_out = saved_tensor(pass, layer, SavedKind::AttentionOutput);
         const TensorRef qkv = attention_buffer(saved_qkv);
         const TensorRef out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). x is not computed yet: fprop() does
@@ -510,7 +510,7 @@ private:
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(pass, layer);
-        const TensorRef saved_gate_up = saved_tensor(pass, layer, Saved::GateUp);
+        const TensorRef saved_gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. x is not computed yet:
         // fprop() does it, while it makes x's codes. Each of the three branches computes gate and up, saves
         // them, and leaves the amax of the activation's output
@@ -543,7 +543,7 @@ private:
     void save_gate_up_in_groups(const Layer& layer, const TensorRef& values, const TensorRef& groups) {
         quantize_activation_input(gated_, values, groups, recipe_.forward_reads_saved,
                                   layer.down_proj.x_amax_out(),
-                                  device_.quant_stats_of(ReportKind::ActivationInput), stream_);
+                                  context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
     // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
@@ -580,7 +580,7 @@ private:
     void add_norm_input_errors(const ResidualNorm& next, const TensorRef& residual_buffer) {
         if (next.norm.in.storage.fp8())
             add_quant_errors(stored(residual_buffer), {next.norm.in},
-                             device_.quant_stats_of(ReportKind::NormInput), stream_);
+                             context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ private:
         TensorRef sum = dweight;
         if (in_fp32) {
             sum.data = arena_.allocate<float>(sum.rows * sum.cols);
-            sum.storage = FP32;
+            sum.storage = PLAIN_FP32;
         }
         // Direction::Backward, because the stage that comes next is the last layer's, on the way back
         sharding_->gather_weights(sharding_->head_stage(), Direction::Backward);
@@ -681,7 +681,7 @@ private:
     // From the gradient of the residual stream after a layer to that before norm 2.
     void mlp_block_backward(const Pass& pass, Layer& layer) {
         const Arena::Scope scope(arena_);
-        const TensorRef gate_up = saved_tensor(pass, layer, Saved::GateUp);
+        const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives it, so its memory is allocated first
         const Operand dgate_up =
@@ -716,7 +716,7 @@ private:
     // layer.
     void attention_block_backward(const Pass& pass, Layer& layer, TensorScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
-        void* const gate_up = saved_tensor(pass, layer, Saved::GateUp).data;
+        void* const gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(gate_up, pass.N, config_.qkv_cols())
                                               : allocate_tensor(pass.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
@@ -731,7 +731,7 @@ private:
         core_attention_backward(pass, layer, dout, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
-        const auto amax_is = head_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
+        const auto amax_is = qk_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
         const Operand g8 = layer.qkv_proj.make_g8_and_dbias(stored(dqkv), amax_is);
         linear_and_norm_backward(pass, norm1_of(pass, layer), g8, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
@@ -740,7 +740,7 @@ private:
         const Arena::Scope scope(arena_);
         const Operand g8 =
             layer.o_proj.make_g8_and_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
-        layer.o_proj.wgrad(g8, stored(saved_tensor(pass, layer, Saved::AttentionOutput)),
+        layer.o_proj.wgrad(g8, stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
                            pass.overwrites_gradients);
         layer.o_proj.dgrad(g8, dout);
     }
@@ -748,8 +748,8 @@ private:
     // heads follow, which change it.
     void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dout,
                                  const TensorRef& dqkv) {
-        const TensorRef qkv = load_saved(saved_tensor(pass, layer, Saved::Qkv));
-        const TensorRef out = load_saved(saved_tensor(pass, layer, Saved::AttentionOutput));
+        const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));
+        const TensorRef out = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(pass))));
         attention_backward(attention_shape_args(pass),
@@ -760,13 +760,13 @@ private:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_out = head_norms_ ? nullptr : layer.qkv_proj.g_amax_out()},
+                            .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.g_amax_out()},
                            stream_);
-        if (!head_norms_) return;
-        const HeadNorm norms = head_norm_args(layer);
+        if (!qk_norms_) return;
+        const QkNorm norms = qk_norm_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        head_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.head_norm_index), partials,
-                           stream_);
+        qk_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.qk_norm_index), partials,
+                         stream_);
     }
 
     // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
@@ -809,10 +809,10 @@ private:
     void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
-        device_.wait_and_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
-                                     pass.N * INT32_BYTES);
-        device_.wait_and_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
-                                     distinct * static_cast<int64_t>(sizeof(TokenRows)));
+        context_.wait_and_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
+                                      pass.N * INT32_BYTES);
+        context_.wait_and_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
+                                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(pass, bucket);
         embedding_backward(dresidual(pass),
@@ -851,20 +851,20 @@ public:
         const TensorRef last = compute_logits(pass, n - 1, allocate_tensor(1, config_.C));
         // The scratch memory of GEMMs is free between them, and has room for a row of logits
         const TensorRef in_fp32{
-            .data = gemms_.scratch, .scales = nullptr, .rows = 1, .cols = last.cols, .storage = FP32};
+            .data = gemms_.scratch, .scales = nullptr, .rows = 1, .cols = last.cols, .storage = PLAIN_FP32};
         convert(last, in_fp32, stream_);
-        device_.copy_to_host(logits, in_fp32.data, config_.V * info(Format::FP32).bytes);
+        context_.copy_to_host(logits, in_fp32.data, config_.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         QuantReport report{};
         const Pass pass{.B = setup_.B, .T = setup_.T, .report = &report};
-        clear(quant_stats, sizeof(Scalars::quant_stats), stream_);
+        clear_async(quant_stats, sizeof(Scalars::quant_stats), stream_);
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N), quant_stats);
         run_micro_batch(pass, tokens, targets);
         sharding_->wait_for_transfers();
-        device_.copy_to_host(report.kinds, quant_stats, sizeof(Scalars::quant_stats));
+        context_.copy_to_host(report.kinds, quant_stats, sizeof(Scalars::quant_stats));
         report.k_m = parameters_.expansion_factors(/*second=*/false);
         report.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
@@ -875,12 +875,12 @@ public:
 
     void read(const std::string& name, void* out) override {
         sharding_->wait_for_transfers();
-        device_.wait();
+        context_.wait();
         parameters_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
         sharding_->wait_for_transfers();
-        device_.wait();
+        context_.wait();
         parameters_.write(name, in);
         after_weight_change();
     }

@@ -22,7 +22,7 @@ class Communicator;  // how the ranks of a run exchange values: below
 struct Setup {
     ModelConfig config;
     Recipe recipe;
-    OptimizerFormat optimizer;
+    MomentFormats optimizer;
     int64_t B, T;                        // a micro-batch has B sequences of T tokens
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
@@ -148,9 +148,9 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
 }
 
 // What follows the weight's name in the names of the operand's state tensors.
-inline const char* suffix_of(LinearOperand o) {
-    if (o == LinearOperand::X) return ".x";
-    return o == LinearOperand::W ? ".w" : ".g";
+inline const char* suffix_of(WhichOperand o) {
+    if (o == WhichOperand::X) return ".x";
+    return o == WhichOperand::W ? ".w" : ".g";
 }
 
 // The state of delayed scaling (formats.h, Scaling), for each operand of a linear layer: the amaxes of the
@@ -167,7 +167,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, co
     };
     for (const Param& p : parameters(c)) {
         if (r.scaling != Scaling::Delayed || !p.role.linear) continue;
-        for (LinearOperand o : LINEAR_OPERANDS) {
+        for (WhichOperand o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
         }

@@ -512,7 +512,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 }
 
 // RMSNorm of each head of q and of k (Qwen3). A head is a row of norm_forward(), with HS columns.
-template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv) {
+template <class Real> void qk_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         Real* const queries = qkv + n * c.qkv_cols();
@@ -524,10 +524,10 @@ template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, co
     }
 }
 
-// The backward pass of head_norm_forward(): dqkv is overwritten, and dweight is added to.
+// The backward pass of qk_norm_forward(): dqkv is overwritten, and dweight is added to.
 template <class Real>
-void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
-                        Real* dweight) {
+void qk_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                      Real* dweight) {
     // The heads of one row, which begin at element `first` of qkv; the norm's weight begins at `part`.
     auto backward = [&](int64_t first, int64_t heads, int64_t part) {
         const std::vector<Real> dy(dqkv + first, dqkv + first + heads * c.HS());
@@ -751,8 +751,8 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
     template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \
     template void norm_backward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*, \
                                 Real*, Real*);                                                              \
-    template void head_norm_forward(const ModelConfig&, int64_t, const Real*, Real*);                       \
-    template void head_norm_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);  \
+    template void qk_norm_forward(const ModelConfig&, int64_t, const Real*, Real*);                         \
+    template void qk_norm_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);    \
     template void activation_forward(bool, int64_t, int64_t, const Real*, Real*);                           \
     template void activation_backward(bool, int64_t, int64_t, const Real*, const Real*, Real*);             \
     template void rope(const ModelConfig&, int64_t, int64_t, Real*, bool);                                  \

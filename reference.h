@@ -86,7 +86,7 @@ struct Moment {
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. expansion, per_tensor: as in formats.h, OptimizerFormat.
+    // A moment of n zeros. expansion, per_tensor: as in formats.h, MomentFormats.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
     // Stores x (n), and adds the errors to *stats. A positive second moment in a moment group of 128 gets at
@@ -138,10 +138,10 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 
 // RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
 // Backward turns dqkv, the gradient of the norms' outputs, into that of their inputs. qkv are the inputs.
-template <class Real> void head_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv);
+template <class Real> void qk_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
-void head_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
-                        Real* dweight);
+void qk_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                      Real* dweight);
 
 // gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
 // dact and dgate_up have the shapes of act and gate_up.

@@ -31,7 +31,7 @@ using Floats = std::vector<float>;
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward has the derivatives of the operators where forward
 // computed them. It treats rounding as the identity. (In coat-saved forward reads other values: see
-// forward_input().)
+// read_in_forward().)
 
 namespace {
 
@@ -61,7 +61,7 @@ public:
     std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params_
     std::vector<Tensor> weights_;                // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients_;              // by parameter (rows, cols), in gradient_format()
-    // By parameter and LinearOperand. Only linear layers in a recipe with delayed scaling have histories.
+    // By parameter and WhichOperand. Only linear layers in a recipe with delayed scaling have histories.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales_;
     QuantStats* stats_ = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite_ = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
@@ -123,7 +123,7 @@ public:
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_input_gradient("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_backward_and_add("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         add_embedding_gradients(tokens, dresidual);
         return loss;
@@ -143,7 +143,7 @@ public:
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
-        const Tensor norm1 = norm(prefix + "norm1", forward_input(residual_sum, s.norm1_input));
+        const Tensor norm1 = norm(prefix + "norm1", read_in_forward(residual_sum, s.norm1_input));
         Tensor qkv = linear_forward(prefix + "qkv", norm1);
         if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), false);
         s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.saved_attention,
@@ -165,13 +165,13 @@ public:
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(prefix + "norm2", forward_input(residual_sum2, s.norm2_input));
+        const Tensor norm2 = norm(prefix + "norm2", read_in_forward(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
         s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                       ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(forward_input(gate_up, s.gate_up));
+        const Tensor act = activation(read_in_forward(gate_up, s.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
@@ -193,7 +193,7 @@ public:
         const Tensor norm2_input = load_saved(s.norm2_input);
         const Tensor norm2 = norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, norm_input_gradient(prefix + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, norm_backward_and_add(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
         // below, reads it rounded to the compute dtype.
@@ -214,7 +214,7 @@ public:
         if (config_.arch.qk_norm) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            head_norm_backward(config_, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            qk_norm_backward(config_, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
         }
@@ -223,7 +223,7 @@ public:
         const Tensor norm1_input = load_saved(s.norm1_input);
         const Tensor norm1 = norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, norm_input_gradient(prefix + "norm1", norm1_input, dnorm1)));
+        return rounded(add(dresidual, norm_backward_and_add(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
@@ -242,7 +242,7 @@ public:
         }
     }
     // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
-    Tensor forward_input(const Tensor& x, const SavedActivation& saved) const {
+    Tensor read_in_forward(const Tensor& x, const SavedActivation& saved) const {
         return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
     }
     static Tensor load_saved(const SavedActivation& saved) {
@@ -255,7 +255,7 @@ public:
     // An operand of the linear layer with the weight number i, as a GEMM reads it: quantized and decoded
     // again. x (rows, cols) are its values. The scale of a whole tensor is computed here (formats.h,
     // Scaling); the scales of smaller scale blocks, in fake_quantize().
-    Tensor make_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+    Tensor make_operand(WhichOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             const Storage& storage = storage_of(formats_, which);
@@ -280,8 +280,8 @@ public:
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params_[i].cols, out = params_[i].rows;
-        const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w8 = make_operand(LinearOperand::W, i, weights_[i], in, ReduceOver::Columns);
+        const Tensor x8 = make_operand(WhichOperand::X, i, x, in, ReduceOver::Columns);
+        const Tensor w8 = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
         if (has_bias(name))
@@ -294,15 +294,15 @@ public:
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = param_index_.at(name);
         const int64_t in = params_[i].cols, out = params_[i].rows;
-        const Tensor x8 = make_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w8 = make_operand(LinearOperand::W, i, weights_[i], in, ReduceOver::Rows);
-        const Tensor g8 = make_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        const Tensor x8 = make_operand(WhichOperand::X, i, x, in, ReduceOver::Rows);
+        const Tensor w8 = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Rows);
+        const Tensor g8 = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
         // wgrad reduces over tokens. If scale blocks are not symmetric, g is quantized again, with blocks
         // along the tokens.
         const bool again = !formats_.g.granularity.symmetric();
-        const Tensor g8_wgrad = again ? make_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows) : g8;
+        const Tensor g8_wgrad = again ? make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows) : g8;
         matmul<Real>(out, in, N_, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
         add_gradient(name, dw);
         // dbias is the sum of dy over tokens, without the rounding of FP8. (If g8 is not in FP8, g8 is
@@ -329,7 +329,7 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_input_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_backward_and_add(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
         norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
                             weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
@@ -350,7 +350,7 @@ public:
     // before the norms of heads and RoPE; the other models save them after RoPE.
     Tensor attention_input(const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
-        head_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
+        qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
         rope(config_, B_, T_, qkv.data(), false);
         return rounded(qkv);
@@ -438,7 +438,7 @@ public:
         : Network(setup), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
-            const OptimizerFormat& o = setup.optimizer;
+            const MomentFormats& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), owned_count = owned(setup, p).count;
             ParamState& s = states_[i];
             s.m.init(p.moment_format(o.m), o.expansion, owned_count, o.per_tensor);
@@ -645,7 +645,7 @@ private:
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : delayed_scales_)
-            for (LinearOperand o : LINEAR_OPERANDS) {
+            for (WhichOperand o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
@@ -678,7 +678,7 @@ private:
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.has_master) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients_[i], own);
-        for (LinearOperand o : LINEAR_OPERANDS) {
+        for (WhichOperand o : LINEAR_OPERANDS) {
             DelayedScale& d = delayed_scales_[i][int(o)];
             if (d.history.empty()) continue;
             places[concat(suffix_of(o), ".history")] = whole(d.history);
@@ -696,7 +696,7 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    const OptimizerFormat& optimizer = find_row(optimizers(), "fp32", "--optimizer");
+    const MomentFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({c, recipe, optimizer, B, T});
     network.weights_ = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);

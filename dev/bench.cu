@@ -119,7 +119,7 @@ public:
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear(slot(), sizeof(TensorScale), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(slot(), sizeof(TensorScale), nullptr); });
     }
 
 private:
@@ -430,7 +430,7 @@ private:
     void attention_operands() {
         const TensorRef qkv = random(N_, c_.qkv_cols());
         if (c_.arch.qk_norm) {
-            head_norms(qkv);
+            qk_norms(qkv);
         } else if (c_.arch.rope) {
             const Rope angles = rope_of_model();
             const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
@@ -443,17 +443,17 @@ private:
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     // Of Qwen3. Backward computes the norms' results again.
-    void head_norms(const TensorRef& qkv) {
+    void qk_norms(const TensorRef& qkv) {
         const Rope angles = rope_of_model();
         const TensorRef weight = random(2, c_.HS()), dweight = random(2, c_.HS());
         const TensorRef out = random(N_, qkv.cols), dqkv = random(N_, qkv.cols);
-        const HeadNorm norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
+        const QkNorm norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
         float* partials = floats(COLUMN_PARTIALS * angles.rotated_cols);
         const double normed = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
         pass(BETWEEN, "norms of heads, and RoPE", 2 * layers_, 2 * size(qkv),
-             [&] { head_norm_and_rope(norms, angles, qkv, out, nullptr); });
+             [&] { qk_norm_and_rope(norms, angles, qkv, out, nullptr); });
         pass(BETWEEN, "norms of heads, backward", layers_, 3 * normed,
-             [&] { head_norm_backward(norms, qkv, dqkv, dweight, partials, nullptr); });
+             [&] { qk_norm_backward(norms, qkv, dqkv, dweight, partials, nullptr); });
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
@@ -548,7 +548,7 @@ private:
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
     void optimizer() {
-        const OptimizerFormat& o = setup_.optimizer;
+        const MomentFormats& o = setup_.optimizer;
         const Param last = parameters(c_).back();
         const int64_t total = last.flat_offset + last.padded_size();
         size_t free = 0, all = 0;

@@ -50,10 +50,10 @@ template <class Put> void enqueue(cudaStream_t stream, Put put) {
     if (stream != DRY_RUN) put();
 }
 
-inline void clear(void* p, int64_t bytes, cudaStream_t stream) {
+inline void clear_async(void* p, int64_t bytes, cudaStream_t stream) {
     enqueue(stream, [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
 }
-inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+inline void copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
     enqueue(stream, [&] {
         check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "Copying memory failed");
     });

@@ -131,12 +131,11 @@ static __device__ float sum_of_head(float (&sums)[QUAD]) {
         for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
-static __device__ float inverse_rms(float sum_of_squares, const HeadNorm& n) {
+static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {
     return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
 }
 // The weight of the norm of the head that begins at column `col` of qkv.
-template <class Element>
-static __device__ Dense<Element, QUAD> weight_of_head(const HeadNorm& n, int64_t col) {
+template <class Element> static __device__ Dense<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
     return {dense<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
 }
 
@@ -145,8 +144,8 @@ static __device__ Dense<Element, QUAD> weight_of_head(const HeadNorm& n, int64_t
 // the two columns of a pair, so they exchange them in shared memory.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    head_norm_and_rope_kernel(HeadNorm n, Rope rope, Dense<Element, QUAD> qkv, Dense<Element, QUAD> out,
-                              uint32_t rows, uint32_t heads) {
+    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Dense<Element, QUAD> qkv, Dense<Element, QUAD> out,
+                            uint32_t rows, uint32_t heads) {
     __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
     const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
     const int HS = static_cast<int>(n.HS), half = HS / 2;
@@ -195,8 +194,8 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
 // they compute one. dqkv holds dy, which becomes dx.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    head_norm_backward_kernel(HeadNorm n, Dense<Element, QUAD> qkv, Dense<Element, QUAD> dqkv, int64_t rows,
-                              int64_t cols, float* partials) {
+    qk_norm_backward_kernel(QkNorm n, Dense<Element, QUAD> qkv, Dense<Element, QUAD> dqkv, int64_t rows,
+                            int64_t cols, float* partials) {
     const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
     const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
@@ -249,24 +248,24 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
 }
 
-void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                        cudaStream_t stream) {
+void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                      cudaStream_t stream) {
     const int64_t heads = qkv.cols / n.HS;
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("head_norm_and_rope", head_norm_and_rope_kernel<Element>,
+        launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
                blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n, rope,
                Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(out.data)},
                static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
-void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
-                        const TensorRef& dweight, float* workspace, cudaStream_t stream) {
+void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
+                      float* workspace, cudaStream_t stream) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
     with_dense(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("head_norm_backward", head_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
-               0, stream, n, Dense<Element, QUAD>{x.data},
+        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS, 0,
+               stream, n, Dense<Element, QUAD>{x.data},
                Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
     const TensorRef each{dweight.data, nullptr, 2, n.HS, dweight.storage};

@@ -79,7 +79,7 @@ inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are
 // already: formats.h, linear_formats().)
 inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // the bytes of what a layer saves for backward
-// The bytes from the first saved activation to the first gradient (drawn above Memory in gpu/state.h).
+// The bytes from the first saved activation to the first gradient (drawn above MemoryMap in gpu/state.h).
 int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.

@@ -8,10 +8,10 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
       bias_index_(context_.parameters.bias_index(weight_index)),
       out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
       linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
-      x_scale_(context_.scales.of_operand(LinearOperand::X, linear_layer_index_)),
+      x_scale_(context_.scales.of_operand(WhichOperand::X, linear_layer_index_)),
       w_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
-      g_scale_(context_.scales.of_operand(LinearOperand::G, linear_layer_index_)) {
-    if (context_.caches_weights) cached_w8_ = allocate_operand(LinearOperand::W, out_, Form::Both);
+      g_scale_(context_.scales.of_operand(WhichOperand::G, linear_layer_index_)) {
+    if (context_.caches_weights) cached_w8_ = allocate_operand(WhichOperand::W, out_, Form::Both);
 }
 
 // The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has a multiple of 16 tokens, but a
@@ -25,7 +25,7 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
-    const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Fprop);
+    const Operand x8 = make_operand(WhichOperand::X, x, Gemm::Fprop);
     const Operand w8 = w8_for(Gemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
@@ -41,7 +41,7 @@ void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
 
 void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    const Operand x8 = make_operand(LinearOperand::X, x, Gemm::Wgrad);
+    const Operand x8 = make_operand(WhichOperand::X, x, Gemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
     context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !overwrite});
 }
@@ -56,11 +56,10 @@ static bool is_stored_unquantized(const LazyTensor& x) {
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; null: into memory that is allocated, too.
-Operand LinearLayer::allocate_operand(LinearOperand which, int64_t needed_rows, Form form,
-                                      void* codes) const {
+Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, Form form, void* codes) const {
     const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
-    const int64_t cols = which == LinearOperand::G ? out_ : in_;
+    const int64_t cols = which == WhichOperand::G ? out_ : in_;
     if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(q, rows, cols));
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
@@ -81,13 +80,13 @@ Operand LinearLayer::allocate_operand(LinearOperand which, int64_t needed_rows, 
 }
 
 // source: x, w or g.
-void LinearLayer::write_operand(LinearOperand which, const LazyTensor& source, const Operand& operand) const {
-    gpu::write_operand(source, operand, context_.device.quant_stats_of(report_kind(which)), stream());
+void LinearLayer::write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const {
+    gpu::write_operand(source, operand, context_.gpu_context.quant_stats_of(report_kind(which)), stream());
 }
 
 // The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
 // of the weight, and wgrad over rows of the input.
-Operand LinearLayer::make_operand(LinearOperand which, const LazyTensor& source, Gemm reader) const {
+Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, Gemm reader) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
     const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
@@ -106,22 +105,22 @@ Operand LinearLayer::w8_for(Gemm reader) const {
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_w_amax_if_needed();
-        return make_operand(LinearOperand::W, stored(w), reader);
+        return make_operand(WhichOperand::W, stored(w), reader);
     }
     if (reader == Gemm::Fprop) return {w};
-    const Operand w8 = allocate_operand(LinearOperand::W, out_, Form::Transposed);
+    const Operand w8 = allocate_operand(WhichOperand::W, out_, Form::Transposed);
     transpose_codes(w, w8.transposed, stream());
     return w8;
 }
 
 void LinearLayer::make_cached_w8() {
     compute_w_amax_if_needed();
-    write_operand(LinearOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
+    write_operand(WhichOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
 }
 
 Operand LinearLayer::allocate_g8(int64_t N, void* codes) const {
     const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
-    return allocate_operand(LinearOperand::G, N, form, codes);
+    return allocate_operand(WhichOperand::G, N, form, codes);
 }
 
 Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
@@ -153,7 +152,7 @@ void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Ope
     }
     if (fp8 && bias_index_) add_dbias(g, missing);
     else if (missing) compute_amax(g, missing, stream());
-    write_operand(LinearOperand::G, g, g8);
+    write_operand(WhichOperand::G, g, g8);
     if (!fp8 && bias_index_) add_dbias(stored(g8.tensor), /*g_amax_out=*/nullptr);
 }
 
@@ -161,7 +160,8 @@ void LinearLayer::write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Oper
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     write_operand_and_sum_columns(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
-                                  context_.device.quant_stats_of(report_kind(LinearOperand::G)), stream());
+                                  context_.gpu_context.quant_stats_of(report_kind(WhichOperand::G)),
+                                  stream());
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.

@@ -42,7 +42,7 @@
 //   gate_up_proj.g     dgate_up                   a pass in write_g8_and_dbias()
 //   o_proj.g           dresidual() before norm 2  norm_backward() of norm 2
 //   qkv_proj.g         dqkv                       attention_backward(); but in Qwen3, where
-//                                                 head_norm_backward() changes dqkv after it, a pass in
+//                                                 qk_norm_backward() changes dqkv after it, a pass in
 //                                                 make_g8_and_dbias()
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w for dgrad. It
@@ -57,13 +57,13 @@ namespace coat::gpu {
 
 // What the linear layers of a model share.
 struct LinearContext {
-    Device& device;
+    GpuContext& gpu_context;
     const Parameters& parameters;
     const Scales& scales;
     Sharding& sharding;
     Gemms& gemms;
     const bool caches_weights;  // whether every w8 is FP8 and is made once per step, in both forms
-    const LinearFormats formats = linear_formats(device.setup);
+    const LinearFormats formats = linear_formats(gpu_context.setup);
 
     // Whether the amax of an operand is needed before its codes can be made. FP8 with one scale per tensor
     // needs it, unless scaling is delayed and every operand has a history.
@@ -126,12 +126,12 @@ private:
     TensorScale* const g_scale_;
     Operand cached_w8_{};  // no tensor, if weights are not cached
 
-    Arena& arena() const { return context_.device.arena; }
-    cudaStream_t stream() const { return context_.device.stream; }
+    Arena& arena() const { return context_.gpu_context.arena; }
+    cudaStream_t stream() const { return context_.gpu_context.stream; }
 
-    Operand allocate_operand(LinearOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void write_operand(LinearOperand which, const LazyTensor& source, const Operand& operand) const;
-    Operand make_operand(LinearOperand which, const LazyTensor& source, Gemm reader) const;
+    Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
+    void write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const;
+    Operand make_operand(WhichOperand which, const LazyTensor& source, Gemm reader) const;
     Operand w8_for(Gemm reader) const;
     void add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const;
     void write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const;

@@ -293,9 +293,9 @@ cudaError_t find_kernels();
 // What a step knows of its gradients, on the device. It is cleared before the step, and each bucket adds to
 // it.
 struct GradientState {
-    double squares;     // the sum of squares of all buckets so far, before clipping
-    double norm;        // the root of squares
-    float clip_factor;  // what clipping multiplies the gradients by: limit / norm, or 1
+    double sum_of_squares;  // of all buckets so far, before clipping
+    double norm;            // the root of sum_of_squares
+    float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
     // Not 0: something was not finite, on any rank. Then no rank updates anything from this bucket on, and
     // the next step has the same bias correction.
     uint32_t skip;
@@ -346,7 +346,7 @@ void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStr
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
 // that of this step (formats.h), for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
-void adamw(const AdamWOptions& options, const OptimizerFormat& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -404,19 +404,19 @@ void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cud
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream);
 
 // Qwen3 has an RMSNorm of each head of q and of k.
-struct HeadNorm {
+struct QkNorm {
     const void* weight;  // [of q | of k], (2 HS), compute dtype
     float eps;
     int64_t HS, q_cols, k_cols;
 };
 // qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
 // q and k normed and then rotated.
-void head_norm_and_rope(const HeadNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                        cudaStream_t stream);
+void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                      cudaStream_t stream);
 // The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
 // in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
-void head_norm_backward(const HeadNorm& n, const TensorRef& qkv, const TensorRef& dqkv,
-                        const TensorRef& dweight, float* workspace, cudaStream_t stream);
+void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
+                      float* workspace, cudaStream_t stream);
 
 // ===========================================================================================================
 // 7. Loss (gpu/layers.cu)
@@ -439,7 +439,7 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
 // gradient (n) += the sums over the rows of partials (rows, n), with which add_column_sums(), norm_backward()
-// and head_norm_backward() end. `second` is another gradient (n), whose partials lie after those of the
+// and qk_norm_backward() end. `second` is another gradient (n), whose partials lie after those of the
 // first, or no tensor.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second = {});
@@ -514,7 +514,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
 // elements. The CPU reference (reference.h) computes and stores them; only this report calls it. Of a
 // large parameter only a part is measured; the report then says so. Waits for the stream.
-void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
+void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t stream);
 

@@ -90,7 +90,7 @@ static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax,
 static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
-        if (g.scales) clear(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
+        if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
     with_bf16_producer(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, stream, producer, x.rows, grids[0], grids[1]);

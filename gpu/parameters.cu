@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(THREADS)
 void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
-    clear(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
+    clear_async(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = blocks(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS, 0,
@@ -128,8 +128,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     }
     const double squares = block_sum<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
-    state->squares += squares;
-    state->norm = sqrt(state->squares);
+    state->sum_of_squares += squares;
+    state->norm = sqrt(state->sum_of_squares);
     state->clip_factor = static_cast<float>(clip > 0 && state->norm > clip ? clip / state->norm : 1.0);
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
     bool finite = sqrt(squares) * state->clip_factor < 0x1p62;

@@ -77,7 +77,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const MomentRef& v,
+void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
@@ -96,7 +96,7 @@ void add_moment_quant_errors(const OptimizerFormat& o, const MomentRef& m, const
         reference::Moment x;
         x.init(f, k, n, o.per_tensor);
         fetch(x.codes, data, 1, info(f).bytes);
-        if (max && o.per_tensor) copy(x.max.data(), max, sizeof(float), stream);
+        if (max && o.per_tensor) copy_async(x.max.data(), max, sizeof(float), stream);
         else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
         if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");

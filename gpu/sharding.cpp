@@ -113,7 +113,7 @@ public:
             flag(wait_, ready_ + to, AT_LEAST);
             for (const Transfer& t : transfers)
                 if (t.with == to && t.send_bytes)
-                    copy(memory_->at(to, t.there), t.send, t.send_bytes, comm_stream_);
+                    copy_async(memory_->at(to, t.there), t.send, t.send_bytes, comm_stream_);
             flag(write_, memory_->at(to, arrived_ + me), 0);
         }
         for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i), AT_LEAST | flush_);
@@ -249,14 +249,14 @@ public:
 // A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:
-    Zero3Sharding(const Device& device, const Memory& memory, Parameters& parameters, const Scales& scales,
-                  std::shared_ptr<Transport> transport)
-        : Sharding(parameters), setup_(device.setup), device_(device), memory_(memory), scales_(scales),
-          compute_stream_(device.stream), comm_stream_(transport == nullptr),
+    Zero3Sharding(const GpuContext& context, const MemoryMap& memory, Parameters& parameters,
+                  const Scales& scales, std::shared_ptr<Transport> transport)
+        : Sharding(parameters), setup_(context.setup), context_(context), memory_(memory), scales_(scales),
+          compute_stream_(context.stream), comm_stream_(transport == nullptr),
           transport_(std::move(transport)), matrices_(size_t(head_stage()) + 1),
           gathered_(parameters.params.size()) {
         list_matrices();
-        if (transport_) transport_->attach(device.arena.begin(), memory.flags, comm_stream_);
+        if (transport_) transport_->attach(context.arena.begin(), memory.flags, comm_stream_);
     }
 
     // --- Weights
@@ -274,7 +274,7 @@ public:
         const int64_t n = scales_.delayed() ? scales_.count() : scales_.tensor_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.scales_of_ranks;
-        copy(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
+        copy_async(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
         combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
     }
@@ -343,8 +343,8 @@ public:
 private:
     static constexpr int64_t NONE = -1;
     const Setup& setup_;
-    const Device& device_;
-    const Memory& memory_;
+    const GpuContext& context_;
+    const MemoryMap& memory_;
     const Scales& scales_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
@@ -425,7 +425,7 @@ private:
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
             quantize(stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
-                     device_.quant_stats_of(ReportKind::Weight), comm_stream_);
+                     context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers a stage, unless it is in its buffer. Either FP8 codes travel, which each rank makes from its
     // part with the scale of the whole weight; or the weights travel as they are.
@@ -448,7 +448,7 @@ private:
             const TensorRef kept = parameters_.owned_weight(i);
             const TensorRef sent{to + mine.first, scale, kept.rows, kept.cols, storage};
             if (codes) quantize_slices(kept, sent);
-            else copy(sent.data, kept.data, mine.count, comm_stream_);
+            else copy_async(sent.data, kept.data, mine.count, comm_stream_);
             add_gather(to, part, transfers);
             gathered_[i] = {to, scale, p.rows, p.cols, storage};
             to += gathered_bytes(setup_, p);
@@ -492,10 +492,11 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
     return nccl;
 }
 
-std::unique_ptr<Sharding> make_sharding(const Device& device, const Memory& memory, Parameters& parameters,
-                                        const Scales& scales, std::shared_ptr<Transport> transport) {
-    if (device.setup.ranks == 1) return std::make_unique<Unsharded>(parameters);
-    return std::make_unique<Zero3Sharding>(device, memory, parameters, scales, std::move(transport));
+std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
+                                        Parameters& parameters, const Scales& scales,
+                                        std::shared_ptr<Transport> transport) {
+    if (context.setup.ranks == 1) return std::make_unique<Unsharded>(parameters);
+    return std::make_unique<Zero3Sharding>(context, memory, parameters, scales, std::move(transport));
 }
 
 }  // namespace coat::gpu

@@ -101,7 +101,7 @@ public:
     virtual void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) = 0;
     // All transfers of one call belong together; what is put on the stream afterwards finds them done. The
     // host does not wait. A collective: every rank makes the same calls in the same order. If a rank ends,
-    // the others notice it where their hosts wait (Device::wait()): nothing else ends them.
+    // the others notice it where their hosts wait (GpuContext::wait()): nothing else ends them.
     virtual void send(const std::vector<Transfer>& transfers, cudaStream_t stream) = 0;
 };
 
@@ -112,7 +112,8 @@ public:
 std::shared_ptr<Transport> connect_gpus(const Setup& s);
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
-std::unique_ptr<Sharding> make_sharding(const Device& device, const Memory& memory, Parameters& parameters,
-                                        const Scales& scales, std::shared_ptr<Transport> transport);
+std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
+                                        Parameters& parameters, const Scales& scales,
+                                        std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

@@ -25,20 +25,20 @@ uint8_t* Arena::allocate_bytes(int64_t bytes) {
     return here;
 }
 
-void Device::wait(const char* what) const {
+void GpuContext::wait(const char* what) const {
     enqueue(stream, [&] {
         if (setup.communicator)
             setup.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);
     });
 }
-void Device::wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
+void GpuContext::wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
     wait();
-    copy(to_gpu, from_host, bytes, stream);
+    copy_async(to_gpu, from_host, bytes, stream);
 }
-void Device::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const {
+void GpuContext::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const {
     wait();
-    copy(to_host, from_gpu, bytes, stream);
+    copy_async(to_host, from_gpu, bytes, stream);
     wait();
 }
 
@@ -48,8 +48,9 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
 
 // Allocates the moments of what this rank owns. If they have one scale per tensor, there is room for two:
 // while the update encodes with the new scale, the old one still decodes.
-static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std::vector<ShardPlace>& places) {
-    const OptimizerFormat& o = s.optimizer;
+static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
+                             const std::vector<ShardPlace>& places) {
+    const MomentFormats& o = s.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.allocate(0);
     const std::vector<Param> params = parameters(s.config);
@@ -68,8 +69,8 @@ static void allocate_moments(Memory& m, const Setup& s, Arena& arena, const std:
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
-// The places of gradients are a table above Memory (gpu/state.h).
-static void allocate_activations_and_gradients(Memory& m, const Setup& s, Arena& arena,
+// The places of gradients are a table above MemoryMap (gpu/state.h).
+static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Arena& arena,
                                                const std::vector<ShardPlace>& places) {
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
     const int64_t each = info(gradient_format(s)).bytes, activations = s.config.L * saved_layer_bytes(s);
@@ -94,9 +95,9 @@ static void allocate_activations_and_gradients(Memory& m, const Setup& s, Arena&
     if (!s.keep_gradients) m.owned_gradient_sums = m.gradients_to_write;
 }
 
-Memory allocate_memory(Device& device) {
-    const Setup& s = device.setup;
-    Arena& arena = device.arena;
+MemoryMap allocate_memory(GpuContext& context) {
+    const Setup& s = context.setup;
+    Arena& arena = context.arena;
     const ModelConfig& c = s.config;
     const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> places = shard_places(s);
@@ -105,7 +106,7 @@ Memory allocate_memory(Device& device) {
     const int64_t scales = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
-    Memory m{};
+    MemoryMap m{};
     m.scalars = arena.allocate<Scalars>(1);
     m.gemm_scratch = arena.allocate(Gemms::SCRATCH);
 
@@ -152,10 +153,10 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
 // -----------------------------------------------------------------------------------------------------------
 // Scales
 
-Scales::Scales(const Device& device, const Memory& memory)
-    : tensor_count(int64_t(parameters(device.setup.config).size())),
-      linear_layer_count(count_linear_layers(parameters(device.setup.config))), setup_(device.setup),
-      stream_(device.stream), scales_(memory.scales), histories_(memory.histories) {}
+Scales::Scales(const GpuContext& context, const MemoryMap& memory)
+    : tensor_count(int64_t(parameters(context.setup.config).size())),
+      linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
+      stream_(context.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
@@ -169,7 +170,7 @@ void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_
 
 void Scales::update_from_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
-    for (LinearOperand o : LINEAR_OPERANDS)
+    for (WhichOperand o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
                                .histories = history(o, 0),
                                .n = linear_layer_count,
@@ -181,15 +182,15 @@ void Scales::update_from_histories(StepOutcome* outcome) const {
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
-Parameters::Parameters(const Device& device, const Memory& memory, Scales& scales)
-    : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
+Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, Scales& scales)
+    : setup(context.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
       places(shard_places(setup)), weight_storage{setup.recipe.compute},
       gradient_storage(Storage{gradient_format(setup)}), weight_bytes(info(weight_storage.format).bytes),
-      gradient_bytes(info(gradient_storage.format).bytes), device_(device), memory_(memory), scales_(scales),
-      stream_(device.stream) {
+      gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
+      scales_(scales), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
-    note_state();
+    register_state();
     initialize_state();
 }
 
@@ -201,7 +202,7 @@ std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
 }
 
 // Fills entries_: the tensors that read() and write() pass, by name.
-void Parameters::note_state() {
+void Parameters::register_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const std::string& name = params[i].name;
         const int64_t count = places[i].own.count;
@@ -217,11 +218,11 @@ void Parameters::note_state() {
             if (m.max) entries_[of + ".max"] = {i, m.max, groups * 4};
             if (m.k) entries_[of + ".k"] = {i, m.k, groups * 4};
         }
-        if (scales_.delayed() && params[i].role.linear) note_delayed_scales(i);
+        if (scales_.delayed() && params[i].role.linear) register_delayed_scales(i);
     }
 }
-void Parameters::note_delayed_scales(size_t i) {
-    for (LinearOperand o : LINEAR_OPERANDS) {
+void Parameters::register_delayed_scales(size_t i) {
+    for (WhichOperand o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer_index(i);
         entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history_steps * 4};
@@ -231,11 +232,11 @@ void Parameters::note_delayed_scales(size_t i) {
 
 // Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every group.
 void Parameters::initialize_state() {
-    clear(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
-    clear(memory_.moments_begin, memory_.moments_bytes, stream_);
+    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
+    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
-        clear(memory_.histories, OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4,
-              stream_);
+        clear_async(memory_.histories,
+                    OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
     scales_.expect_empty_histories();
     int64_t most_groups = 0;
     for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
@@ -250,7 +251,7 @@ void Parameters::initialize_state() {
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
-            if (k) copy(k, ones.data(), groups(i) * 4, stream_);
+            if (k) copy_async(k, ones.data(), groups(i) * 4, stream_);
         table.push_back({.rank_offset = at,
                          .size = own.count,
                          .m = m,
@@ -260,8 +261,8 @@ void Parameters::initialize_state() {
                          .to_flat_order = p.flat_offset + own.first - at,
                          .first_owned_unit = first_unit + own.first / SHARD_UNIT});
     }
-    copy(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
-    device_.wait("Initializing the weights failed");
+    copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
+    context_.wait("Initializing the weights failed");
 }
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
@@ -296,11 +297,11 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
           stream_);
 }
 
-// add_moment_quant_errors() copies the moments to the host, without device_: it would not notice that another
-// rank has ended, for which the stream may wait. So device_.wait() comes first.
+// add_moment_quant_errors() copies the moments to the host, without context_: it would not notice that
+// another rank has ended, for which the stream may wait. So context_.wait() comes first.
 void Parameters::add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding,
                                             QuantReport& report) const {
-    device_.wait();
+    context_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
         const Range& own = places[i].own;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
@@ -317,7 +318,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
         if (!k) continue;
         const size_t before = all.size();
         all.resize(before + size_t(groups(i)));
-        device_.copy_to_host(all.data() + before, k, groups(i) * 4);
+        context_.copy_to_host(all.data() + before, k, groups(i) * 4);
     }
     return all;
 }
@@ -326,7 +327,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
 void Parameters::recompute_weight_amax(size_t i) {
     if (!params[i].role.linear) return;
     TensorScale* const scale = scales_.of_parameter(i);
-    clear(scale, sizeof(TensorScale), stream_);
+    clear_async(scale, sizeof(TensorScale), stream_);
     if (weight_storage.format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
         compute_amax(stored(slice), scale, stream_);
@@ -349,7 +350,7 @@ void Parameters::write(const std::string& name, const void* in) {
     transfer(name, nullptr, in);
     scales_.expect_empty_histories();
     recompute_weight_amax(find(name).param);
-    device_.wait("Writing a tensor failed");
+    context_.wait("Writing a tensor failed");
 }
 
 // Copies a tensor to `out`, or replaces it by `in`.
@@ -358,8 +359,8 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
     const bool remainder = name == params[i].name + ".remainder";
     if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
         transfer_master_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
-    else if (out) device_.copy_to_host(out, data, bytes);
-    else device_.wait_and_copy_to_gpu(data, in, bytes);
+    else if (out) context_.copy_to_host(out, data, bytes);
+    else context_.wait_and_copy_to_gpu(data, in, bytes);
 }
 
 // The fp32 recipe stores FP32 masters. Files have the two halves of a master: the BF16 weight and the
@@ -368,7 +369,7 @@ void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, c
     const int64_t count = places[i].own.count;
     uint8_t* const masters = owned_weight_data(i);
     std::vector<uint32_t> bits(count);
-    device_.copy_to_host(bits.data(), masters, count * 4);
+    context_.copy_to_host(bits.data(), masters, count * 4);
     for (size_t e = 0; e < bits.size(); e++) {
         const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
         if (out) out[e] = uint16_t(remainder ? rest : weight);
@@ -376,15 +377,15 @@ void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, c
         else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
     }
     if (out) return;
-    device_.wait_and_copy_to_gpu(masters, bits.data(), count * 4);
-    device_.wait("Writing a tensor failed");
+    context_.wait_and_copy_to_gpu(masters, bits.data(), count * 4);
+    context_.wait("Writing a tensor failed");
 }
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void Parameters::read_gradient(size_t i, float* out) const {
     const int64_t count = places[i].own.count, bytes = gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);
-    device_.copy_to_host(raw.data(), owned_gradient_sum(i), count * bytes);
+    context_.copy_to_host(raw.data(), owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
         std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));

@@ -1,6 +1,6 @@
 // gpu/state.h - what one GPU keeps of a training run, for the host: the one allocation (Arena) and what lies
-// where in it (Memory), the stream of the computation (Device), the scales of FP8 operands (Scales), and by
-// parameter weights, gradients and moments with their update (Parameters).
+// where in it (MemoryMap), the stream of the computation (GpuContext), the scales of FP8 operands (Scales),
+// and by parameter weights, gradients and moments with their update (Parameters).
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
@@ -133,7 +133,7 @@ struct Scalars {
 //   later layers                             head, final norm
 //   logits               -                   logits, then their    -
 //                                            gradients
-struct Memory {
+struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
@@ -171,7 +171,7 @@ struct Memory {
 };
 
 // This rank's GPU: the settings of the run, the stream of the computation and the allocation.
-struct Device {
+struct GpuContext {
     const Setup setup;
     const Stream stream;
     Arena arena;
@@ -179,7 +179,7 @@ struct Device {
     QuantStats* quant_stats = nullptr;
 
     // bytes: the size of the allocation; 0: a dry run.
-    Device(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
+    GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
     // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
     // that rank has ended, this process ends too. what: how the Error begins if something has failed.
@@ -196,7 +196,7 @@ struct Device {
 };
 
 // Allocates what lasts for the run.
-Memory allocate_memory(Device& device);
+MemoryMap allocate_memory(GpuContext& context);
 
 // A tensor in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
@@ -211,7 +211,7 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 class Scales {
 public:
-    Scales(const Device& device, const Memory& memory);
+    Scales(const GpuContext& context, const MemoryMap& memory);
 
     const int64_t tensor_count;  // of the parameters: how many tensors they are
     const int64_t linear_layer_count;
@@ -221,14 +221,14 @@ public:
     int64_t count() const { return tensor_count + OPERAND_COUNT * linear_layer_count; }
     TensorScale* all() const { return scales_; }
     TensorScale* of_parameter(size_t i) const { return scales_ + i; }
-    TensorScale* of_operand(LinearOperand o, int64_t linear_layer) const {
+    TensorScale* of_operand(WhichOperand o, int64_t linear_layer) const {
         return scales_ + tensor_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     TensorScale* of_weight(size_t i, int64_t linear_layer) const {
-        return delayed() ? of_operand(LinearOperand::W, linear_layer) : of_parameter(i);
+        return delayed() ? of_operand(WhichOperand::W, linear_layer) : of_parameter(i);
     }
-    float* history(LinearOperand o, int64_t linear_layer) const {
+    float* history(WhichOperand o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * setup_.recipe.history_steps;
     }
     bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
@@ -249,7 +249,7 @@ private:
     float* const histories_;
 
     // The place of an operand among the operands of all linear layers.
-    int64_t index_of(LinearOperand o, int64_t linear_layer) const {
+    int64_t index_of(WhichOperand o, int64_t linear_layer) const {
         return int(o) * linear_layer_count + linear_layer;
     }
 };
@@ -260,7 +260,7 @@ private:
 
 class Parameters {
 public:
-    Parameters(const Device& device, const Memory& memory, Scales& scales);
+    Parameters(const GpuContext& context, const MemoryMap& memory, Scales& scales);
 
     const Setup& setup;
     const std::vector<Param> params;
@@ -318,15 +318,15 @@ private:
         void* data;
         int64_t bytes;
     };
-    const Device& device_;
-    const Memory& memory_;
+    const GpuContext& context_;
+    const MemoryMap& memory_;
     Scales& scales_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_index()
     std::map<std::string, StateEntry> entries_;  // by name
 
-    void note_state();
-    void note_delayed_scales(size_t i);
+    void register_state();
+    void register_delayed_scales(size_t i);
     void initialize_state();
     int64_t groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);

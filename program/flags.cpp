@@ -250,7 +250,7 @@ void print_help() {
     std::printf("\n--recipe\n");
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
-    for (const OptimizerFormat& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+    for (const MomentFormats& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
 }
 
 }  // namespace coat

@@ -170,14 +170,14 @@ static void print_continuation(Model& model, const Vocabulary& vocabulary, const
 
 // ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
 // folders have their weights.
-void answer_prompt(const Setup& ranks, const Flags& flags, ProcessGroup& processes) {
+void answer_prompt(const Setup& rank_setup, const Flags& flags, ProcessGroup& processes) {
     const std::string named = flags.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))
         throw Error(
             "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",
             "Hugging Face model.");
     const std::string folder = model_in(named);
-    Setup setup = ranks;
+    Setup setup = rank_setup;
     setup.recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
     setup.config = read_model_config(folder);
     const Vocabulary vocabulary = vocabulary_of(folder, setup.config);

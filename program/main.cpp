@@ -24,9 +24,9 @@ static void finish_step_at_signal() {
     }
 }
 
-// Trains, or prints a plan. Returns the exit code. `ranks` is a setup that has the ranks alone. The model
-// belongs to main(), because an error must not destroy it before the other ranks know of it.
-static int run_training(Flags flags, const Setup& ranks, const std::string& why_no_gpu,
+// Trains, or prints a plan. Returns the exit code. `rank_setup` is a setup that has the ranks alone. The
+// model belongs to main(), because an error must not destroy it before the other ranks know of it.
+static int run_training(Flags flags, const Setup& rank_setup, const std::string& why_no_gpu,
                         const std::vector<std::string>& output_files, ProcessGroup& processes,
                         std::unique_ptr<Model>& model) {
     // What is trained, and on which data. All that can be refused is refused before the model is made, which
@@ -36,13 +36,13 @@ static int run_training(Flags flags, const Setup& ranks, const std::string& why_
     if (flags.resumes()) {
         if (!flags.given("out")) flags.out = folder_of_resumed(flags);
         out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
-        resumed = resume_on_all_ranks(ranks, processes, out_is_locked, flags);
+        resumed = resume_on_all_ranks(rank_setup, processes, out_is_locked, flags);
         if (is_complete(resumed, flags)) {
             print_complete(resumed);
             return 0;
         }
     }
-    Setup setup = make_setup(ranks, why_no_gpu.empty(), flags);
+    Setup setup = make_setup(rank_setup, why_no_gpu.empty(), flags);
     const std::string weights_folder = find_weights(resumed, flags);
     setup.config = choose_model(weights_folder, flags);
     if (!flags.resumes()) out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
@@ -77,7 +77,7 @@ static int run_training(Flags flags, const Setup& ranks, const std::string& why_
     run.model = model.get();
     log_settings(run);
     if (flags.steps == 0) {
-        report_validation(run);
+        validate_and_report(run);
         report_quantization(run);
         return 0;
     }
@@ -104,12 +104,12 @@ static int run_program(const std::vector<std::string>& arguments, std::unique_pt
     processes = start_ranks(launch, flags);
     const std::string why_no_gpu = choose_device(*processes, flags);
     if (flags.on_gpu()) flags.take_gpu_defaults();
-    const Setup ranks = setup_of_ranks(launch, *processes);
+    const Setup rank_setup = setup_of_ranks(launch, *processes);
     if (flags.given("prompt")) {
-        answer_prompt(ranks, flags, *processes);
+        answer_prompt(rank_setup, flags, *processes);
         return 0;
     }
-    return run_training(flags, ranks, why_no_gpu, output_files, *processes, model);
+    return run_training(flags, rank_setup, why_no_gpu, output_files, *processes, model);
 }
 
 int main(int argc, char** argv) {

@@ -48,7 +48,7 @@ static FormatTexts format_texts(const Setup& s) {
 }
 
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
-static std::string saved_text(const Setup& s, Saved which) {
+static std::string saved_text(const Setup& s, SavedKind which) {
     const SavedTensor t = saved_per_layer(s)[int(which)];
     return concat(t.name, " ", t.storage.text());
 }
@@ -60,7 +60,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
          .reads = f.read,
          .weights = f.compute,
          .writes = f.x,
-         .saves = saved_text(s, Saved::Norm1Input)},
+         .saves = saved_text(s, SavedKind::Norm1Input)},
         {.name = "q, k, v projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute}};
     if (arch.qk_norm)
         layer.push_back({.name = "norm of each head of q and k",
@@ -71,12 +71,12 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
     // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
     Operator& makes_qkv = arch.rope && !arch.qk_norm ? layer.back() : layer[1];
     makes_qkv.writes = f.saved_attention;
-    makes_qkv.saves = saved_text(s, Saved::Qkv);
+    makes_qkv.saves = saved_text(s, SavedKind::Qkv);
     const std::vector<Operator> attention_and_mlp = {
         {.name = "attention",
          .reads = arch.qk_norm ? f.compute : f.saved_attention,
          .writes = f.saved_attention,
-         .saves = saved_text(s, Saved::AttentionOutput) + "; " + saved_text(s, Saved::LogSumExp)},
+         .saves = saved_text(s, SavedKind::AttentionOutput) + "; " + saved_text(s, SavedKind::LogSumExp)},
         {.name = "attention output projection" + f.falls_back,
          .reads = f.x,
          .weights = f.w,
@@ -86,7 +86,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
          .reads = f.read,
          .weights = f.compute,
          .writes = f.x,
-         .saves = saved_text(s, Saved::Norm2Input)},
+         .saves = saved_text(s, SavedKind::Norm2Input)},
         {.name = (arch.gated ? "gate and up projection" : "up projection") + f.falls_back,
          .reads = f.x,
          .weights = f.w,
@@ -94,7 +94,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
         {.name = arch.gated ? "SiLU(gate) x up" : "GELU",
          .reads = f.read,
          .writes = f.x,
-         .saves = saved_text(s, Saved::GateUp)},
+         .saves = saved_text(s, SavedKind::GateUp)},
         {.name = "down projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute},
         {.name = "residual add", .reads = f.compute, .writes = f.residual}};
     layer.insert(layer.end(), attention_and_mlp.begin(), attention_and_mlp.end());

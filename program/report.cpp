@@ -131,7 +131,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
 // What was measured on held-out text
 
 // Measures, prints and logs the validation loss, and returns it.
-double report_validation(Run& run) {
+double validate_and_report(Run& run) {
     const Validation validation = measure_validation(run);
     std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, validation.loss,
                 with_noun(validation.targets, "token").c_str());

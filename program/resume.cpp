@@ -57,16 +57,17 @@ static std::string take_flags_of(const ordered_json& settings, int64_t ranks, Fl
 
 // Continues the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone
 // reads all of it, and says what it skips; the others wait until it has renamed that.
-Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool out_is_locked, Flags& flags) {
+Resumed resume_on_all_ranks(const Setup& rank_setup, ProcessGroup& processes, bool out_is_locked,
+                            Flags& flags) {
     WholeCheckpoint found;
-    if (ranks.rank == 0) found = find_whole_checkpoint(flags.resume);
+    if (rank_setup.rank == 0) found = find_whole_checkpoint(flags.resume);
     set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
     Resumed resumed;
     resumed.checkpoint = processes.all_gather(found.path).front();
     resumed.state = read_loop_state(resumed.checkpoint);
     resumed.settings = std::exchange(resumed.state.settings, ordered_json::object());
     resumed.changes = resumed.settings.value("changes", ordered_json::array());
-    const std::string changes = take_flags_of(resumed.settings, ranks.ranks, flags);
+    const std::string changes = take_flags_of(resumed.settings, rank_setup.ranks, flags);
     if (flags.steps > 0 && !changes.empty())
         resumed.changes.push_back(sentence_of_change(flags, resumed, changes));
     return resumed;

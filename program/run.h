@@ -89,7 +89,7 @@ void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);
 void print_step(Run& run, const StepResult& result, float lr, double took, double left);
 void print_end(Run& run, double validation, int64_t steps, double seconds, double timed);
-double report_validation(Run& run);
+double validate_and_report(Run& run);
 void report_sample(Run& run);
 void report_quantization(Run& run);
 

@@ -61,8 +61,8 @@ Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes) {
 }
 
 // Finds the rows of tables that the flags name. If --optimizer is not given, the flag becomes the recipe's.
-Setup make_setup(const Setup& ranks, bool has_gpu, Flags& flags) {
-    Setup s = ranks;
+Setup make_setup(const Setup& rank_setup, bool has_gpu, Flags& flags) {
+    Setup s = rank_setup;
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");

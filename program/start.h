@@ -21,7 +21,7 @@ Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes);
 // -----------------------------------------------------------------------------------------------------------
 // generate.cpp: --prompt, which needs nothing of what follows
 
-void answer_prompt(const Setup& ranks, const Flags& flags, ProcessGroup& processes);
+void answer_prompt(const Setup& rank_setup, const Flags& flags, ProcessGroup& processes);
 
 // -----------------------------------------------------------------------------------------------------------
 // resume.cpp: --resume
@@ -29,7 +29,8 @@ void answer_prompt(const Setup& ranks, const Flags& flags, ProcessGroup& process
 std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
 // Finds what --resume continues, and sets the flags that are not given as they were in that run. Renames
 // checkpoints in --out that are not whole, if --out is locked.
-Resumed resume_on_all_ranks(const Setup& ranks, ProcessGroup& processes, bool out_is_locked, Flags& flags);
+Resumed resume_on_all_ranks(const Setup& rank_setup, ProcessGroup& processes, bool out_is_locked,
+                            Flags& flags);
 // Whether the run that --resume continues has made all its steps.
 bool is_complete(const Resumed& resumed, const Flags& flags);
 void print_complete(const Resumed& resumed);
@@ -40,7 +41,7 @@ std::string model_in(const std::string& folder);
 // start.cpp: the model and the data
 
 // The whole setup but the model and the length of sequences, which follow below.
-Setup make_setup(const Setup& ranks, bool has_gpu, Flags& flags);
+Setup make_setup(const Setup& rank_setup, bool has_gpu, Flags& flags);
 // The folder that the run starts from: the checkpoint that it continues, or --model; empty if --model names a
 // row of the table.
 std::string find_weights(const Resumed& resumed, Flags& flags);

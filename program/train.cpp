@@ -38,7 +38,7 @@ namespace {
 
 // Where the loop is in the run. Times are those of now(), in seconds.
 struct Progress {
-    int64_t first_step;        // the steps that the run had made when this program started
+    int64_t steps_before;      // the steps that the run had made when this program started
     double started, saved_at;  // when the loop began, and when it last saved
     double save_interval;      // between saves, without --save-every
     double timed = 0;          // what all steps but the first took. (The first warms caches.)
@@ -63,19 +63,18 @@ int train(Run& run) {
     const Flags& flags = run.flags;
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
-    if (run.state.step == 0) run.state.first_validation = report_validation(run);
+    if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
-    Progress progress{.first_step = run.state.step,
-                      .started = now(),
-                      .saved_at = now(),
-                      .save_interval = 30 * seconds_per_minute()};
+    const double minute = seconds_per_minute();  // 60, shorter in tests
+    Progress progress{
+        .steps_before = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
         train_step(run, loader, progress);
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
         if (events.signal && !last) return save_and_end_at_signal(run, events.signal);
-        if (!last && every(flags.eval_every)) report_validation(run);
+        if (!last && every(flags.eval_every)) validate_and_report(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
         // After a skipped step the weights may have overflowed, and saving waits for a step that is not
@@ -142,7 +141,7 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
     count_step(run, result, progress);
 
     const double took = now() - before;
-    const double made = double(run.state.step - progress.first_step);
+    const double made = double(run.state.step - progress.steps_before);
     if (made > 1) progress.timed += took;
     const double left = (now() - progress.started) / made * double(run.flags.steps - run.state.step);
     print_step(run, result, adamw.lr, took, left);
@@ -176,10 +175,10 @@ static int save_and_end_at_signal(Run& run, int signal) {
 // not be written. The step is saved even if it was skipped, because validation has just proved the weights
 // finite: it is an Error if its loss is not.
 static int finish(Run& run, const Progress& progress) {
-    const double validation = report_validation(run);
+    const double validation = validate_and_report(run);
     const int code = save_last(run);
     report_quantization(run);
-    const int64_t steps = run.state.step - progress.first_step;
+    const int64_t steps = run.state.step - progress.steps_before;
     print_end(run, validation, steps, now() - progress.started, progress.timed);
     return code;
 }

@@ -37,12 +37,12 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
 static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
-    const Tensor fp32(s, FP32), bf16(s, BF16);
+    const Tensor fp32(s, PLAIN_FP32), bf16(s, PLAIN_BF16);
     gpu::convert(groups.ref(), fp32.ref(), 0);
     gpu::convert(groups.ref(), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
-    const Tensor in(x, s, BF16), again(s, E4M3_1x16);
+    const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_1x16);
     const bool write_back = true;
     gpu::quantize_groups(in.ref(), again.ref(), write_back, nullptr, 0);
     check_quantized(again, x);
@@ -55,7 +55,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
 
 // Checks codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 static void check_all_formats(const Floats& x, Shape s) {
-    const Tensor in(x, s, BF16);
+    const Tensor in(x, s, PLAIN_BF16);
     std::vector<Storage> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
     formats.push_back(E4M3_1x16);
     for (Storage q : formats) {
@@ -124,8 +124,8 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::FP32, s.n());
-        const Tensor in(x, s, FP32);
-        for (Storage q : {FP32, BF16}) {
+        const Tensor in(x, s, PLAIN_FP32);
+        for (Storage q : {PLAIN_FP32, PLAIN_BF16}) {
             const Tensor out(s, q);
             gpu::store_values(gpu::stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
@@ -149,7 +149,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 7 - 3) / 2 * half_step) * scale;
-        const Tensor in(x, {rows, cols}, BF16);
+        const Tensor in(x, {rows, cols}, PLAIN_BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
         gpu::quantize(gpu::stored(in.ref()), out.operand(), stats.get(), 0);
@@ -164,7 +164,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     FRESH_RANDOM(rng);
     const int64_t rows = 21, padded = 32, cols = 272;
     Floats x = heavy(rng, Format::BF16, rows * cols);
-    const Tensor in(x, {rows, cols}, BF16);
+    const Tensor in(x, {rows, cols}, PLAIN_BF16);
     x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
     for (Storage q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
@@ -219,7 +219,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                     x[8] = 15;
                     x[24] = 1;
                 }
-                const Tensor gate_up(x, s, BF16), groups(s, E4M3_1x16);
+                const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_1x16);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
                 gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), forward_reads_saved,
                                                fused.slot.get(), nullptr, 0);
@@ -238,11 +238,11 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
-        for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, BF16}) {
+        for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, PLAIN_BF16}) {
             CAPTURE(s.rows);
             CAPTURE(q.text());
             const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::FP32, s.cols);
-            const Tensor in(x, s, BF16), out(s, q), wanted_sums(before, Format::FP32),
+            const Tensor in(x, s, PLAIN_BF16), out(s, q), wanted_sums(before, Format::FP32),
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::add_column_sums(gpu::stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
@@ -271,9 +271,9 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             gate_up[i / F * 2 * F + i % F] = 400;
             dact[i] = 0x1p-14f;
         }
-        const Tensor in(gate_up, {rows, 2 * F}, E4M3_1x16), gradient(dact, {rows, F}, BF16);
+        const Tensor in(gate_up, {rows, 2 * F}, E4M3_1x16), gradient(dact, {rows, F}, PLAIN_BF16);
         const LazyTensor x = gpu::lazy_activation_backward(true, in.ref(), gradient.ref());
-        const Tensor exact({rows, 2 * F}, FP32);
+        const Tensor exact({rows, 2 * F}, PLAIN_FP32);
         gpu::store_values(x, exact.ref(), 0);
         const Floats values = exact.values();
         const float amax = reference::compute_amax(values.data(), rows * 2 * F);
@@ -337,13 +337,14 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
-    const TensorRef x{nullptr, nullptr, 16, 32, BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
+    const TensorRef x{nullptr, nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
     CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
-    const TensorRef values{nullptr, nullptr, 16, 32, BF16}, codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
+    const TensorRef values{nullptr, nullptr, 16, 32, PLAIN_BF16},
+        codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
     const LazyTensor x = gpu::stored(values);
     CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);

@@ -194,7 +194,7 @@ PROPERTY("in coat the forward pass reads the groups that backward reads; in coat
         Training t(make, setup_of(name));
         t.next();
         Setup without = t.setup();
-        without.recipe.saved_inputs = BF16;
+        without.recipe.saved_inputs = PLAIN_BF16;
         const bool same = t.evaluate() == make(without)->evaluate(t.tokens.data(), t.targets.data());
         CHECK(same == !t.setup().recipe.forward_reads_saved);
     }
@@ -451,7 +451,7 @@ static Snapshot make_large(Training& t, Large kind) {
 
 PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
-        for (const OptimizerFormat& o : optimizers()) {
+        for (const MomentFormats& o : optimizers()) {
             Training t(make, setup_of(concat(recipe, " moments ", o.name)));
             INFO(text(t.setup()));
             const Snapshot state = make_large(t, Large::Huge);
@@ -596,7 +596,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
         after[run] = snapshot(*t.model);
     }
     for (const Param& p : t.params())
-        for (LinearOperand o : LINEAR_OPERANDS) {
+        for (WhichOperand o : LINEAR_OPERANDS) {
             if (!p.role.linear) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);

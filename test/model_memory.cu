@@ -70,12 +70,12 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
     TensorScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
         const TensorRef v{
-            .data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = BF16};
+            .data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = PLAIN_BF16};
         int64_t next = 0;
         for (const TensorRef& slice : gpu::slices_for_grids(v)) {
             CHECK(slice.data == begin.data() + next * COLS * 2);
             CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
-            CHECK((slice.scales == &scale && slice.storage == BF16));
+            CHECK((slice.scales == &scale && slice.storage == PLAIN_BF16));
             next += slice.rows;
         }
         CHECK(next == rows);
@@ -150,8 +150,8 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 // The bytes of what lasts for the run, by the row of --plan to which they belong. A tensor ends where the
 // next one begins: `begins` has where each begins, with its row; "": in no row of its own.
 static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
-    gpu::Device device(s, 0);  // a dry run
-    const gpu::Memory m = gpu::allocate_memory(device);
+    gpu::GpuContext context(s, 0);  // a dry run
+    const gpu::MemoryMap m = gpu::allocate_memory(context);
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
                                               {m.shards, ""},
                                               {m.scales, ""},

@@ -123,10 +123,10 @@ GPU_MODEL_TEST("step: recipes that no row of the table has") {
         {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_1x16},  // groups beside other operands
         {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_1x16},
         {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_1x16},
-        {"deepseek", E4M3_1x128, E4M3_1x128, E4M3_1x128, BF16},  // other operands
-        {"deepseek", E4M3_128x128, E4M3_1x128, E4M3_1x128, BF16},
+        {"deepseek", E4M3_1x128, E4M3_1x128, E4M3_1x128, PLAIN_BF16},  // other operands
+        {"deepseek", E4M3_128x128, E4M3_1x128, E4M3_1x128, PLAIN_BF16},
         {"coat", E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, E4M3_1x16},
-        {"coat", BF16, BF16, BF16, E4M3_1x16}};
+        {"coat", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, E4M3_1x16}};
     for (const auto& [recipe, x, w, g, saved_inputs] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));

@@ -344,8 +344,8 @@ TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sent
                                            {E4M3_128x128, E4M3_128x128, E4M3_1x128, true},
                                            {E4M3_32, E4M3_32, E4M3_32, true},
                                            {E5M2_TENSOR, E4M3_TENSOR, E5M2_TENSOR, true},
-                                           {BF16, E4M3_TENSOR, E4M3_TENSOR, true},
-                                           {E4M3_TENSOR, E4M3_TENSOR, BF16, true}}) {
+                                           {PLAIN_BF16, E4M3_TENSOR, E4M3_TENSOR, true},
+                                           {E4M3_TENSOR, E4M3_TENSOR, PLAIN_BF16, true}}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         r.x = x;
         r.w = w;

@@ -427,7 +427,7 @@ void run(int rung, const Matrix& m) {
         return dim3(static_cast<unsigned>(ceil_div(m.cols, each)),
                     static_cast<unsigned>(ceil_div(m.rows, each)));
     };
-    const gpu::TensorRef x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, BF16};
+    const gpu::TensorRef x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, PLAIN_BF16};
     switch (rung) {
         case 0:
             quantize_rung1<<<elements, THREADS>>>(m);
@@ -462,7 +462,7 @@ public:
                                                   .codes = codes_.get(),
                                                   .transposed = transposed_.get()} {
         scale_.fill(0);
-        gpu::compute_amax(gpu::stored({x_.get(), nullptr, rows, cols, BF16}), scale_.get(), nullptr);
+        gpu::compute_amax(gpu::stored({x_.get(), nullptr, rows, cols, PLAIN_BF16}), scale_.get(), nullptr);
     }
     Verdict against_reference(int rung) {
         std::vector<float> values;

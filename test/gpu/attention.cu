@@ -154,7 +154,7 @@ struct Run {
 
     Run(const AttentionShape& s, const AttentionKernels& kernels, const Floats& qkv, const Floats& exact_out,
         const Floats& exact_lse, const Floats& dout)
-        : out({1, s.B * s.T * s.NH * s.HS}, Storage{s.format}), lse({1, s.B * s.NH * s.T}, FP32),
+        : out({1, s.B * s.T * s.NH * s.HS}, Storage{s.format}), lse({1, s.B * s.NH * s.T}, PLAIN_FP32),
           dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}),
           rotated_dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}) {
         const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::FP32), g(dout, s.format);
@@ -284,7 +284,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
         CAPTURE(HS);
         const AttentionShape s{1, 16384, 4, 2, HS, Format::BF16};
         const int64_t outputs = s.T * s.NH * HS, inputs = s.T * s.qkv_cols();
-        const Tensor in(normals(rng, s.format, inputs), s.format), out({1, outputs}, BF16),
+        const Tensor in(normals(rng, s.format, inputs), s.format), out({1, outputs}, PLAIN_BF16),
             dout(normals(rng, s.format, outputs), s.format);
         const Buffer<float> lse(s.NH * s.T);
         const AttentionKernels kernels = hopper_attention(s);

@@ -95,9 +95,9 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
         const char* name;
         Storage x, w, g;
         Format out;
-    } formats[] = {{"fp32", FP32, FP32, FP32, Format::FP32},
-                   {"bf16", BF16, BF16, BF16, Format::BF16},
-                   {"bf16 to fp32", BF16, BF16, BF16, Format::FP32},
+    } formats[] = {{"fp32", PLAIN_FP32, PLAIN_FP32, PLAIN_FP32, Format::FP32},
+                   {"bf16", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::BF16},
+                   {"bf16 to fp32", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::FP32},
                    {"fp8", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::BF16},
                    {"fp8 to fp32", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::FP32},
                    {"fp8 per row to fp32", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::FP32},
@@ -145,7 +145,7 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
         CAPTURE(std::string(p.name));
         REQUIRE(p.K() == K);
         const Operands operands(p, random_values(p.a.n()), E5M2_TENSOR, random_values(p.b.n()), E4M3_TENSOR);
-        const Tensor out({p.M(), p.N()}, FP32);
+        const Tensor out({p.M(), p.N()}, PLAIN_FP32);
         gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr);
         const Doubles exact = operands.product();
         Doubles bounds = exact;  // which are positive
@@ -161,8 +161,8 @@ GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference")
     gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
     check_gemm(gemms, rng, fprop, E4M3_TENSOR, E4M3_TENSOR, Format::BF16, false, true);
-    check_gemm(gemms, rng, fprop, BF16, BF16, Format::BF16, false, true);
-    check_gemm(gemms, rng, dgrad, BF16, BF16, Format::BF16, false, false);
+    check_gemm(gemms, rng, fprop, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, true);
+    check_gemm(gemms, rng, dgrad, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, false);
 }
 
 GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second time") {
@@ -170,8 +170,8 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
     gpu::Gemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
-    const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, BF16), e4m3(ones, s, E4M3_TENSOR),
-        blocks(ones, s, E4M3_128x128), out(s, BF16), narrow({64, 32}, BF16);
+    const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, PLAIN_BF16), e4m3(ones, s, E4M3_TENSOR),
+        blocks(ones, s, E4M3_128x128), out(s, PLAIN_BF16), narrow({64, 32}, PLAIN_BF16);
     const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();
     groups.tensor.storage = E4M3_1x16;

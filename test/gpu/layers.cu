@@ -42,7 +42,7 @@ struct NormCase {
     }
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
-        const Tensor y({N, C}, FP32);
+        const Tensor y({N, C}, PLAIN_FP32);
         gpu::store_values(gpu::lazy_norm(norm(read.ref())), y.ref(), 0);
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
@@ -80,7 +80,8 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                          forward_reads_saved ? "" : " reads the sum");
                     const Storage compute{f.compute};
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
-                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR), values(s, FP32);
+                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
+                        values(s, PLAIN_FP32);
                     const NormCase c(rng, f, rms, s);
                     gpu::residual_add(x.ref(), branch.ref(),
                                       {.x_out = x_out.ref(),
@@ -227,8 +228,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
         }
 }
 
-GPU_TEST_CASE(
-    "head_norm_and_rope and head_norm_backward: heads of q and of k have norms; those of v do not") {
+GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have norms; those of v do not") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -241,22 +241,22 @@ GPU_TEST_CASE(
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
             const Tensor in(x, {N, cols}, dense), out({N, cols}, dense), rotated({N, cols}, dense);
             const Tensor weight(w, compute);
-            const gpu::HeadNorm n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
+            const gpu::QkNorm n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
             auto forward = [&](auto y, const auto& weights) {
-                reference::head_norm_forward(c, N, weights.data(), y.data());
+                reference::qk_norm_forward(c, N, weights.data(), y.data());
                 return y;
             };
             // With all angles 0 the result is that of the norms. Else it is what rope() makes of that.
             const Buffer<float2> no_angles(std::vector<float2>(T * HS / 2, float2{1, 0})), angles(T * HS / 2);
             gpu::fill_rope_table(c, T, angles.get(), 0);
             const gpu::Rope rope{angles.get(), T, HS, normed}, no_rope{no_angles.get(), T, HS, normed};
-            gpu::head_norm_and_rope(n, no_rope, in.ref(), out.ref(), 0);
+            gpu::qk_norm_and_rope(n, no_rope, in.ref(), out.ref(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
-            gpu::head_norm_and_rope(n, rope, in.ref(), rotated.ref(), 0);
+            gpu::qk_norm_and_rope(n, rope, in.ref(), rotated.ref(), 0);
             gpu::rope(rope, out.ref(), /*inverse=*/false, /*amax_out=*/nullptr, 0);
             CHECK(same_bytes(rotated.codes.read(), out.codes.read()));
             auto backward = [&](const auto& xs, const auto& weights, auto dx, auto dw) {
-                reference::head_norm_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
+                reference::qk_norm_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
                 return std::pair(dx, dw);
             };
             const auto exact = backward(doubles(x), doubles(w), doubles(dy), doubles(before));
@@ -264,7 +264,7 @@ GPU_TEST_CASE(
             Bytes first;
             for (int again : {0, 1}) {
                 const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::FP32);
-                gpu::head_norm_backward(n, in.ref(), dx.ref(), dweight.ref(), workspace.get(), 0);
+                gpu::qk_norm_backward(n, in.ref(), dx.ref(), dweight.ref(), workspace.get(), 0);
                 check_as_float(dx.values(), exact.first, in_float.first, HS, compute);
                 check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::FP32);
                 if (again) CHECK(same_bytes(first, dweight.codes.read()));

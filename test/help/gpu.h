@@ -276,7 +276,7 @@ struct RecipeFormats {
     Storage saved_inputs;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
-    {Format::BF16, E4M3_1x16}, {Format::BF16, BF16}, {Format::FP32, FP32}};
+    {Format::BF16, E4M3_1x16}, {Format::BF16, PLAIN_BF16}, {Format::FP32, PLAIN_FP32}};
 
 constexpr Storage ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
@@ -312,7 +312,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
 // values: BF16, column sums, and codes and scales in every format and orientation, delayed too.
 inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
-    const Tensor fp32(s, FP32), bf16(s, BF16);
+    const Tensor fp32(s, PLAIN_FP32), bf16(s, PLAIN_BF16);
     gpu::store_values(x, fp32.ref(), 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);
