@@ -265,14 +265,18 @@ public:
             const float amax = compute_amax(x.data(), rows * cols);
             check_finite(amax);
             if (storage.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, storage, over, stats);
-            float scale = scale_of(storage, amax);  // just in time
-            if (recipe_.scaling == Scaling::Delayed) {
-                DelayedScale& delayed = delayed_scales_[i][int(which)];
-                delayed.amax = std::max(delayed.amax, amax);
-                scale = delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
-            }
+            const float scale = tensor_scale(which, i, amax);
             return fake_quantize(x, rows, cols, storage, over, stats, &scale);
         }
+    }
+    // The scale of an operand that has a single one. amax: of its values. With delayed scaling the amax goes
+    // into the operand's history, and the scale comes from there.
+    float tensor_scale(WhichOperand which, size_t i, float amax) {
+        const Storage& storage = storage_of(formats_, which);
+        if (recipe_.scaling == Scaling::JustInTime) return scale_of(storage, amax);
+        DelayedScale& delayed = delayed_scales_[i][int(which)];
+        delayed.amax = std::max(delayed.amax, amax);
+        return delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
     }
 
     // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: values in FP32, each of

@@ -42,7 +42,7 @@ static int run_training(Flags flags, const Setup& rank_setup, const std::string&
             return 0;
         }
     }
-    Setup setup = make_setup(rank_setup, why_no_gpu.empty(), flags);
+    Setup setup = make_setup(rank_setup, why_no_gpu, flags);
     const std::string weights_folder = find_weights(resumed, flags);
     setup.config = choose_model(weights_folder, flags);
     if (!flags.resumes()) out_is_locked = lock_output_folder_on_all_ranks(flags, processes);

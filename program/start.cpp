@@ -61,7 +61,7 @@ Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes) {
 }
 
 // Finds the rows of tables that the flags name. If --optimizer is not given, the flag becomes the recipe's.
-Setup make_setup(const Setup& rank_setup, bool has_gpu, Flags& flags) {
+Setup make_setup(const Setup& rank_setup, const std::string& why_no_gpu, Flags& flags) {
     Setup s = rank_setup;
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
@@ -75,7 +75,7 @@ Setup make_setup(const Setup& rank_setup, bool has_gpu, Flags& flags) {
     s.micro_batches_per_rank = flags.accumulate;
     s.seed = uint64_t(flags.seed);
     // Print-outs show what the GPU will run: an older one lacks FP8 GEMMs. make_gpu() asks for itself.
-    if (flags.on_gpu() && has_gpu) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
+    if (flags.on_gpu() && why_no_gpu.empty()) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
     return s;
 }
 

@@ -1,6 +1,7 @@
 // start.h - from the command line to a run: the functions that main.cpp calls, in this order, on every rank.
-// Some of them set flags that were not given: then Flags is not const. A function whose name ends with
-// on_all_ranks waits for all ranks, here and in other files: on one rank alone it would never return.
+// (A few more are in run.h.) Some of them set flags that were not given: then Flags is not const. A function
+// whose name ends with on_all_ranks waits for all ranks, here and in other files: on one rank alone it would
+// never return.
 #pragma once
 #include "run.h"
 
@@ -41,7 +42,7 @@ std::string model_in(const std::string& folder);
 // start.cpp: the model and the data
 
 // The whole setup but the model and the length of sequences, which follow below.
-Setup make_setup(const Setup& rank_setup, bool has_gpu, Flags& flags);
+Setup make_setup(const Setup& rank_setup, const std::string& why_no_gpu, Flags& flags);
 // The folder that the run starts from: the checkpoint that it continues, or --model; empty if --model names a
 // row of the table.
 std::string find_weights(const Resumed& resumed, Flags& flags);
@@ -52,12 +53,12 @@ Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
 // Sets setup.T, and the vocabulary size of a model that has none. Error if the model or --seq do not go with
 // the data.
 void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup);
+// The tokenizer and other files that checkpoints have besides the model.
+FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
 // What trainer.json keeps of a run: its flags, what its data are, and how it came about.
 ordered_json settings_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
-// The tokenizer and other files that checkpoints have besides the model.
-FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
 std::unique_ptr<Model> make_model(const Run& run);
 void log_settings(Run& run);
 
