@@ -1,5 +1,5 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
-// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: section 3 of reference.cpp).
+// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: part 3 of reference.cpp).
 //
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
@@ -259,7 +259,7 @@ __device__ float field_of_pair(float kept, int pair, int which) {
 
 constexpr int WARPS = 8;          // warps of a block
 constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may then have 128 registers
-// The least number of spans of a block, with which its start and its end take little of its time.
+// With so many spans, the start and the end of a block take little of its time.
 constexpr int64_t LEAST_SPANS = 16384;
 
 // What a thread loads of a span: its eight elements, as they are stored.
@@ -425,9 +425,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
 // ===========================================================================================================
 // 5. The launch
 
-// The number of blocks: as many as the GPU runs at once. It is several times as many if each block still has
-// at least LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the
-// embeddings of tokens that no longer occur. More blocks share them out better.
+// The number of blocks: those that the GPU runs at once; or several times as many, if each block still has
+// LEAST_SPANS spans. A small parameter has fewer blocks, so that each warp has a pair of spans. Spans that
+// take the careful path are slow, and they are neighbours: the embeddings of tokens that no longer occur.
+// More blocks share them out better.
 unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));

@@ -53,7 +53,8 @@ struct ModelConfig {
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    // A token attends to the last `sliding_window` positions; 0: to all before it.
+    // The model's window: a token attends to so many positions before it; 0: to all. Windows are not
+    // implemented, so this only limits --seq (longest_sequence()).
     int64_t sliding_window = 0;
 
     int64_t HS() const { return head_size ? head_size : C / NH; }

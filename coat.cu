@@ -1,5 +1,5 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
-// gpu/operators.h; the same arithmetic on the CPU: section 2 of reference.cpp).
+// gpu/operators.h; the same arithmetic on the CPU: part 2 of reference.cpp).
 //
 // What is stored. What non-linear layers save for backward (the inputs of norms and activations; with
 // --attention groups also q, k, v and the output of attention) is E4M3 codes, with a BF16 scale for each 1x16
@@ -156,8 +156,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     update_amax_by_warp(&x_amax_out->amax, magnitude_bits(top));
 }
 
-// A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed; with_producer()
-// finds the producer that computes it.
+// A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.
+// with_bf16_producer() finds the producer that computes it.
 void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream) {
     with_bf16_producer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),

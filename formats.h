@@ -158,7 +158,8 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // run along the reduction. Two GEMMs read each operand, and one of them reads the transpose: fprop reads x,
 // and wgrad reads x^T.
 //   - Symmetric scale blocks (a tensor, 128x128) are the same in the transpose, and so are the codes.
-//   - Others (a row, 1x128) are not. So fprop and wgrad read different codes of x; dgrad and wgrad, of g.
+//   - Others (a row, 1x128) are not. So fprop and wgrad read different codes of x; dgrad and
+//     wgrad, of g; and, if its blocks are rows, fprop and dgrad, of w.
 // This program keeps no codes of x from forward to backward: it computes them twice in any case. It computes
 // symmetric codes of g once, and dgrad and wgrad both read them.
 

@@ -30,8 +30,9 @@
 //     the beginning. What a step needs besides is allocated where it is used, and given back when the
 //     Arena::Scope around it ends.
 //   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
-//     activation functions are not in it: they are never stored. A LazyTensor (gpu/operators.h) says what
-//     they are computed from, and the kernel that makes the operand of the next GEMM computes them.
+//     activation functions are not in it: they are stored only as the operand of a GEMM. A LazyTensor
+//     (gpu/operators.h) says what they are computed from, and the kernel that makes the operand computes
+//     them.
 #include "gpu/attention.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
@@ -770,8 +771,8 @@ private:
     }
 
     // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
-    // output, from g8. The backward pass of the norm follows. It also returns the norm's output x, which
-    // wgrad needs.
+    // output, from g8. norm_backward() follows, which also returns the norm's output x, and wgrad, which
+    // needs x.
     void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g8,
                                   TensorScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy

@@ -49,7 +49,7 @@ inline void require_supported(const Setup& s) {
     if (s.T > s.config.longest_sequence())
         throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
                     s.config.longest_sequence(), ".");
-    // A GPU's grid has at most 65,535 sequences, or tiles of 128 tokens, in its second dimension.
+    // The second dimension of a GPU's grid counts sequences or tiles of 128 tokens, and has at most 65,535.
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
@@ -57,7 +57,7 @@ inline void require_supported(const Setup& s) {
         throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
                     " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.micro_batches_per_rank > 1)
-        throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
+        throw Error("--gradients none cannot add up micro-batches; use --accumulate 1 and a larger --batch.");
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");

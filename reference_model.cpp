@@ -29,8 +29,8 @@ using Floats = std::vector<float>;
 // output of the activation function, and the gradient of its input. All others are rounded to BF16 first.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
-// passes read the same quantized values, so backward has the derivatives of the operators where forward
-// computed them. It treats rounding as the identity. (In coat-saved forward reads other values: see
+// passes read the same quantized values, so backward takes each derivative at the values with which
+// forward computed. It treats rounding as the identity. (In coat-saved forward reads other values: see
 // read_in_forward().)
 
 namespace {
@@ -131,9 +131,9 @@ public:
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after it (N, C). Both are sums in FP32, not
-    // rounded yet, because a sum has two readers. The groups of the next norm's input are made from the exact
-    // sum, and are rounded only once. The residual stream goes on as the sum rounded to BF16.
+    // Layer l: the residual stream before the layer (N, C) -> after it (N, C). Both are sums in FP32
+    // that are not rounded yet. A sum has two readers: the groups of the next norm's input are made from the
+    // exact sum, and the residual stream goes on with the sum rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_layers_.emplace_back();
@@ -631,8 +631,8 @@ private:
         }
     }
 
-    // The weights that the network computes with, after an update or write() has changed the state of a
-    // parameter: each rank gives those of the part that it owns.
+    // Renews the weights of a parameter, with which the network computes, after an update or write() has
+    // changed its state. Each rank sends those of the part that it owns to all.
     void gather_weight(size_t i) {
         const ParamState& s = states_[i];
         const Range own = owned(setup_, params_[i]);

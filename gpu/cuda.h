@@ -2,7 +2,7 @@
 // functions of libraries that are found at run time.
 //
 // A dry run finds out how much memory a training step takes. It runs the same code without a GPU, on the
-// stream DRY_RUN: enqueue(), through which everything is put on a stream, then does nothing.
+// stream DRY_RUN: enqueue(), through which nearly all work is put on a stream, then does nothing.
 #pragma once
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -45,7 +45,7 @@ inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessor
 // What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// Calls put(), which puts work on the stream. In a dry run it does nothing.
+// Calls put(), which puts work on the stream. In a dry run put() is not called.
 template <class Put> void enqueue(cudaStream_t stream, Put put) {
     if (stream != DRY_RUN) put();
 }

@@ -137,12 +137,12 @@ Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
 // the values that were stored.
 //
 //   g8     bias   amax of g           first pass        second pass
-//   FP8    no     known, not needed   g8
+//   FP8    no     known or unneeded   g8
 //   FP8    no     missing             amax              g8
-//   FP8    yes    known, not needed   g8 and dbias
+//   FP8    yes    known or unneeded   g8 and dbias
 //   FP8    yes    missing             amax and dbias    g8
-//   BF16   no     not needed          g8
-//   BF16   yes    not needed          g8                dbias
+//   BF16   no     unneeded            g8
+//   BF16   yes    unneeded            g8                dbias
 void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
     const bool fp8 = context_.formats.g.fp8();
     TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;

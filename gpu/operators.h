@@ -8,14 +8,13 @@
 //     number of rows; where transposed codes are made, a multiple of 16. Columns are a multiple of 16.
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - Operators add to the gradients of parameters, in the format of these: BF16 or FP32 (model.h,
-//     gradient_format).
+//   - Operators add to parameters' gradients, which are in BF16 or FP32 (gradient_format() of model.h).
 //   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
 //     `amax` of this TensorScale to the largest |x| that it has seen. Null means that nobody needs it.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
-//     quantization report. Atomics are maxima and integers, whose order does not matter.
+//     quantization report. The only atomics are maxima and sums of integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:

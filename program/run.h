@@ -58,7 +58,7 @@ struct Run {
 // -----------------------------------------------------------------------------------------------------------
 // checkpoints.cpp: the folder --out, and what is saved there
 
-// Locks --out, and returns whether it exists. If not, Error unless it can be created.
+// Locks --out if it exists, and returns whether it does. Error if it does not, and cannot be created.
 bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes);
 // Error if --out has the checkpoints of another run than `resumed`.
 void require_own_folder(const Flags& flags, const Resumed& resumed);
