@@ -9,10 +9,12 @@ The template alone makes control tokens, such as <|im_end|>. Where the words of 
 words (Conversation.own_spellings, encode). Control tokens are those that the tokenizer calls special. Other
 tokens that a model's maker has added, such as <think>, are part of what the assistant says.
 """
+import contextlib
+import datetime
 import json
 import re
+import sys
 from bisect import bisect_left
-from datetime import datetime
 
 from messages import are_shown, forms_of, is_empty, replaced, with_other_names, with_other_words
 from records import fail
@@ -22,24 +24,35 @@ BREAK = "\ue000"  # a character for private use; no token begins or ends with it
 DATE, DATE_AS_TEXT = (2024, 7, 26), "26 Jul 2024"  # Llama 3's template uses this date if it is told none
 
 
-class FixedTime(datetime):
-    """The time that chat templates are told."""
+class FixedTime(datetime.datetime):
+    """The time that chat templates are told. It does not pass: tokens must not depend on the day."""
 
     @classmethod
     def now(cls, tz=None):
         return cls(*DATE, tzinfo=tz)
 
 
-def stop_the_clock():
-    """From here on chat templates are told DATE, because tokens must not depend on the day. A template asks
-    with strftime_now(), which uses the name `datetime` in this module of transformers. Other modules keep
-    their datetime: some of them, pandas among them, crash when they are imported with another one."""
+def modules_with_clock():
+    """Where a chat template may find the time: Python's datetime, and the modules of transformers that have its
+    class by name, of which one answers strftime_now()."""
+    of_transformers = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
+    by_name = [module for module in of_transformers
+               if getattr(module, "__dict__", {}).get("datetime") is datetime.datetime]
+    return [datetime, *by_name]
+
+
+@contextlib.contextmanager
+def stopped_clock(modules):
+    """While a template is rendered, the time is FixedTime. At no other time: pandas, which transformers may
+    import, crashes when it is imported while datetime is another class."""
+    real = datetime.datetime
+    for module in modules:
+        module.datetime = FixedTime
     try:
-        from transformers.utils import chat_template_utils
-        chat_template_utils.datetime  # AttributeError in older versions
-    except (ImportError, AttributeError):
-        fail("this version of transformers is too old for chat templates: run 'pip install -U transformers'.")
-    chat_template_utils.datetime = FixedTime
+        yield
+    finally:
+        for module in modules:
+            module.datetime = real
 
 
 # Comparing texts. ----------------------------------------------------------------------------------------
@@ -118,8 +131,8 @@ class ChatTemplate:
     """A tokenizer with its chat template."""
 
     def __init__(self, tokenizer):
-        stop_the_clock()
         self.tokenizer = tokenizer
+        self.clocks = modules_with_clock()
         added = list(tokenizer.added_tokens_decoder.values())
         self.control = one_of([token for token in added if getattr(token, "special", True)])
         self.added = one_of(added)  # control tokens and others, such as <think>
@@ -130,8 +143,9 @@ class ChatTemplate:
 
     def render(self, messages, tools, prompt=False):
         """The text of messages. With `prompt` it ends where the assistant begins to answer."""
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
-                                                  add_generation_prompt=prompt, date_string=DATE_AS_TEXT)
+        with stopped_clock(self.clocks):
+            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                                      add_generation_prompt=prompt, date_string=DATE_AS_TEXT)
 
     def marked(self, messages, tools):
         """(text, spans): the places that the template marks as the assistant's with {% generation %}. None if
@@ -141,9 +155,10 @@ class ChatTemplate:
             template = self.tokenizer.get_chat_template(tools=tools)
             if not re.search(r"\{%-?\s*generation\b", template):
                 return None
-            texts, spans = render_jinja_template(
-                [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
-                add_generation_prompt=False, date_string=DATE_AS_TEXT, **self.tokenizer.special_tokens_map)
+            with stopped_clock(self.clocks):
+                texts, spans = render_jinja_template(
+                    [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
+                    add_generation_prompt=False, date_string=DATE_AS_TEXT, **self.tokenizer.special_tokens_map)
             return texts[0], spans[0]
         except (ImportError, AttributeError, TypeError):
             return None

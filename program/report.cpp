@@ -112,7 +112,7 @@ void print_end(Run& run, double validation, int64_t steps, double seconds, doubl
     const int64_t skipped = state.step - state.updates;
     ordered_json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
-    std::printf("\nDone: %s in %s, %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
+    std::printf("\nDone: %s in %s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
                 with_noun(steps, "step").c_str(), duration(seconds).c_str(), skipped, state.first_validation,
                 validation);
     if (steps > 1) {

@@ -341,18 +341,19 @@ PYTHON_TEST_CASE("control tokens come from the template alone; what a message sp
 
 PYTHON_TEST_CASE("a template that asks for the date is told one day every day") {
     const ChatFolder folder;
+    const std::string told = "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n";
     folder.write("model/template", "datetime.now().strftime('%Y-%m-%d %H:%M') + " + CHAT);
-    const Ended ended = folder.check(chat({"q", "a"}) + HELD, "--seq 64",
-                                     "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
+    const Ended ended = folder.check(chat({"q", "a"}) + HELD, "--seq 64", told);
     CHECK(contains(ended.out, "26 Jul 2024"));
-    // Other packages keep the true time. pandas, which transformers may import, crashes without it.
+    // So is one that asks Python itself, and not a name in transformers.
+    folder.write("transformers/utils/chat_template_utils.py", "import datetime as module\ndatetime = module");
+    folder.write("model/template", "datetime.datetime.now().strftime('%Y-%m-%d %H:%M') + " + CHAT);
+    folder.check(chat({"q", "a"}) + HELD, "--seq 64", told);
+    // Whatever is imported has the true time. pandas, which transformers may import, crashes without it.
     folder.write("transformers/utils/chat_template_utils.py",
-                 "from datetime import datetime\nassert datetime.__module__ == 'datetime'");
-    folder.check(chat({"q", "a"}) + HELD, "--seq 64",
-                 "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n");
-    // A version that has the clock elsewhere would tell templates the day of today.
-    folder.write("transformers/utils/chat_template_utils.py", "");
-    check_failed(folder.tokenize(chat({"q", "a"}) + HELD), "too old", "pip install -U transformers");
+                 "import datetime as module\ndatetime = module\n"
+                 "assert module.datetime.__module__ == 'datetime'");
+    folder.check(chat({"q", "a"}) + HELD, "--seq 64", told);
 }
 
 PYTHON_TEST_CASE("system prompts and history are used and other columns with text are named") {

@@ -155,7 +155,7 @@ TEST_CASE("make read: its page opens without an error in any width" * doctest::s
 // new number falls onto its code. Play begins again at step 0, moves, and stops at the last step.
 static const char* const GUESSES = R"(
   const shown = ["0.001 becomes 0.0019531", "2 of 16 with the scale of 30,000", "with k = 2.00 it is 0.5", "58% become zero",
-                 "4.1% with 1024 terms", "2.8% with one scale, and by 2.8% with groups", "attention 8.0 C, gate and up 6.0 C",
+                 "4.1% with 1024 terms", "2.6% with one scale, and by 2.6% with groups", "attention 8.0 C, gate and up 6.0 C",
                  "with 64 sequences activations make most of the difference, 110.9 GB"];
   const compare = (box, wanted) => {
     const words = box.querySelector(".shown").textContent;
@@ -167,7 +167,7 @@ static const char* const GUESSES = R"(
   });
   const small = document.getElementById("small");  // the weight of the outlier in section 6
   small.click();
-  compare(small.closest("section"), "18% with one scale, and by 4.4% with groups");
+  compare(small.closest("section"), "25% with one scale, and by 4.0% with groups");
   const [number, now, play] = ["number", "now", "play"].map(id => document.getElementById(id));
   moved(number);
   if (document.querySelector(".falls")?.getAnimations().length !== 1) wrong.push("no dot falls");
