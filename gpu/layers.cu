@@ -383,9 +383,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
+        // The gradients: (softmax - one_hot(target)) * weight
 #pragma unroll 4
-        for (int col = first_col; col < stride;
-             col += COLS_OF_BLOCK) {  // (softmax - one_hot(target)) * weight
+        for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             Values x;
             logits.unpack(for_gradients.load(col), x);
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;

@@ -51,6 +51,9 @@ static int run_training(Flags flags, const Setup& rank_setup, const std::string&
     take_sizes_of_data(corpus, weights_folder, flags, setup);
     require_supported(setup);
 
+    // Rank 0 alone writes checkpoints, and a plan writes none.
+    FileContents other_files;
+    if (rank_setup.rank == 0 && !flags.plan) other_files = find_other_files(weights_folder, corpus);
     Run run{.flags = flags,
             .setup = setup,
             .processes = processes,
@@ -58,7 +61,7 @@ static int run_training(Flags flags, const Setup& rank_setup, const std::string&
             .weights_folder = weights_folder,
             .resumed = resumed,
             .corpus = corpus,
-            .other_files = find_other_files(weights_folder, corpus),
+            .other_files = other_files,
             .out_is_locked = out_is_locked,
             .state = resumed.state};
     if (flags.plan) {

@@ -34,7 +34,7 @@ struct Run {
     const std::string weights_folder;  // that the run starts from, or continues; empty: random weights
     const Resumed resumed;             // empty in a new run
     const Corpus corpus;
-    const FileContents other_files;  // of `weights_folder`, for the checkpoints
+    const FileContents other_files;  // of `weights_folder`, for the checkpoints; on rank 0
     const bool out_is_locked;        // --out existed before this run, and is locked
 
     // What training changes.
