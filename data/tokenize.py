@@ -11,7 +11,8 @@ BPE that is trained on the training part of the text. data/tokens.h describes th
 Files *.jsonl, *.json and *.parquet have records of texts or of conversations (data/records.py). The
 tokenizer's chat template turns a conversation into text. Only what the assistant says counts in the loss,
 with the token that ends its turn. Conversations are packed into windows of --seq tokens; the rest of a window
-is padding. Attention crosses from one conversation of a window into the next.
+is padding. Attention crosses from one conversation of a window into the next; with --one-per-window each
+conversation has a window of its own, and what its tokens see is that conversation alone.
 """
 import argparse
 import array
@@ -173,11 +174,13 @@ def print_conversations(template, T, report):
     print(f"Chat templates that ask for the date are told {DATE_AS_TEXT}, on every day.")
 
 
-def pack(conversations, T, padding):
-    """One stream, in windows of T tokens. A conversation goes into the first open window that has room."""
+def pack(conversations, T, padding, one_per_window):
+    """One stream, in windows of T tokens. A conversation goes into the first open window that has room, or, if
+    there is to be one_per_window, into a new one."""
     windows, packed = [], array.array("I")
     for tokens in conversations:
-        window = next((w for w in windows[-OPEN_WINDOWS:] if len(w) + len(tokens) <= T), None)
+        open_windows = [] if one_per_window else windows[-OPEN_WINDOWS:]
+        window = next((w for w in open_windows if len(w) + len(tokens) <= T), None)
         if window is None:
             windows.append(window := array.array("I"))
         window.extend(tokens)
@@ -196,6 +199,7 @@ def parse_arguments():
     add("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
     add("--hold-out", metavar="PART", type=float, default=0.1, help="for validation (default: %(default)s)")
     add("--seq", metavar="N", type=int, default=0, help="tokens of a window of conversations, as in ./train")
+    add("--one-per-window", action="store_true", help="do not put several conversations into a window")
     return parser.parse_args()
 
 
@@ -206,10 +210,12 @@ def check_arguments(run, files, chats):
         fail(f"{chats[0]} has conversations, and {other} has none; give conversations alone, or texts alone.")
     if chats and (not run.tokenizer or run.seq < 2):
         fail(f"{chats[0]} has conversations; they need --tokenizer and --seq N.")
+    if (run.seq or run.one_per_window) and not chats:
+        fail("--seq and --one-per-window are for conversations, and the files have none; leave them out.")
     one_way = run.train_bpe == 0 if run.tokenizer else run.train_bpe > 256
-    if not one_way or run.seq and not chats or not 0.001 <= run.hold_out <= 0.5:
-        fail("text needs either --tokenizer or --train-bpe of 257 tokens or more, no --seq, and a --hold-out "
-             "from 0.001 to 0.5.")
+    if not one_way or not 0.001 <= run.hold_out <= 0.5:
+        fail("text needs either --tokenizer or --train-bpe of 257 tokens or more, and a --hold-out from 0.001 "
+             "to 0.5.")
 
 
 def open_tokenizer(name):
@@ -281,7 +287,8 @@ def streams_of_conversations(run, files, report):
     if len(conversations) < 2:
         fail("give two conversations or more with answers within --seq.")
     padding = tokenizer.eos_token_id or 0
-    return tokenizer, [pack(part, run.seq, padding) for part in hold_out(conversations, run.hold_out)]
+    parts = hold_out(conversations, run.hold_out)
+    return tokenizer, [pack(part, run.seq, padding, run.one_per_window) for part in parts]
 
 
 def contents_of_files(streams, seq, pieces, end):

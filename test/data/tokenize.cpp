@@ -544,6 +544,9 @@ PYTHON_TEST_CASE("a conversation lies within one window and windows are filled u
                                      "dddddd[x<|end|>]\nhhhhhhhhhh[x<|end|>]\ne[whole<|end|>]");
     CHECK(contains(ended.out, "; 0 are cut"));
     CHECK(load_corpus(folder / "tokens").seq == 12);
+    folder.check(lines + HELD, "--seq 12 --hold-out 0.05 --one-per-window",
+                 "aaaa[x<|end|>]\nbbbbbb[x<|end|>]\ncc[x<|end|>]\ndddddd[x<|end|>]\ngg[x<|end|>]\n"
+                 "hhhhhhhhhh[x<|end|>]");
     // One that stands there before, longer ones, and those without an answer.
     const Ended counted = folder.check(chat({"abc", "x"}) + chat({"abc", "x"}) + chat({"123456789012", "x"}) +
                                            chat({"123", "yyyyyyyyy"}) + chat({"z", " "}) + "\n" +
@@ -620,9 +623,11 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier da
     }
     folder.write("text", "ab\n");
     check_failed(folder.run("--tokenizer model --seq 32 c.jsonl text"), "c.jsonl", "alone");
-    for (const char* flags : {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1",
-                              "text --tokenizer model --hold-out 0.6", "text --train-bpe 256",
-                              "text --tokenizer model --train-bpe 300"})
+    for (const char* flags : {"text --tokenizer model --seq 8", "text --tokenizer model --one-per-window"})
+        check_failed(folder.run(flags), "--seq", "for conversations");
+    for (const char* flags :
+         {"text", "text --tokenizer model --hold-out 1", "text --tokenizer model --hold-out 0.6",
+          "text --train-bpe 256", "text --tokenizer model --train-bpe 300"})
         check_failed(folder.run(flags), "--tokenizer", "--hold-out");
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
     check_failed(tokenize_py(folder, "--tokenizer model --out tokens text", "ulimit -f 1; "), "too large");
