@@ -3,12 +3,14 @@
 
     python3 dev/results.py peers                   ./train and this program in turn
     python3 dev/peers.py llama-2-7b fp8 8          one of its runs: model, recipe (bf16 or fp8), batch
+    python3 dev/peers.py llama-2-7b torchao 8      the same with torchao's FP8 linear layers, if it is installed
     torchrun --nproc_per_node 2 dev/peers.py llama-2-7b fsdp 6      several GPUs, with FSDP2
 
 The model is what a user of PyTorch would write: compiled blocks, scaled_dot_product_attention, fused AdamW on
 BF16 weights with BF16 states, no master weights, no clipping. `fp8` computes the linear layers of blocks with
 torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and fast accumulation in the forward pass, E5M2
-gradients and exact accumulation in the backward pass. Tokens are random.
+gradients and exact accumulation in the backward pass. `torchao` has the layers of the package torchao in its
+tensorwise recipe, which computes the same. Tokens are random.
 
     python3 dev/results.py attention               attention of build/bench and of PyTorch in turn, by shape
 
@@ -29,7 +31,7 @@ SHAPES = {  # layers, hidden size, heads, key-value heads, feed-forward size
     "tinyllama-1.1b": (22, 2048, 32, 4, 5632),
 }
 VOCABULARY, T = 32000, 2048
-RECIPES = ("bf16", "fp8", "fsdp", "fsdp-float8")
+RECIPES = ("bf16", "fp8", "torchao", "fsdp", "fsdp-float8")
 WARM_UP, STEPS = 4, 20
 ATTENTION = {  # model, batch, tokens, heads, key-value heads, head size
     "llama-2-7b, 8 x 2,048": ("llama-2-7b", 8, 2048, 32, 32, 128),
@@ -144,10 +146,10 @@ def network_of(model, recipe, batch):
     torch.set_default_dtype(torch.float32 if sharded else torch.bfloat16)
     with torch.device("meta" if sharded else "cuda"):
         network = Llama()
-    if recipe == "fsdp-float8":
+    if recipe in ("torchao", "fsdp-float8"):
         from torchao import float8
-        gather_in_fp8 = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        float8.convert_to_float8_training(network.blocks, config=gather_in_fp8)
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=sharded)
+        float8.convert_to_float8_training(network.blocks, config=config)
     for block in network.blocks:  # the layers share one compiled block
         block.compile()
     if sharded:

@@ -125,7 +125,7 @@ GROUPS = {
     "peers": Group(
         "./train and PyTorch in turn on the same GPU",
         {"train coat": SIZES["7b"], "train bf16": f"{SIZES['7b']} {BF16}",
-         **{f"PyTorch {r}": f"python3 dev/peers.py llama-2-7b {r} 8" for r in ("bf16", "fp8")}},
+         **{f"PyTorch {r}": f"python3 dev/peers.py llama-2-7b {r} 8" for r in ("bf16", "fp8", "torchao")}},
         f"{QUIET} --lr 1e-5 --steps 24 --warmup 5"),
     "ranks": Group(
         "one and several GPUs (table 7); those that the machine has",

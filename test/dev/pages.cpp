@@ -249,14 +249,18 @@ TEST_CASE("README.md: its table of losses has the figures of dev/RESULTS.md and 
             validation += run.at("validation").back().at(1).get<double>();
             seeds++;
         }
-        char ends[100];
-        std::snprintf(ends, sizeof ends, " %.3f, %.3f ", training / seeds, validation / seeds);
-        CHECK(cell[1] == ends);
-        CHECK(numbers(cell[3]).at(0) == std::to_string(int(seeds)));
+        auto text = [](double x) {
+            char digits[100];
+            std::snprintf(digits, sizeof digits, " %.3f ", x);
+            return std::string(digits);
+        };
+        CHECK(cell[1] == text(training / seeds));
+        CHECK(cell[2] == text(validation / seeds));
+        CHECK(numbers(cell[5]).at(0) == std::to_string(int(seeds)));
         // What coat is above it: rounded from the means and standard errors of RESULTS.md.
         const std::string measured = rows(results, "| coat |", concat("<!-- ", group, " -->")).at(0);
         const std::vector<std::string> exact = numbers(cells(measured)[1] + cells(measured)[2]),
-                                       rounded = numbers(cell[2]);
+                                       rounded = numbers(cell[3] + cell[4]);
         REQUIRE(exact.size() == rounded.size());
         for (size_t i = 0; i < exact.size(); i++)
             CHECK(std::stod(rounded[i]) == doctest::Approx(std::stod(exact[i])).scale(1).epsilon(0.00051));
