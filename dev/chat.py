@@ -34,7 +34,7 @@ def parse_arguments():
     add("folder", help="the --out folder of a run, a checkpoint in it, or another model's folder")
     add("--tokenizer", metavar="FOLDER", help="for a model without one: the folder of the token files")
     add("--temperature", type=float, default=0.8, help="0: the most probable token (default: %(default)s)")
-    add("--tokens", type=int, default=256, help="the most tokens of an answer (default: %(default)s)")
+    add("--new-tokens", type=int, default=256, help="the most tokens of an answer (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -115,7 +115,7 @@ def main():
         else:
             inputs = tokenizer(line, return_tensors="pt")
         inputs = inputs.to(model.device)
-        tokens = model.generate(**inputs, max_new_tokens=run.tokens, pad_token_id=tokenizer.eos_token_id,
+        tokens = model.generate(**inputs, max_new_tokens=run.new_tokens, pad_token_id=tokenizer.eos_token_id,
                                 streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
                                 **sampling)
         answer = tokens[0][inputs["input_ids"].shape[1]:]

@@ -45,14 +45,15 @@ struct Flags {
     int64_t eval_tokens = 1 << 15;
     int64_t sample_every = 125;
     std::string prompt;
-    int64_t tokens = 256;
+    int64_t new_tokens = 256;
     double temperature = 0.8;
     std::string log;
     bool plan = false;
     bool help = false;
     bool version = false;
 
-    // Reads the command line, up to --help or --version. Error if a flag is unknown, or its value cannot be.
+    // Reads the command line, up to --help or --version. Error if a flag is unknown or its value is not
+    // allowed.
     void parse(const std::vector<std::string>& arguments);
     // Whether the flag of this name is on the command line.
     bool given(const std::string& name) const { return given_.count(name) > 0; }

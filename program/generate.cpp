@@ -148,7 +148,7 @@ static int64_t longest_seen(const Flags& flags, const std::string& folder) {
 static void print_continuation(Model& model, const Vocabulary& vocabulary, const Flags& flags,
                                ProcessGroup& processes, std::vector<int32_t>& tokens) {
     const SamplingOptions drawing{.temperature = flags.temperature,
-                                  .most = flags.tokens,
+                                  .most = flags.new_tokens,
                                   .end_token = vocabulary.end_token,
                                   .seed = uint64_t(flags.seed)};
     std::string pending = flags.prompt;    // what is not printed yet
@@ -184,7 +184,7 @@ void answer_prompt(const Setup& rank_setup, const Flags& flags, ProcessGroup& pr
     std::vector<int32_t> tokens = tokens_of(vocabulary, flags.prompt);
     const auto prompt = int64_t(tokens.size());
     const int64_t limit = std::min(longest_seen(flags, folder), setup.config.longest_sequence());
-    setup = setup_to_generate(setup, std::min(limit, prompt + flags.tokens));
+    setup = setup_to_generate(setup, std::min(limit, prompt + flags.new_tokens));
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
     require_weights(folder, setup.config);

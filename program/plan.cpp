@@ -177,23 +177,23 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
     const auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const bool fp32 = compute == Format::FP32;  // such a weight is its own master
-    using C = Category;
+    using enum Category;
     // Each row: its category, its name, its bytes, what an item is, and how many items there are.
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
-        {C::Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
+        {Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
+        {Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
          count},
-        {C::Weights, "amaxes and delayed scales", scaling, "parameter", count},
-        {C::Gradients, format(s.keep_gradients ? "gradients" : "gradients of the largest bucket", dw),
+        {Weights, "amaxes and delayed scales", scaling, "parameter", count},
+        {Gradients, format(s.keep_gradients ? "gradients" : "gradients of the largest bucket", dw),
          gradients * info(dw).bytes, "parameter", count},
-        {C::Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
-        {C::Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
-        {C::Optimizer, s.optimizer.per_tensor ? "scales per tensor" : "scales per group",
+        {Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
+        {Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
+        {Optimizer, s.optimizer.per_tensor ? "scales per tensor" : "scales per group",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
-        {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
+        {Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({C::Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * c.L,
+        plan.push_back({Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * c.L,
                         "token and layer", N * c.L});
     return plan;
 }
@@ -232,9 +232,9 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     const int64_t arena = arena_bytes(s, should_cache_weights(s));
     const int64_t allocated = arena ? arena : known - overlap;  // without CUDA, no working memory is known
     const auto add = [&](const char* name, int64_t bytes) {
-        plan.push_back({Category::Workspace, name, bytes, "GPU", 1});
+        plan.push_back({Category::Workspace, name, bytes, "", 0});
     };
-    plan.push_back({Category::Gradients, "gradients stored over activations", -overlap, "GPU", 1});
+    plan.push_back({Category::Gradients, "gradients stored over activations", -overlap, "", 0});
     add("operands, one layer's gradients, logits", allocated - (known - overlap));
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
     add("page tables of the other GPUs' memory", page_tables(s.ranks, allocated));
@@ -260,7 +260,9 @@ static void print_precision(const Setup& s) {
     std::printf(
         "Formats: what each operator reads and writes, and what it saves for the backward pass\n"
         "  FP8 values share a scale: \"tensor\" is one scale for all, \"1x16\" one for 16 values of a "
-        "token.\n\n");
+        "token.\n"
+        "  A tensor may be written in one row and saved in a later one, as norm 1 saves what a residual add "
+        "writes:\n  it is in memory once.\n\n");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     for (const auto& [part, operators] : precision_plan(s)) {
@@ -293,15 +295,22 @@ std::string gpu_fit_text(int64_t bytes, bool complete) {
     return text;
 }
 
+// The bytes of one item of a row; empty if it has none.
+static std::string bytes_per_item(const MemoryRow& row) {
+    char text[32] = "";
+    if (row.count > 0) std::snprintf(text, sizeof text, "%.3f", double(row.bytes) / double(row.count));
+    return text;
+}
+
 // Prints the rows: their memory in GB and the bytes of an item, of the run and of the BF16 run beside it;
 // then the sums of the categories. `complete`: the working memory is among them.
 static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vector<MemoryRow>& beside,
                               bool complete) {
     for (size_t i = 0; i < plan.size(); i++) {
         if (plan[i].bytes == 0 && beside[i].bytes == 0) continue;
-        std::printf("  %-40s %12.3f %19.3f  %12.3f %19.3f  %s\n", plan[i].name.c_str(),
-                    double(plan[i].bytes) / 1e9, plan[i].of_one(), double(beside[i].bytes) / 1e9,
-                    beside[i].of_one(), plan[i].per);
+        std::printf("  %-40s %12.3f %19s  %12.3f %19s  %s\n", plan[i].name.c_str(),
+                    double(plan[i].bytes) / 1e9, bytes_per_item(plan[i]).c_str(),
+                    double(beside[i].bytes) / 1e9, bytes_per_item(beside[i]).c_str(), plan[i].per);
     }
     std::printf("\n");
     const char* const total = complete ? "total" : "total without working memory";

@@ -26,9 +26,8 @@ struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per;  // the item: "parameter", "token", ...; the bytes of one item are printed, too
+    const char* per;  // the item: "parameter", "token", ...; "": the memory has no items
     int64_t count;    // how many items there are
-    double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
 

@@ -91,7 +91,8 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
     const double rate = run.step_tokens() / took;
     const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
     const char* note = "";
-    if (result.skipped) note = result.target_count ? " | skipped: not finite" : " | skipped: no token counts";
+    if (result.skipped)
+        note = result.target_count ? " | skipped: not finite or too large" : " | skipped: no token counts";
     std::printf(
         "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
         int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,

@@ -146,8 +146,10 @@ static void train_step(Run& run, const Loader& loader, Progress& progress) {
     const double left = (now() - progress.started) / made * double(run.flags.steps - run.state.step);
     print_step(run, result, adamw.lr, took, left);
     if (progress.skipped_in_a_row == MOST_SKIPPED)
-        throw Error("The loss, a gradient or a quantized tensor was not finite in ", MOST_SKIPPED,
-                    " steps in a row; begin again with a lower --lr, or with other weights.");
+        throw Error("In ", MOST_SKIPPED,
+                    " steps in a row the loss, a gradient or a quantized tensor was not ",
+                    "finite, or the clipped norm was 2^62 or more; begin again with a lower --lr, or with ",
+                    "other weights.");
 }
 
 // Returns the same on all ranks, because all must do the same: a signal to one rank stops all, and the time

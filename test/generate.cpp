@@ -74,7 +74,7 @@ TEST_CASE("train: --prompt continues a text with the newest checkpoint on any nu
         return ended;
     };
     // The most probable tokens; the model sees the last 32 tokens, as in its run, or --seq.
-    const std::string most = "--tokens 20 --temperature 0 ";
+    const std::string most = "--new-tokens 20 --temperature 0 ";
     for (const std::string where : {"--model out", "--resume out", "--model out/step-000040"})
         CHECK(answer(most + where, text).out == printable(greedy(newest, text, 32, 20), "\n\t") + "\n");
     const Ended longer = answer(most + "--model out", text + text);
@@ -86,11 +86,11 @@ TEST_CASE("train: --prompt continues a text with the newest checkpoint on any nu
     CHECK("\n" + answer(most + "--model out", "").out ==
           printable(greedy(newest, "\n", 32, 20), "\n\t") + "\n");
     // The seed alone decides what is drawn.
-    const std::string drawn = answer("--model out --tokens 100", text).out;
+    const std::string drawn = answer("--model out --new-tokens 100", text).out;
     CHECK(drawn.starts_with(text));
-    CHECK(answer("--model out --tokens 100 --ranks 2", text).out == drawn);
-    CHECK(answer("--model out --tokens 100 --seed 2", text).out != drawn);
-    CHECK(answer("--model out --tokens 0", text).out == text + "\n");
+    CHECK(answer("--model out --new-tokens 100 --ranks 2", text).out == drawn);
+    CHECK(answer("--model out --new-tokens 100 --seed 2", text).out != drawn);
+    CHECK(answer("--model out --new-tokens 0", text).out == text + "\n");
     CHECK(folder.files() == before);
     check_rejected(folder, "--device cpu --prompt x --model llama-tiny", "--prompt needs a trained model");
     check_rejected(folder, "--device cpu --prompt x --resume nowhere", "--prompt needs a trained model");
@@ -102,7 +102,7 @@ TEST_CASE("train: the end of a run names a command that continues a text; checkp
         const size_t at = run.out.find("\nTo use the model: ./train ");
         REQUIRE(at != std::string::npos);
         const std::string flags = run.out.substr(at + 27, run.out.find('\n', at + 1) - at - 27);
-        return train(folder, flags + " --device cpu --tokens 5 --temperature 0");
+        return train(folder, flags + " --device cpu --new-tokens 5 --temperature 0");
     };
     const Ended bytes = tiny(folder, "--steps 1 --eval-every 0 --out bytes");
     CHECK(try_command(bytes).out.starts_with("Some text"));
