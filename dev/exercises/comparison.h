@@ -9,7 +9,6 @@
 #include <csignal>
 #include <iomanip>
 #include <iostream>
-#include <map>
 #include <random>
 #include <sstream>
 #include <utility>
@@ -146,97 +145,108 @@ public:
         tolerance *= largest;
         if (sizeof(T) == sizeof(float)) hints.push_back(added_to(name, expected));
         hints.push_back(about(special));
-        Result& result = results_[name];
+        Result& result = result_named(name);
         for (size_t i = 0; i < expected.size(); i++) {
             const double y = value(expected[i]), mine = value(got[i]);
-            count_++;
+            result.count++;
             if (mine != 0 && !std::isnan(mine) && !untouched(got[i])) result.written = true;
             const bool right = agree(expected[i], got[i], tolerance);
+            const auto here = [&] {  // what is printed of this value if it is wrong
+                const std::string index = expected.size() > 1 ? place(i) : "";
+                return described(name + index + of, input(i), shown(expected[i]), shown(got[i]));
+            };
             if (!right) result.wrong++;
+            if (!right && result.wrong == 1) result.first = here();
             for (const Hint& h : hints)
                 if (!h.values.empty())
-                    result.predicted(h.text, fits(h, i, got[i], tolerance, relative), right);
+                    result.predicted(h.text, fits(h, i, got[i], tolerance, relative), right, here);
             if (right) continue;
             for (const Hint& h : hints)
-                if (h.values.empty()) result.has_in_common(h.text, true);
+                if (h.values.empty()) result.has_in_common(h.text, true, here);
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
                 result.has_in_common("Every wrong code is one off: round to the nearest, not up or down.",
-                                     false);
+                                     false, here);
             if (mine * y != 0 && std::isfinite(mine / y))
                 result.has_in_common(
                     text("Every wrong value is off by the factor ", std::setprecision(3), mine / y,
                          ": look at the scale, at a mean, or at the exponent's bias."),
-                    false);
-            const std::string index = expected.size() > 1 ? place(i) : "";
-            show(name, index + of, input(i), shown(expected[i]), shown(got[i]));
+                    false, here);
         }
         for (size_t i = expected.size(); i < got.size(); i++) {
-            if (untouched(got[i])) continue;
+            if (untouched(got[i]) || result.past_the_end) continue;
             result.past_the_end = true;
-            show(name, text(" ", i, of), "", "nothing, for it ends before", shown(got[i]));
+            if (!result.wrong)
+                result.first =
+                    described(name + text(" ", i, of), "", "nothing, for it ends before", shown(got[i]));
         }
     }
 
     // Whether all values of a result are right that were compared until now; false if there were none.
     bool is_right(const std::string& name) const {
-        const auto found = results_.find(name);
-        return found != results_.end() && found->second.wrong == 0;
+        for (const Result& result : results_)
+            if (result.name == name) return result.wrong == 0;
+        return false;
     }
 
     // answer: to what the exercise asks; it is printed when the exercise is solved. May be empty.
     int finish(const std::string& answer = "") const {
         const std::string failure = std::exchange(judge::failure, "");
-        size_t wrong = 0;
-        bool written = false, right = true;
-        for (const auto& [name, result] : results_) {
+        size_t wrong = 0, count = 0;
+        bool written = false;
+        const Result* first = nullptr;  // the first result that is not right: later ones may follow from it
+        for (const Result& result : results_) {
             wrong += result.wrong;
+            count += result.count;
             written = written || result.written;
-            right = right && result.wrong == 0 && !result.past_the_end;
+            if (!first && !result.right()) first = &result;
         }
         std::cout << "exercise " << number_ << ": ";
         if (!failure.empty()) std::cout << failure << "\n";
-        else if (right)
-            std::cout << "passed, " << count_ << " values agree with the reference.\n"
+        else if (!first)
+            std::cout << "passed, " << count << " values agree with the reference.\n"
                       << (answer.empty() ? "" : "  " + answer + "\n");
         else if (!written) std::cout << "nothing is computed yet: write the body of the function.\n";
         else {
-            const Result& first = results_.at(first_);
-            std::cout << progress << wrong << " of " << count_ << " values differ. The first:" << shown_;
-            if (first.past_the_end) std::cout << "\n  You write past the end of " << first_ << ".\n";
-            else if (!first.written) std::cout << "\n  This is not computed yet: " << first_ << ".\n";
-            else std::cout << hint_line(number_, hint(first));
+            std::cout << progress << wrong << " of " << count << " values differ" << what_differs() << ".";
+            explain(*first);
         }
-        return !right || !failure.empty();
+        return first || !failure.empty();
     }
 
 private:
     struct Explanation {
         std::string text;
-        bool predicts;           // it says each value, not only what the wrong ones have in common
-        bool of_input;           // what they have in common is a property of their inputs
-        bool everywhere = true;  // it predicts the right values, too
-        bool of_shown = false;   // it predicts the first wrong value, which is shown
-        size_t wrong = 0;        // so many wrong values
+        bool predicts;      // it says each value, not only what the wrong ones have in common
+        bool of_input;      // what they have in common is a property of their inputs
+        std::string first;  // what is printed of the first wrong value that it explains
+        size_t wrong = 0;   // so many wrong values are as it says
+        size_t others = 0;  // so many values, right and wrong, are not as it predicts
+
+        void counts(const Function<std::string()>& here) {
+            wrong++;
+            if (wrong == 1) first = here();
+        }
     };
     struct Result {
+        std::string name;
         bool written = false, past_the_end = false;
-        size_t wrong = 0;
+        size_t count = 0, wrong = 0;
+        std::string first = "";  // what is printed of the first wrong value
         std::vector<Explanation> explanations = {};
 
-        void predicted(const std::string& text, bool so, bool right) {
+        bool right() const { return wrong == 0 && !past_the_end; }
+        void predicted(const std::string& text, bool so, bool right, const Function<std::string()>& here) {
             Explanation* e = find(text);
-            if (!e) e = &explanations.emplace_back(Explanation{text, true, false});
-            if (!so) e->everywhere = false;
-            if (!so || right) return;
-            e->wrong++;
-            if (wrong == 1) e->of_shown = true;
+            if (!e) e = &explanations.emplace_back(Explanation{text, true, false, ""});
+            if (!so) e->others++;
+            if (so && !right) e->counts(here);
         }
-        // What the first wrong value does not have is not common to all.
-        void has_in_common(const std::string& text, bool of_input) {
+        // Of the input, or, if the first wrong value has it, of the value
+        void has_in_common(const std::string& text, bool of_input, const Function<std::string()>& here) {
             Explanation* e = find(text);
-            if (!e && wrong == 1 && !text.empty())
-                e = &explanations.emplace_back(Explanation{text, false, of_input});
-            if (e) e->wrong++;
+            if (!e && !text.empty() && (of_input || wrong == 1))
+                e = &explanations.emplace_back(Explanation{text, false, of_input, ""});
+            if (e) e->counts(here);
         }
         Explanation* find(const std::string& text) {
             for (Explanation& e : explanations)
@@ -244,6 +254,23 @@ private:
             return nullptr;
         }
     };
+
+    Result& result_named(const std::string& name) {
+        for (Result& result : results_)
+            if (result.name == name) return result;
+        return results_.emplace_back(Result{name});
+    }
+    // Which results are wrong, if there are several
+    std::string what_differs() const {
+        std::string right, wrong;
+        for (const Result& result : results_) {
+            std::string& list = result.right() ? right : wrong;
+            list += (list.empty() ? "" : ", ") + result.name;
+            if (!result.right()) list += text(" (", result.wrong, " of ", result.count, ")");
+        }
+        if (results_.size() == 1) return "";
+        return ": " + wrong + (right.empty() ? "" : ". Right: " + right);
+    }
 
     double value(float x) const { return x; }
     double value(uint8_t code) const { return reference::decode(format, code); }
@@ -255,50 +282,56 @@ private:
         for (T v : expected) hint.values.push_back(float(v) + UNDEFINED);
         return hint;
     }
-    void show(const std::string& name, const std::string& which, const std::string& from,
-              const std::string& expected, const std::string& mine) {
-        if (!first_.empty()) return;
-        first_ = name;
-        shown_ = "\n  value     " + name + which;
-        if (!from.empty()) shown_ += "\n  input     " + from;
-        shown_ += "\n  expected  " + expected + "\n  yours     " + mine;
+    std::string described(const std::string& which, const std::string& from, const std::string& expected,
+                          const std::string& mine) const {
+        std::string lines = "\n  value     " + which;
+        if (!from.empty()) lines += "\n  input     " + from;
+        return lines + "\n  expected  " + expected + "\n  yours     " + mine;
     }
 
-    // A mistake that makes all the reader's values is certain. Then comes what the wrong values have in
-    // common. A mistake that makes only the wrong values may be chance: where a value is extreme, many
-    // mistakes look alike.
-    std::string hint(const Result& result) const {
-        std::string perhaps, partly;
+    // Prints a wrong value, and with HINT=1 the cause: the mistake whose results are most like the reader's. A
+    // mistake that makes all of these is certain. One that makes all wrong values, but also others, may be
+    // chance: where a value is extreme, many mistakes look alike. So what wrong values have in common goes
+    // before it.
+    void explain(const Result& result) const {
+        const Explanation *mistake = nullptr, *common = nullptr, *input = nullptr;
         for (const Explanation& e : result.explanations) {
             const bool all = e.wrong == result.wrong;
-            if (e.predicts && all && e.everywhere) return e.text;
+            if (e.predicts && e.wrong && (!mistake || e.others < mistake->others)) mistake = &e;
+            if (!e.predicts && all && !common) common = &e;
+            if (e.of_input && (!input || e.wrong > input->wrong)) input = &e;
         }
-        for (const Explanation& e : result.explanations) {
-            const bool all = e.wrong == result.wrong;
-            if (!e.predicts && all) return e.text;
-            if (e.predicts && all && perhaps.empty()) perhaps = "Perhaps: " + e.text;
-            if (e.of_input && partly.empty())
-                partly = "Not all wrong values are alike. Of the first: " + e.text;
+        auto say = [&](const Explanation* e, const std::string& before) {
+            std::cout << " One of them:" << e->first << hint_line(number_, before + e->text);
+        };
+        auto many = [&](const Explanation* e) { return e && 4 * e->wrong >= result.wrong; };
+        auto share = [&](const Explanation* e) {
+            return text(e->wrong, " of the ", result.wrong, " wrong values: ");
+        };
+        const bool makes_all = mistake && mistake->wrong == result.wrong;
+        if (result.wrong && !result.written)
+            std::cout << result.first << "\n  This is not computed yet: " << result.name << ".\n";
+        else if (result.past_the_end)
+            std::cout << result.first << "\n  You write past the end of " << result.name << ".\n";
+        else if (makes_all && mistake->others == 0) say(mistake, "");
+        else if (common) say(common, "");
+        else if (makes_all) say(mistake, "Perhaps: ");
+        else if (many(mistake) && (!input || mistake->wrong >= input->wrong))
+            say(mistake, "Perhaps there are several mistakes. This one makes " + share(mistake));
+        else if (many(input)) say(input, "Of " + share(input));
+        else {
+            const char* const nothing =
+                "No typical mistake makes these values. Compute the one above on paper, with what stands "
+                "above "
+                "the function, and print the steps of your own.";
+            std::cout << " The first:" << result.first << hint_line(number_, nothing);
         }
-        if (!perhaps.empty()) return perhaps;
-        if (!partly.empty()) return partly;
-        // Where there are several mistakes, none makes all wrong values: the value that is shown tells of
-        // one.
-        const Explanation* shown = nullptr;
-        for (const Explanation& e : result.explanations)
-            if (e.of_shown && (!shown || e.wrong > shown->wrong)) shown = &e;
-        if (shown)
-            return "Perhaps there are several mistakes. This one makes the value above: " + shown->text;
-        return "No typical mistake makes these values. Compute the first wrong one of " + first_ +
-               " on paper, with what stands above the function, and print the steps of your own.";
     }
 
     const CrashMessage crash_message_;
     int number_;
     std::mt19937 random_{1};
-    size_t count_ = 0;
-    std::string first_, shown_;  // the result that has the first wrong value, and what is printed of this
-    std::map<std::string, Result> results_;
+    std::vector<Result> results_;
 };
 
 // Of a matrix that is stored row by row

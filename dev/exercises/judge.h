@@ -1,6 +1,6 @@
 // judge.h - the types of exercises, the functions of `given`, and the judges. A judge calls the reader's
-// function, prints "passed" or the first value that differs, with HINT=1 also a hint, and returns the exit
-// code. To solve an exercise, nobody needs to read how it is judged.
+// function, prints "passed" or a value that differs, with HINT=1 also a hint, and returns the exit code. To
+// solve an exercise, nobody needs to read how it is judged.
 #pragma once
 #include <cstdint>
 #include <cstdlib>

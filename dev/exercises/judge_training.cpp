@@ -126,8 +126,12 @@ void compare_change(Comparison& c, const AdamWInputs& in, const Floats (&linear)
     hints.push_back(
         {"Update the weight before the moments are quantized.", change_with(OldMoments, quantized)});
     c.input = [&in](size_t i) {
+        const Step& s = in.s;
         return text("g = ", in.g[i], ", m = ", in.m[i], ", v = ", in.v[i], ", w = ", in.w[i],
-                    " before the step");
+                    " before the step;") +
+               text(std::setprecision(6), "\n            lr = ", s.lr, ", beta1 = ", s.beta1,
+                    ", beta2 = ", s.beta2, ", eps = ", s.eps, ", decay = ", s.decay, ", bias1 = ", s.bias1,
+                    ", bias2 = ", s.bias2);
     };
     c("change of w", expected, mine, hints, 1e-4);
 }

@@ -74,8 +74,7 @@ const std::vector<Mistake> MISTAKES = {
     {2, "returns amax", "This is amax itself"},
     {2, "codes without the scale", "the code of x, without the scale"},
     {2, "multiplies by s", "Multiply by 1 / s, not by s"},
-    {2, "divides by s and signed amax",
-     "several mistakes. This one makes the value above: A few codes are one off"},
+    {2, "divides by s and signed amax", "take |x|"},  // the scale comes first
     {2, "reads x[n]", "read x[0] to x[n - 1]"},
     {2, "writes past the end", "You write past the end of code"},
 
@@ -111,11 +110,12 @@ const std::vector<Mistake> MISTAKES = {
     {5, "no sign", "Bit 7 is the sign"},
     {5, "sign by x < 0", "Zero and NaN have signs, too"},
     {5, "NaN saturates", "NaN does not saturate"},
+    {5, "sign by x < 0 and ties away",
+     "wrong values: A tie goes to the even code"},  // -0 is the first of them
     {5, "the 1 in front is counted twice", "it adds 1 to the exponent field"},
 
     {6, "2^-6 as minimum", "The smallest code that is not zero is subnormal"},
-    {6, "2^-6 as minimum and k not limited at 64",
-     "several mistakes. This one makes the value above: The smallest"},
+    {6, "2^-6 as minimum and k not limited at 64", "This one makes 43 of the 45 wrong values: The smallest"},
     {6, "1 as minimum", "The range ends at the smallest value"},
     {6, "k inverted", "This is upside down"},
     {6, "divides max by min", "max / min overflows here"},
@@ -839,10 +839,15 @@ TEST_CASE("exercises: the first run shows what differs and how to get a hint") {
     std::ostringstream out;
     std::streambuf* const before = std::cout.rdbuf(out.rdbuf());
     judged(3, "signed amax");
+    judged(7, "no decay");
     judged(15, "groups for A");
     std::cout.rdbuf(before);
     CHECK_MESSAGE(contains(out.str(), "  expected  "), out.str());
     CHECK(contains(out.str(), "A hint: make exercise N=3 HINT=1"));
+    CHECK(contains(out.str(),
+                   "). Right: max of m, k of m, code of m, max of v, k of v, code of v. One of them:"));
+    CHECK(
+        contains(out.str(), "lr = 0.01, beta1 = 0.9, beta2 = 0.95, eps = 0.01, decay = 0.1, bias1 = 0.271"));
     CHECK(contains(out.str(), "A hint: make exercise N=15 HINT=1"));
     CHECK_FALSE(contains(out.str(), "take |x|"));
     CHECK_FALSE(contains(out.str(), "Groups win little here"));
