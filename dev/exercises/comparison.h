@@ -289,8 +289,8 @@ private:
         return lines + "\n  expected  " + expected + "\n  yours     " + mine;
     }
 
-    // Prints a wrong value, and with HINT=1 the cause: the mistake whose results are most like the reader's. A
-    // mistake that makes all of these is certain. One that makes all wrong values, but also others, may be
+    // Prints a wrong value, and with HINT=1 the cause: the mistake whose results are most like the reader's.
+    // A mistake that makes all of these is certain. One that makes all wrong values, but also others, may be
     // chance: where a value is extreme, many mistakes look alike. So what wrong values have in common goes
     // before it.
     void explain(const Result& result) const {
