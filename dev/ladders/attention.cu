@@ -1,8 +1,9 @@
 // attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
-// says what changes and why, which numbers were counted, and asks you to predict. What limits a rung, our own
-// predictions and the measured times are at the end of this file. Up to rung 4 each makes one change. Tensor
-// cores change the whole kernel: what they need is the subject of attention.cu and attention_sm90.cu in gpu/.
-// The words of CUDA are explained in README.md, in this folder.
+// says what changes and why, which numbers were counted, and asks you to predict. The answer to each rung is
+// at the end of this file: what limits it, what we predicted, what was measured, and why. `make read` shows
+// each answer, folded, below its question. Up to rung 4 each rung makes one change. Tensor cores change the
+// whole kernel: what they need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of
+// CUDA are explained in README.md, in this folder.
 //
 //   make build/ladder_attention && build/ladder_attention                        all rungs
 //   build/ladder_attention 4                           rung 4 alone, for instance under a profiler
@@ -11,12 +12,22 @@
 // largest difference to the CPU reference in FP32, divided by the largest output. BF16 alone may make it
 // 2^-8, 3.9e-03.
 //
+// What is computed for each head and each position, which is called a *query*. It has a vector q of 128
+// numbers. It sees its own position and those before it, its *keys*. Each of them has a vector k and a
+// vector v of 128 numbers. Positions after the query are masked.
+//
+//   score    s = q k / sqrt(128), a number for each key
+//   weight   p = exp(s) / (the sum of exp(s) over all keys): softmax
+//   output   o = the sum of p v over all keys, 128 numbers
+//
 // The work is 4 B NH T^2 HS / 2 = 137 GFLOP: two matmuls, q k^T and p v, without the half that is masked.
+// (NH: heads; HS: the size of a head.)
 //
 // What limits a rung. An H200 has 132 multiprocessors at about 1.8 GHz, so for this shape
 //
 //   tensor cores     the two matmuls at 823 TFLOP/s, the rate of a large BF16 GEMM                167 us
-//   FP32 units       the same at 61 TFLOP/s: 128 lanes of a multiprocessor, an FMA each clock   2,260 us
+//   FP32 units       the same at 61 TFLOP/s: 128 lanes of a multiprocessor, a multiplication
+//                    and an addition in one instruction (FMA) each clock                        2,260 us
 //   instructions     4 a clock and multiprocessor. 268 million pairs of a query and a key that it sees:
 //                    8.8 us for each instruction that every pair takes
 //   sectors          about one of 32 bytes a clock and multiprocessor: 1,130 us for each that every pair
@@ -24,23 +35,16 @@
 //
 // q, k and v are rows of one tensor (B, T, 3 heads 128), so a key's 128 numbers are 256 bytes, and the next
 // key is 24 KB away.
-#include "../../gpu/attention.h"
-#include "ladder.h"
+#include "attention_data.h"
 
 using namespace ladder;
 
 namespace {
 
-constexpr int HEAD = 128;  // size of a head
-constexpr int CHUNK = 8;   // BF16 numbers that one instruction loads
+constexpr int CHUNK = 8;  // BF16 numbers that one instruction loads
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-struct Shape {
-    int B, T, heads;
-    __host__ __device__ int cols() const { return 3 * heads * HEAD; }
-    gpu::AttentionShape attention() const { return {B, T, heads, heads, HEAD, Format::BF16}; }
-};
-
+// A kernel is given a Shape s: s.B sequences of s.T tokens, s.heads heads of HEAD = 128 (attention_data.h).
 enum { Q, K, V };
 // The 128 numbers of q, k or v of one position. bh: the head, counted over the sequences of the batch.
 __device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {
@@ -100,6 +104,13 @@ __global__ void output_rung1(Shape s, const bf16* qkv, const float* scores, bf16
     for (int key = 0; key <= query; key++) sum += p[key] * __bfloat162float(row(s, qkv, V, bh, key)[i]);
     out_row(s, out, bh, query)[i] = __float2bfloat16(sum);
 }
+unsigned heads_of(const Shape& s) { return static_cast<unsigned>(s.B * s.heads); }
+void launch_rung1(const Shape& s, const Tensors& t) {
+    const unsigned T = static_cast<unsigned>(s.T);
+    scores_rung1<<<dim3((T + 255) / 256, T, heads_of(s)), 256>>>(s, t.qkv, t.scores);
+    softmax_rung1<<<(heads_of(s) * T + 255) / 256, 256>>>(s, t.scores);
+    output_rung1<<<dim3(T, heads_of(s)), HEAD>>>(s, t.qkv, t.scores, t.out);
+}
 
 // ===========================================================================================================
 // Rung 2: online softmax, a thread for a query
@@ -109,17 +120,20 @@ __global__ void output_rung1(Shape s, const bf16* qkv, const float* scores, bf16
 // comes, both sums are multiplied by exp(old largest - new largest), as if that had been the largest from the
 // start.
 //
-//   key              0      1      2      3
-//   score            1      3      2      5
-//   largest          1      3      3      5
-//   both sums times         e^-2          e^-2
+//   key                      0      1             2                  3
+//   score                    1      3             2                  5
+//   largest so far           1      3             3                  5
+//   both sums times                 e^(1-3)       1                  e^(3-5)
+//   sum of exp               1      e^-2 + 1      e^-2 + 1 + e^-1    (e^-2 + 1 + e^-1) e^-2 + 1
+//
+// The last sum is e^-4 + e^-2 + e^-3 + 1: every score minus 5.
 //
 // Now all lanes of a warp read the same number of the same key: one sector in place of 32, but each load
 // still brings a lane 2 bytes.
 //
-// Counted: for a pair 256 loads, conversions and FMAs each, and 128 multiplications, about 1,000
-// instructions. q and the output are 256 numbers of a thread, which has 255 registers at most, and with so
-// many only 256 threads fit on a multiprocessor.
+// Counted: for a pair of a query and a key 256 loads, 256 conversions, 256 FMAs and 128 multiplications,
+// about 1,000 instructions. q and the output are 256 numbers of a thread, which has 255 registers at most,
+// and with so many only 256 threads fit on a multiprocessor.
 //
 // Predict: what do the instructions take? What happens to what does not fit into registers?
 __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B heads)
@@ -143,13 +157,19 @@ __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B
     }
     for (int i = 0; i < HEAD; i++) out_row(s, out, bh, query)[i] = __float2bfloat16(o[i] / sum);
 }
+constexpr int QUERIES = 64;  // of a block, here and in the next rungs
+dim3 by_queries(const Shape& s) {
+    return dim3(static_cast<unsigned>(s.T + QUERIES - 1) / QUERIES, heads_of(s));
+}
+void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUERIES>>>(s, t.qkv, t.out); }
 
 // ===========================================================================================================
 // Rung 3: keys and values through shared memory
 //
 // What changes: a block of 64 queries copies 32 keys and their values to shared memory, 16 bytes a thread,
-// and then all its threads use them. Global memory is asked once in place of 64 times, and a load from shared
-// memory brings a lane 8 numbers. A masked key has the score -infinity, so it adds exp(-infinity) = 0.
+// and then all its threads use them. The GPU's memory (*global* memory) is asked once in place of 64 times,
+// and a load from shared memory brings a lane 8 numbers. A masked key has the score -infinity, so it adds
+// exp(-infinity) = 0.
 //
 //   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:
 //             key  1   256 bytes: threads 16 ... 31                         one access
@@ -161,8 +181,7 @@ __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B
 // registers.
 //
 // Predict: the time.
-constexpr int QUERIES = 64;  // of a block
-constexpr int KEYS = 32;     // in shared memory
+constexpr int KEYS = 32;  // in shared memory
 
 template <int LANES, int THREADS = QUERIES* LANES>
 __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv, bf16* out) {
@@ -220,6 +239,9 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
         x.store(out_row(s, out, bh, query) + first_of(c));
     }
 }
+void launch_rung3(const Shape& s, const Tensors& t) {
+    rungs3_and_4<1><<<by_queries(s), QUERIES>>>(s, t.qkv, t.out);
+}
 
 // ===========================================================================================================
 // Rung 4: four lanes for a query
@@ -234,21 +256,42 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 // Counted: about 190 instructions of a lane for a pair, so 760 for the pair. Most are conversions and FMAs.
 //
 // Predict: the time.
+void launch_rung4(const Shape& s, const Tensors& t) {
+    rungs3_and_4<4><<<by_queries(s), 4 * QUERIES>>>(s, t.qkv, t.out);
+}
 
 // ===========================================================================================================
-// Rungs 5 and 6: tensor cores
+// Rung 5: tensor cores, on any GPU since 2020
 //
 // What changes: everything but the online softmax. A tensor core multiplies tiles of 16 x 16 and more in one
-// instruction, 13 times as fast as the FP32 units, so the whole kernel is arranged around it.
-//   5  gpu/attention.cu: a warp owns 16 queries, p stays in registers between the two matmuls, and tiles of
-//      keys are copied ahead (cp.async).
-//   6  gpu/attention_sm90.cu: matmuls run asynchronously on operands in shared memory (wgmma), a thread of
-//      its own moves tiles (TMA), and the exponentials of one group of warps overlap with the matmuls of
-//      another.
+// instruction (mma.sync), 13 times as fast as the FP32 units, so the whole kernel is arranged around it. In
+// gpu/attention.cu a warp owns 16 queries, p stays in registers between the two matmuls, and tiles of keys
+// are copied to shared memory before they are needed (cp.async).
 //
 // Counted: 268 million exponentials on the special function units (16 lanes a clock) take 71 us.
 //
-// Predict: how many times 167 us does each of them take?
+// Predict: how many times 167 us does it take?
+void launch_rung5(const Shape& s, const Tensors& t) {
+    const gpu::AttentionShape shape = s.attention();
+    gpu::any_gpu_attention(shape).forward(shape, t.qkv, t.out, t.lse, nullptr, nullptr);
+}
+
+// ===========================================================================================================
+// Rung 6: tensor cores of Hopper
+//
+// What changes: in gpu/attention_sm90.cu matmuls run asynchronously, which means that a warp starts them and
+// does something else until they are done (wgmma). Their operands lie in shared memory, where a unit for
+// copies puts them, which one thread commands (TMA). Two groups of warps take turns, so that the exponentials
+// of one overlap with the matmuls of the other.
+//
+// Counted: as rung 5.
+//
+// Predict: how many times 167 us does it take?
+void launch_rung6(const Shape& s, const Tensors& t) {
+    if (gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return;  // shown as "not written yet"
+    const gpu::AttentionShape shape = s.attention();
+    gpu::hopper_attention(shape).forward(shape, t.qkv, t.out, t.lse, nullptr, nullptr);
+}
 
 // ===========================================================================================================
 // Your rung
@@ -262,98 +305,27 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 [[maybe_unused]] __global__ void my_kernel([[maybe_unused]] Shape s, [[maybe_unused]] const bf16* qkv,
                                            [[maybe_unused]] bf16* out) {}
 
-void launch_my_kernel([[maybe_unused]] const Shape& s, [[maybe_unused]] const bf16* qkv,
-                      [[maybe_unused]] bf16* out) {
-    // my_kernel<<<blocks, threads>>>(s, qkv, out);
+void launch_my_kernel([[maybe_unused]] const Shape& s, [[maybe_unused]] const Tensors& t) {
+    // my_kernel<<<blocks, threads>>>(s, t.qkv, t.out);
 }
-
-// ===========================================================================================================
-// The program: data, the comparison with the CPU reference, and the table
-
-constexpr int ANY_GPU = 4, HOPPER = 5, MINE = 6;
-const std::vector<const char*> RUNGS = {"as the formula reads: three kernels, T x T scores",
-                                        "online softmax: a thread for a query",
-                                        "keys and values through shared memory",
-                                        "four lanes for a query",
-                                        "tensor cores (mma.sync): attention.cu",
-                                        "Hopper (wgmma, TMA): attention_sm90.cu",
-                                        "my_kernel"};
-
-struct Case {
-    const Shape s;
-    const size_t rows = static_cast<size_t>(s.B) * s.T;
-    const std::vector<uint16_t> host = random_bf16(rows * s.cols(), 1.0f);
-    Buffer<uint16_t> qkv{host}, out{rows * s.heads * HEAD};
-    Buffer<float> lse{rows * s.heads};
-    Buffer<float> scores{rows * s.heads * s.T};  // for rung 1
-
-    void run(int rung) const {
-        const unsigned T = static_cast<unsigned>(s.T);
-        const unsigned heads = static_cast<unsigned>(s.B * s.heads);
-        const dim3 by_queries((T + QUERIES - 1) / QUERIES, heads);
-        const bf16* const in = reinterpret_cast<const bf16*>(qkv.get());
-        bf16* const to = reinterpret_cast<bf16*>(out.get());
-        const gpu::AttentionShape shape = s.attention();
-        switch (rung) {
-            case 0:
-                scores_rung1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, in, scores.get());
-                softmax_rung1<<<(heads * T + 255) / 256, 256>>>(s, scores.get());
-                output_rung1<<<dim3(T, heads), HEAD>>>(s, in, scores.get(), to);
-                break;
-            case 1: rung2<<<by_queries, QUERIES>>>(s, in, to); break;
-            case 2: rungs3_and_4<1><<<by_queries, QUERIES>>>(s, in, to); break;
-            case 3: rungs3_and_4<4><<<by_queries, 4 * QUERIES>>>(s, in, to); break;
-            case ANY_GPU:
-                gpu::any_gpu_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr);
-                break;
-            case HOPPER:
-                gpu::hopper_attention(shape).forward(shape, in, to, lse.get(), nullptr, nullptr);
-                break;
-            case MINE: launch_my_kernel(s, in, to); break;
-        }
-        gpu::check(cudaGetLastError(), "Launching a kernel failed");
-    }
-    Verdict against_reference(int rung) {
-        if (rung == HOPPER && gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
-            return {.right = true, .written = false, .text = ""};
-        out.poison();
-        const std::vector<uint16_t> before = out.read();
-        run(rung);
-        const std::vector<uint16_t> bits = out.read();
-        if (bits == before) return {.right = true, .written = false, .text = ""};
-        std::vector<float> x(host.size()), expected(bits.size()), sums(rows * s.heads);
-        for (size_t i = 0; i < x.size(); i++) x[i] = reference::from_bf16(host[i]);
-        const ModelConfig c{"ladder", LLAMA, 1, s.heads * HEAD, s.heads, s.heads, 16, 16, s.T, true};
-        reference::attention_forward(c, s.B, s.T, x.data(), expected.data(), sums.data());
-        double worst = 0, largest = 0;
-        for (size_t i = 0; i < bits.size(); i++) {
-            const double difference = std::abs(reference::from_bf16(bits[i]) - double{expected[i]});
-            if (!(difference <= worst)) worst = difference;  // also NaN
-            largest = std::max(largest, std::abs(double{expected[i]}));
-        }
-        char text[40];
-        snprintf(text, sizeof(text), "%.1e", worst / largest);
-        return {.right = worst / largest < 0x1p-7, .written = true, .text = text};
-    }
-};
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-    Case small{{1, 300, 2}}, large{{4, 2048, 32}};
-    const Shape& s = large.s;
-    const double operations = 4.0 * s.B * s.heads * s.T * double(s.T) * HEAD / 2;
-    const Limit gemm{operations / 823e12, "causal attention forward: 137 GFLOP at 823 TFLOP/s: 167 us",
-                     "% of GEMM"};
-    return climb(
-        RUNGS, gemm, argc, argv, [&](int rung) { return small.against_reference(rung); },
-        [&](int rung) { large.run(rung); });
-} catch (const Error& e) {
-    fprintf(stderr, "%s\n", e.what());
-    return 1;
+int main(int argc, char** argv) {
+    return climb_attention(argc, argv,
+                           {{"as the formula reads: three kernels, T x T scores", launch_rung1},
+                            {"online softmax: a thread for a query", launch_rung2},
+                            {"keys and values through shared memory", launch_rung3},
+                            {"four lanes for a query", launch_rung4},
+                            {"tensor cores (mma.sync): attention.cu", launch_rung5},
+                            {"Hopper (wgmma, TMA): attention_sm90.cu", launch_rung6},
+                            {"my_kernel", launch_my_kernel}});
 }
 
-// Hints for your rung. Read one, and try it, before you read the next.
+// ===========================================================================================================
+// Hints for your rung
+//
+// Read one, and try it, before you read the next.
 //
 // 1. How many times does a block of rung 2 load the same key? How many bytes does each load bring a lane?
 // 2. Where can a block keep 32 keys and values? A thread has 255 registers at most: what does it hold?
@@ -361,7 +333,9 @@ int main(int argc, char** argv) try {
 // 4. Which numbers of a key should a lane have, so that neighbouring lanes load neighbouring bytes?
 
 // ===========================================================================================================
-// Measured on an H200, B 4, T 2048, 32 heads of 128:
+// Measured on an H200
+//
+// B 4, T 2048, 32 heads of 128:
 //
 //   rung                                                           us  % of GEMM  speed-up  codes
 //    1  as the formula reads: three kernels, T x T scores     317522.6         0%         -  2.6e-03
@@ -370,21 +344,65 @@ int main(int argc, char** argv) try {
 //    4  four lanes for a query                                  9755.3         2%     1.68x  2.6e-03
 //    5  tensor cores (mma.sync): attention.cu                    723.7        23%    13.48x  2.6e-03
 //    6  Hopper (wgmma, TMA): attention_sm90.cu                   246.5        68%     2.94x  2.6e-03
-//
-// What limits each rung, and what we predicted before it was measured:
-//
-//   rung   limit                                                          predicted             measured
-//    1     sectors: 128 x 2 x 1,130 us = 290,000; scores a few thousand   300,000               317,523
-//    2     instructions 9,000; registers that are stored and loaded       several times 9,000    51,810
-//    3     as rung 2, with fewer loads                                    half of rung 2         16,350
-//    4     instructions 6,700; FP32 units alone 2,260                      8,000                  9,755
-//    5     tensor cores 167; exponentials 71                              2 to 4 times 167          724
-//    6     the same, overlapped                                           less than 2 times 167     247
-//
-// Rung 3 was better than predicted: a third of rung 2 in place of half. Probably (it was not measured)
-// because each of rung 2's loads of 2 bytes goes to the cache of its multiprocessor, through which the
-// numbers that do not fit into registers go, too. Rung 5 is a little beyond its prediction: 4.3 times 167 us.
 
+// ===========================================================================================================
+// Answer to rung 1
+//
+//   limits      sectors 128 x 2 x 1,130 us = 290,000 us; memory for the scores, a few thousand us
+//   predicted   300,000 us
+//   measured    317,523 us
+//
+// The factor 2 is the masked half, which is computed, too.
+
+// ===========================================================================================================
+// Answer to rung 2
+//
+//   limits      instructions 9,000 us; and registers that are stored and loaded
+//   predicted   several times 9,000 us
+//   measured    51,810 us
+//
+// What does not fit into registers lies in memory (spilling), and each pair loads and stores it.
+
+// ===========================================================================================================
+// Answer to rung 3
+//
+//   limits      as rung 2, with fewer loads
+//   predicted   half of rung 2
+//   measured    16,350 us, a third of rung 2
+//
+// It was better than predicted. Probably (it was not measured) because each of rung 2's loads of 2 bytes goes
+// to the cache of its multiprocessor, through which the numbers that do not fit into registers go, too.
+
+// ===========================================================================================================
+// Answer to rung 4
+//
+//   limits      instructions 6,700 us; FP32 units alone 2,260 us
+//   predicted   8,000 us
+//   measured    9,755 us
+//
+// Everything fits into registers now. It takes a fifth longer than predicted, and we do not know why.
+
+// ===========================================================================================================
+// Answer to rung 5
+//
+//   limits      tensor cores 167 us, exponentials 71 us
+//   predicted   2 to 4 times 167 us
+//   measured    724 us, 4.3 times 167 us
+//
+// It is 13.5 times as fast as rung 4, and a little beyond the prediction.
+
+// ===========================================================================================================
+// Answer to rung 6
+//
+//   limits      tensor cores 167 us, exponentials 71 us: overlapped
+//   predicted   less than 2 times 167 us
+//   measured    247 us, 1.5 times 167 us
+//
+// The sum of both limits is 238 us. How these kernels became what they are is told below.
+
+// ===========================================================================================================
+// How the kernels that train were built
+//
 // Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //
 // Backward on the same GPU, TFLOP/s, in the order in which it was built:   head 128   head 64

@@ -1,5 +1,6 @@
-// ladder.h - what the ladders share: wide accesses, random data, and the table that a ladder prints. Device
-// memory and the clock are in gpu_tools.h.
+// ladder.h - what the ladders share: wide accesses, which rungs use; and, for the program around them, random
+// data and the table that it prints. Device memory and the clock are in gpu_tools.h. What one ladder's
+// kernels are given, and how they are compared with the CPU reference, is in its own header: adamw_data.h.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -59,6 +61,14 @@ struct Verdict {
     std::string text;     // for the last column of the table
 };
 
+// A row of the table. launch(arguments) starts the kernels of a rung, and waits for nothing. AS_IN_TRAINING:
+// the data of the ladder launch the kernels that train, which need more than a rung is given.
+template <class... Arguments> struct RungOf {
+    const char* name;
+    std::function<void(Arguments...)> launch;
+};
+constexpr std::nullptr_t AS_IN_TRAINING = nullptr;
+
 // The time that a rung could take at best, and what it is compared with.
 struct Limit {
     double seconds;
@@ -74,31 +84,29 @@ inline Limit copying(double bytes) {
 }
 
 // Checks and times the rungs of a ladder, and prints a row of the table for each:
-//   names   what each rung is
-//   check   check(i) compares rung i, counted from 0, with the CPU reference: a Verdict
-//   run     run(i) launches rung i on large data, as often as it is called
+//   check   check(rung) compares it with the CPU reference, on little data: a Verdict
+//   run     run(rung) launches it on large data, as often as it is called
 // A rung that is wrong is named, and the next one follows. With numbers as arguments of the program only
 // these rungs run, for instance under a profiler. Returns what main() returns: 1 if a rung is wrong.
-template <class Check, class Run>
-int climb(const std::vector<const char*>& names, const Limit& limit, int argc, char** argv, Check check,
-          Run run) {
+template <class Rung, class Check, class Run>
+int climb(const std::vector<Rung>& rungs, const Limit& limit, int argc, char** argv, Check check, Run run) {
     printf("%s\n\n", limit.text.c_str());
     printf("%-64sus  %s  speed-up  codes\n", "rung", limit.column);
     bool wrong = false;
     double previous = 0;
-    for (int i = 0; i < static_cast<int>(names.size()); i++) {
+    for (int i = 0; i < static_cast<int>(rungs.size()); i++) {
         bool wanted = argc == 1;
         for (int a = 1; a < argc; a++) wanted = wanted || std::atoi(argv[a]) == i + 1;
         if (!wanted) continue;
-        printf("%2d  %-53s ", i + 1, names[i]);
+        printf("%2d  %-53s ", i + 1, rungs[i].name);
         fflush(stdout);
         try {
-            const Verdict verdict = check(i);
+            const Verdict verdict = check(rungs[i]);
             if (!verdict.written) {
                 printf("not written yet\n");
                 continue;
             }
-            const double seconds = dev::median_seconds([&] { run(i); });
+            const double seconds = dev::median_seconds([&] { run(rungs[i]); });
             printf("%8.1f  %8.0f%%", 1e6 * seconds, 100 * limit.seconds / seconds);
             if (previous > 0) printf("  %7.2fx", previous / seconds);
             else printf("         -");

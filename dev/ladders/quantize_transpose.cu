@@ -1,9 +1,9 @@
 // quantize_transpose.cu - a ladder: a BF16 matrix is quantized to FP8 with one scale, and its codes are
 // written by rows and also transposed, from the simplest kernels to those that train (coat.cu). Each rung
 // makes one change to the rung before it. Its text says what changes and why, which numbers were counted, and
-// asks you to predict. What limits each rung, our own predictions, the measured times, and why some
-// predictions failed are at the end of this file. This is the easiest ladder. If you have never seen CUDA,
-// read README.md in this folder first: one page.
+// asks you to predict. The answer to each rung is at the end of this file: what limits it, what we predicted,
+// what was measured, and why. `make read` shows each answer, folded, below its question. This is the easiest
+// ladder. If you have never seen CUDA, read README.md in this folder first: one page.
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose      all rungs
 //   build/ladder_quantize_transpose 5                  rung 5 alone, for instance under a profiler
@@ -11,8 +11,10 @@
 // The program prints the time of each rung for a matrix of 16384 x 4096. Codes must equal those of the CPU
 // reference.
 //
-// Training does this to every gradient. FP8 GEMMs on Hopper reduce over contiguous elements only: dgrad reads
-// the codes by rows, and wgrad reads them transposed. The amax is already known.
+// Training does this to every gradient. The FP8 GEMMs of Hopper, the H200's generation, add up products along
+// neighbouring elements only. So the GEMM for the gradient of x reads the codes by rows, and that for the
+// gradient of the weight reads them transposed (lesson 5 of the course). The amax, the largest magnitude of
+// the matrix, is already known.
 //
 // What limits a rung. It uses four resources at the same time, and that which takes longest decides. Here is
 // how long each takes for these 67 million elements. An H200 has 132 multiprocessors at about 1.8 GHz
@@ -26,27 +28,32 @@
 //                    different words of a bank, and so on
 //   latency          what a load asks for arrives about 0.8 us later. Half of the bytes are loaded, at
 //                    2.1 TB/s. So what arrives in the next 0.8 us must have been asked for already:
-//                    2.1e12 x 0.8e-6 = 1.7 MB
+//                    2.1e12 x 0.8e-6 = 1.7 MB. If a third of that has been, loading takes three times as long
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
 // build/ladder_quantize_transpose prints (here that of nvcc 12.9): one follows a thread from the first line
 // of a kernel to EXIT, along the branches that nearly every thread takes, counts a loop as often as it runs,
 // and divides by the elements of the thread. On this path the two kernels of rung 1 have 47 and 56
 // instructions, for one element: 103.
-#include "ladder.h"
+#include "quantize_transpose_data.h"
 
 using namespace ladder;
 
 namespace {
 
-// What a kernel is given. rows and cols are multiples of 16.
-struct Matrix {
-    int64_t rows, cols;
-    const bf16* x;            // (rows, cols)
-    gpu::TensorScale* scale;  // has the amax
-    uint8_t* codes;           // (rows, cols)
-    uint8_t* transposed;      // (cols, rows)
-};
+constexpr unsigned THREADS = 256;  // of a block, but for rungs 2 to 4
+
+// A kernel is given a Matrix m (quantize_transpose_data.h): m.x is BF16, (rows, cols); m.codes is (rows,
+// cols) and m.transposed (cols, rows), a byte each; m.scale has the amax. rows and cols are multiples of 16.
+
+// How many blocks it takes if each has so many elements; and the grid if each has a square of so many columns
+// and rows.
+unsigned blocks_with(const Matrix& m, int64_t elements) {
+    return static_cast<unsigned>(ceil_div(m.rows * m.cols, elements));
+}
+dim3 tiles_of(const Matrix& m, int64_t side) {
+    return dim3(static_cast<unsigned>(ceil_div(m.cols, side)), static_cast<unsigned>(ceil_div(m.rows, side)));
+}
 
 // 1 / scale, where scale = amax / FMAX; FMAX of E5M2 is 57,344. __fdiv_rn divides and __frcp_rn takes a
 // reciprocal, both rounded to the nearest FP32 number, whatever the compiler is told about fast arithmetic.
@@ -69,11 +76,11 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 //                    ...
 //                    row   31   byte 0   lane 31
 //
-// Counted: 103 instructions for an element. 67 million bytes are written to 67 million sectors. The other 31
-// bytes of a sector come from other rows, of other blocks.
+// Counted: 103 instructions for an element. 67 million bytes are written, each to a sector of its own. The
+// other 31 bytes of a sector come from other rows, of other blocks.
 //
-// Predict: the time, if each of these writes sends 32 bytes to memory, and if the sectors are completed on
-// the chip, in the L2 cache. Which do you believe?
+// Predict: the time if each of these writes sends 32 bytes to memory, and the time if sectors are first
+// completed on the chip, in the L2 cache. Which do you believe?
 __global__ void quantize_rung1(Matrix m) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < m.rows * m.cols) m.codes[i] = encode(m.x[i], inverse_scale(m));
@@ -84,6 +91,10 @@ __global__ void transpose_rung1(Matrix m) {
     const int64_t row = i / m.cols;
     const int64_t col = i % m.cols;
     m.transposed[col * m.rows + row] = m.codes[i];
+}
+void launch_rung1(const Matrix& m) {
+    quantize_rung1<<<blocks_with(m, THREADS), THREADS>>>(m);
+    transpose_rung1<<<blocks_with(m, THREADS), THREADS>>>(m);
 }
 
 // ===========================================================================================================
@@ -105,7 +116,8 @@ constexpr int SIDE = 32;  // rows and columns of a tile
 constexpr int TALL = 8;   // a block has 32 x 8 threads
 
 // The grid is (cols / 32, rows / 32): blockIdx.x is the number of the tile in its row of tiles, blockIdx.y
-// that of the row. A thread of the block has the place (threadIdx.x, threadIdx.y), and every eighth row.
+// that of the row. A thread of the block has the place (threadIdx.x, threadIdx.y), and of the tile every
+// eighth row from threadIdx.y on.
 __global__ void transpose_rung2(Matrix m) {
     __shared__ uint8_t tile[SIDE][SIDE];
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
@@ -122,20 +134,26 @@ __global__ void transpose_rung2(Matrix m) {
         m.transposed[(col0 + x) * m.rows + row0 + y] = tile[y][x];
     }
 }
+void launch_rung2(const Matrix& m) {
+    quantize_rung1<<<blocks_with(m, THREADS), THREADS>>>(m);
+    transpose_rung2<<<tiles_of(m, SIDE), dim3(SIDE, TALL)>>>(m);
+}
 
 // ===========================================================================================================
 // Rung 3: one kernel
 //
-// What changes: a thread stores a code in memory and in the tile when it has computed it. Nothing is read
-// back: the first kernel goes, with its start, its addresses and its division by the scale, which each thread
-// now does once for four elements. The kernel below is a template: PADDING is a
-// blank that is filled in when it is compiled, with 0 here and with 1 in rung 4.
+// What changes: as soon as a thread has computed a code, it stores it both in memory and in the tile.
+// Nothing is read back: the first kernel goes, with its start, its addresses and its division by the scale.
+// Each thread now divides once for four elements. The kernel below is a template: PADDING is a blank
+// (README.md, "What the compiler is told"), which is filled in where the kernel is launched, with 0 here and
+// with 1 in rung 4.
 //
-// Counted: 51 instructions for an element. 14 of them are for the scale and the start: a thread executes 56,
-// but for four elements only. And a thread has one load of 2 bytes on its way. The next one comes after the
-// store of the code, because for all that the compiler knows `codes` could be where `x` is.
+// Counted: 51 instructions for an element. 14 of them are for the scale and the start: these are 56 in a
+// thread, but a thread has four elements only. And a thread has one load of 2 bytes on its way. The next one
+// comes after the store of the code, because for all that the compiler knows `codes` could be where `x` is.
 //
-// Predict: the time of instructions, and that of latency, with 2,048 threads on each multiprocessor.
+// Predict: the time of instructions, and that of latency. 2,048 threads are on each multiprocessor: how many
+// bytes have they asked for at any moment?
 
 // Rungs 3 and 4. PADDING: bytes after each row of the tile. The grid is that of rung 2.
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
@@ -158,6 +176,7 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
         m.transposed[(col0 + x) * m.rows + row0 + y] = tile[y][x];
     }
 }
+void launch_rung3(const Matrix& m) { rungs3_and_4<0><<<tiles_of(m, SIDE), dim3(SIDE, TALL)>>>(m); }
 
 // ===========================================================================================================
 // Rung 4: a byte of padding
@@ -170,6 +189,7 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //   33 bytes a row: bank      0    8   16   24    1    9   17   25    2   ...  31    every bank once
 //
 // Predict: what does a read of the tile take, before and now? By how much does the rung become faster?
+void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(SIDE, TALL)>>>(m); }
 
 // ===========================================================================================================
 // Rung 5: eight elements a thread
@@ -183,13 +203,14 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 //   transposed       bytes 0 - 7     8 - 15   ...    56 - 63      8 lanes: 64 bytes of a row
 //
 // Inside the block codes still go to the tile and come back one byte at a time: 16 accesses for 8 elements,
-// each with two lanes in a bank. (A row of the tile has 68 bytes, 17 whole words, so byte c of row r is in
-// bank 17 r + c / 4 modulo 32. A warp reads four columns, the bytes of one word, each from eight rows:
+// each with two lanes that need different words of a bank. For instance reading: a row of the tile has 68
+// bytes, 17 whole words, so byte c of row r is in bank 17 r + c / 4 modulo 32. A warp reads four columns, the
+// bytes of one word, each from eight rows:
 //
 //   row                        0    8   16   24   32   40   48   56     17 x 8 = 136 is 8 modulo 32
 //   bank of column 0 to 3      0    8   16   24    0    8   16   24     4 banks, two rows each
 //
-// With 65 bytes, as in rung 4, reading would need no bank twice, but writing still would.)
+// With 65 bytes, as in rung 4, reading would need no bank twice, but writing still would.
 //
 // Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
@@ -199,8 +220,7 @@ template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
 // load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is
 // eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight codes of them, two
 // with each instruction that converts; they are a uint2, two words of four codes.
-constexpr unsigned THREADS = 256;  // of a block, here and in the next rungs
-constexpr int CHUNK = 8;
+constexpr int CHUNK = 8;  // elements that a thread loads at once
 
 __device__ Piece<uint8_t, CHUNK> encode8(const Piece<bf16, CHUNK>& x, float inverse) {
     gpu::Values values;
@@ -234,6 +254,7 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
         column.store(m.transposed + (col0 + x) * m.rows + row0 + y);
     }
 }
+void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 
 // ===========================================================================================================
 // Rung 6: 8 x 8 elements a thread, transposed in registers
@@ -248,8 +269,8 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 //   rows 120 - 127                 thread 240   thread 241       thread 255        down 15
 //                                  across 0     across 1         across 15
 //
-// All 8 loads of a thread are on their way before the first is used. The thread turns rows into columns by
-// itself, four rows and four columns at a time, with instructions that pick any 4 of 8 bytes (__byte_perm):
+// A thread turns its rows into columns in its registers, four rows and four columns at a time, with
+// instructions that pick any 4 of 8 bytes (__byte_perm):
 //
 //   row 0  a0 a1 a2 a3            a0 b0 c0 d0      a word: four rows of column 0
 //   row 1  b0 b1 b2 b3    --->    a1 b1 c1 d1      a word of column 1
@@ -257,22 +278,38 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
 //   row 3  d0 d1 d2 d3            a3 b3 c3 d3
 //
 // From here on a *word* is four rows of one column: 4 bytes, one bank. A thread has two words of each of its
-// columns. The upper word has its rows 0 to 3, the lower word its rows 4 to 7.
+// columns: the upper word has its rows 0 to 3, the lower word its rows 4 to 7. But in the result the
+// neighbours of these bytes are the other rows of the column, which other threads have. So the words, and no
+// longer single bytes, go through a tile in shared memory: 32 words for each of the 128 columns. There are as
+// many banks, so word w of every column is in bank w. Four neighbouring words are a *piece*, 16 rows, which
+// one thread reads at once:
 //
-// The tile in shared memory consists of words: 32 for each of the 128 columns. There are as many banks, so
-// word w of every column is in bank w. Four neighbouring words are a *piece*, 16 rows:
-//
-//   rows                0 - 3    4 - 7    8 - 11   12 - 15   16 - 19   ...   124 - 127
+//   rows of the column  0 - 3    4 - 7    8 - 11   12 - 15   16 - 19   ...   124 - 127
 //   word, and its bank  0        1        2        3         4               31
 //   written by down     0        0        1        1         2               15
 //   it is that one's    upper    lower    upper    lower     upper           lower
 //   read as             piece 0                              piece 1         piece 7
 //
-// All threads write their upper words first, one column after the other, and then their lower words. A lane
-// reads a piece at once, 16 bytes, and stores it. Eight lanes with the pieces of one column write 128
-// neighbouring bytes.
+// Who reads and writes which bytes, from the beginning to the end:
+//
+//   step                  thread 17: across 1, down 1               its warp: down 0 and 1
+//   load x                rows 8 - 15 of columns 8 - 15:            a load: two rows, 256 bytes of each,
+//                         8 loads of 16 bytes                       16 sectors
+//   store codes           the same places: 8 stores of 8 bytes      a store: two rows, 128 bytes of each,
+//                                                                   8 sectors
+//   transpose             in registers: 16 words                    no memory
+//   write the tile        words 2 and 3 of columns 8 - 15:          one word of 16 columns for each down:
+//                         the 8 upper ones, then the 8 lower        which banks? See below
+//   (barrier)
+//   read the tile         piece 1 of columns 2, 34, 66 and 98:      a load: the 8 pieces of 4 columns,
+//                         4 loads of 16 bytes                       512 bytes, every bank 4 times
+//   store transposed      bytes 16 - 31 of rows 2, 34, 66, 98       a store: 128 bytes of each of 4 rows,
+//                         of the result: 4 stores of 16 bytes       16 sectors
+//
+// All 8 loads of x are on their way before the first is used.
 //
 // Counted: 8 instructions for an element. Without conflicts, writing the words takes 2.2 us of shared memory.
+// (Lanes that need different words of one bank are a *conflict*.)
 //
 // Predict: in how many banks are the words that the 16 threads of one `down` write at once? How long does
 // writing take, and how much of that shows in the time?
@@ -351,14 +388,16 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(words);
     }
 }
+void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE), THREADS>>>(m); }
 
 // ===========================================================================================================
 // Rung 7: swizzled words
 //
-// What changes: where the words of a column are. Padding, as in rung 4, does not help: pieces are read 16
+// What changes: where the words of a column are. In rung 6 the words that the threads of one `down` write at
+// once are in one bank, whatever their `across`. Padding, as in rung 4, does not help: pieces are read 16
 // bytes at a time, from an address that is a multiple of 16. So a column could only grow by a multiple of
 // four words, eight columns by a multiple of 32, and the words would meet in one bank as before. Instead the
-// words change places within their column, in another way for each `across`.
+// words change places within their column, in another way for each `across`. This is called a *swizzle*.
 //
 // How does one find such a layout? The words that a warp writes at once must be in different banks. Their
 // threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
@@ -367,9 +406,24 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
 //     of the bank. These get the upper three bits of `across`: piece p is at place p ^ (across / 2);
 //   - the last bit of `across` says which word is written first: the lower one where `across` is odd.
 //
-// `^` (exclusive or) permutes the places, so nothing is overwritten, and eight lanes that read the eight
-// pieces of a column still use every bank once. Which word comes first does not change where it goes. These
-// are the banks that a warp writes at once in its first turn, for the first of each thread's columns:
+// Here is the tile, a line for the first column of each `across`: which word is in which bank. In the first
+// turn the threads of down 0 write the words in [ ], and those of down 1 the words in ( ):
+//
+//   bank                     0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
+//   rung 6   across 0       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
+//            across 1       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
+//            across 2       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
+//            ...
+//   rung 7   across 0       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
+//            across 1        0   [1]   2   (3) |  4    5    6    7  |  8    9   10   11  |  12        31
+//            across 2        4    5    6    7  | [0]   1   (2)   3  | 12   13   14   15  |   8        27
+//            across 3        4    5    6    7  |  0   [1]   2   (3) | 12   13   14   15  |   8        27
+//            across 4        8    9   10   11  | 12   13   14   15  | [0]   1   (2)   3  |   4        23
+//            ...
+//
+// A piece is what stands between two bars. `^` (exclusive or) permutes the pieces of a column, so nothing is
+// overwritten, and eight lanes that read the eight pieces of a column use every bank once, as in rung 6.
+// Which word comes first does not change where it goes. The banks that a warp writes in its first turn:
 //
 //   across                    0    1    2    3    4    5   ...  15
 //   rung 6   down 0           0    0    0    0    0    0         0
@@ -383,12 +437,16 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
 //
 //   python3 dev/ladders/banks.py "256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2"
 //
-// Predict: the time. coat.cu does the same for any format and for tensors that are computed on the fly. It
-// writes four rows as soon as it has them, so that it needs fewer registers; its drawing is in part 3 there.
+// Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
+//
+// Predict: the time. Rung 8 of the table is coat.cu, which does the same for any format and for tensors that
+// are computed on the fly. It writes four rows as soon as it has them, so that it needs fewer registers; its
+// drawing is in part 3 there.
 struct Swizzled {
     static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
     static __device__ int place(int piece, int across) { return piece ^ (across / 2); }
 };
+void launch_rung7(const Matrix& m) { rungs6_and_7<Swizzled><<<tiles_of(m, TILE), THREADS>>>(m); }
 
 // ===========================================================================================================
 // Your rung
@@ -399,121 +457,34 @@ struct Swizzled {
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose 4 9
 //
-// compares it with the reference and measures it beside rung 4. Hints stand at the end of this file.
+// compares it with the reference and measures it beside rung 4. Hints stand at the end of this file. Without
+// a GPU: layouts.py, in this folder, asks which thread loads what and where the words of a tile are, in
+// rungs 4, 5 and 7, and checks your answers.
 [[maybe_unused]] __global__ void my_kernel([[maybe_unused]] Matrix m) {}
 
 void launch_my_kernel([[maybe_unused]] const Matrix& m) {
     // my_kernel<<<blocks, threads>>>(m);
 }
 
-// ===========================================================================================================
-// The program: data, the comparison with the CPU reference, and the table
-
-constexpr int FROM_TRAINING = 7, MINE = 8;
-const std::vector<const char*> RUNGS = {"two kernels, a thread for an element",
-                                        "the transpose goes through shared memory",
-                                        "one kernel",
-                                        "a byte of padding: other banks",
-                                        "eight elements a thread",
-                                        "8 x 8 elements a thread, transposed in registers",
-                                        "swizzled words: no bank twice",
-                                        "coat.cu, which trains",
-                                        "my_kernel"};
-
-void run(int rung, const Matrix& m) {
-    const unsigned elements = static_cast<unsigned>(ceil_div(m.rows * m.cols, THREADS));
-    const dim3 side(SIDE, TALL);
-    auto tiles = [&](int64_t each) {
-        return dim3(static_cast<unsigned>(ceil_div(m.cols, each)),
-                    static_cast<unsigned>(ceil_div(m.rows, each)));
-    };
-    const gpu::TensorRef x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, PLAIN_BF16};
-    switch (rung) {
-        case 0:
-            quantize_rung1<<<elements, THREADS>>>(m);
-            transpose_rung1<<<elements, THREADS>>>(m);
-            break;
-        case 1:
-            quantize_rung1<<<elements, THREADS>>>(m);
-            transpose_rung2<<<tiles(SIDE), side>>>(m);
-            break;
-        case 2: rungs3_and_4<0><<<tiles(SIDE), side>>>(m); break;
-        case 3: rungs3_and_4<1><<<tiles(SIDE), side>>>(m); break;
-        case 4: rung5<<<tiles(64), THREADS>>>(m); break;
-        case 5: rungs6_and_7<Unswizzled><<<tiles(TILE), THREADS>>>(m); break;
-        case 6: rungs6_and_7<Swizzled><<<tiles(TILE), THREADS>>>(m); break;
-        case FROM_TRAINING:
-            gpu::quantize(gpu::stored(x), {{m.codes, m.scale, m.rows, m.cols, E5M2_TENSOR}, m.transposed},
-                          nullptr, nullptr);
-            break;
-        case MINE: launch_my_kernel(m); break;
-    }
-    gpu::check(cudaGetLastError(), "Launching a kernel failed");
-}
-
-class Case {
-public:
-    Case(int64_t rows, int64_t cols)
-        : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
-          transposed_(bits_.size()), scale_(1), m{.rows = rows,
-                                                  .cols = cols,
-                                                  .x = reinterpret_cast<bf16*>(x_.get()),
-                                                  .scale = scale_.get(),
-                                                  .codes = codes_.get(),
-                                                  .transposed = transposed_.get()} {
-        scale_.fill(0);
-        gpu::compute_amax(gpu::stored({x_.get(), nullptr, rows, cols, PLAIN_BF16}), scale_.get(), nullptr);
-    }
-    Verdict against_reference(int rung) {
-        std::vector<float> values;
-        for (uint16_t b : bits_) values.push_back(reference::from_bf16(b));
-        const std::vector<uint8_t> expected =
-            reference::quantize(values.data(), m.rows, m.cols, E5M2_TENSOR).codes;
-        codes_.poison();
-        transposed_.poison();
-        const std::vector<uint8_t> before = codes_.read();
-        run(rung, m);
-        const std::vector<uint8_t> codes = codes_.read(), transposed = transposed_.read();
-        if (codes == before && transposed == before) return {.right = true, .written = false, .text = ""};
-        int64_t wrong = 0, wrong_transposed = 0;
-        for (int64_t row = 0; row < m.rows; row++) {
-            for (int64_t col = 0; col < m.cols; col++) {
-                const uint8_t code = expected[row * m.cols + col];
-                wrong += codes[row * m.cols + col] != code;
-                wrong_transposed += transposed[col * m.rows + row] != code;
-            }
-        }
-        if (wrong + wrong_transposed == 0) return {.right = true, .written = true, .text = "equal"};
-        const std::string text =
-            std::to_string(wrong) + " codes, " + std::to_string(wrong_transposed) + " transposed";
-        return {.right = false, .written = true, .text = text};
-    }
-
-private:
-    std::vector<uint16_t> bits_;
-    Buffer<uint16_t> x_;
-    Buffer<uint8_t> codes_, transposed_;
-    Buffer<gpu::TensorScale> scale_;
-
-public:
-    const Matrix m;
-};
-
 }  // namespace
 
-int main(int argc, char** argv) try {
-    // The small one has tiles that are cut off at the right and below.
-    Case small(208, 304), large(16384, 4096);
-    printf("quantize to E5M2 and transpose, 16384 x 4096: ");
-    return climb(
-        RUNGS, copying(4.0 * 16384 * 4096), argc, argv,
-        [&](int rung) { return small.against_reference(rung); }, [&](int rung) { run(rung, large.m); });
-} catch (const Error& e) {
-    fprintf(stderr, "%s\n", e.what());
-    return 1;
+int main(int argc, char** argv) {
+    return climb_quantize_transpose(argc, argv,
+                                    {{"two kernels, a thread for an element", launch_rung1},
+                                     {"the transpose goes through shared memory", launch_rung2},
+                                     {"one kernel", launch_rung3},
+                                     {"a byte of padding: other banks", launch_rung4},
+                                     {"eight elements a thread", launch_rung5},
+                                     {"8 x 8 elements a thread, transposed in registers", launch_rung6},
+                                     {"swizzled words: no bank twice", launch_rung7},
+                                     {"coat.cu, which trains", AS_IN_TRAINING},
+                                     {"my_kernel", launch_my_kernel}});
 }
 
-// Hints for your rung. Read one, and try it, before you read the next.
+// ===========================================================================================================
+// Hints for your rung
+//
+// Read one, and try it, before you read the next.
 //
 // 1. How many bytes does a lane of rung 4 load with one instruction, and how many could it?
 // 2. Which work does each thread of rung 4 do once, however many elements it has?
@@ -527,7 +498,9 @@ int main(int argc, char** argv) try {
 //    the last microseconds: 4,096 tiles are 7.8 times as many as run at once.
 
 // ===========================================================================================================
-// Measured on an H200, 16384 x 4096:
+// Measured on an H200
+//
+// For a matrix of 16384 x 4096:
 //
 //   rung                                                           us  % of copy  speed-up  codes
 //    1  two kernels, a thread for an element                    1214.7         5%         -  equal
@@ -538,56 +511,110 @@ int main(int argc, char** argv) try {
 //    6  8 x 8 elements a thread, transposed in registers          71.7        88%     1.09x  equal
 //    7  swizzled words: no bank twice                             70.6        90%     1.02x  equal
 //    8  coat.cu, which trains                                     71.1        89%     0.99x  equal
+
+// ===========================================================================================================
+// Answer to rung 1
 //
-// What limits each rung, and what we predicted before it was measured (rung 3: after):
+//   limits      instructions 230 us, latency 200 + 200 us, memory 570 or 79 us
+//   predicted   600 us or more
+//   measured    1,215 us
 //
-//   rung   instructions   shared memory   memory         latency   predicted                      measured
-//    1      230                             79 to 570    200+200   600 or more                      1,215
-//    2      200            80               79           200+50    250                                331
-//    3      110            80               63           200       200 (before measuring: 130)        212
-//    4      110            18               63           200       10% faster at most                 204
-//    5       42            35               63            25       75                                  78
-//    6       18            37               63                     72: most of the 35 are hidden       72
-//    7       18             4               63                     70                                  71
+// Memory: an element is 2 bytes in and 1 out in the first kernel. The second loads this 1, and writes 32
+// bytes to memory, or 1 if sectors are completed before. Latency: each of 2,048 x 132 threads has one load
+// of an element on its way, 0.54 MB of BF16. The whole matrix is 134 MB, 250 times that, so loading it takes
+// 250 x 0.8 us. As many codes of one byte take as long. The two kernels follow each other, so their
+// latencies add up.
 //
-// Latency: 2,048 threads on each of 132 multiprocessors have one load of an element on its way, 0.54 MB of
-// BF16. Loading 134 MB takes 250 times 0.8 us, and so does loading as many codes of one byte. In rungs 1 and
-// 2 two kernels follow each other, so their latencies add up. The second kernel of rung 2 has four loads of
-// a thread on their way (in the machine code of nvcc 13.0): its stores go to shared memory, where `codes`
-// cannot be. In rung 5 a load has 16 bytes. Banks: a column of a tile with 32 bytes a row is in 4 banks, so
-// reading it takes 8 x 8.8 us in rungs 2 and 3, and 8.8 in rung 4. In rung 6 the 16 words of one `down` are
-// in one bank: 16 times 2.2 us.
+// This rung took twice as long as predicted. Measured alone, its kernels take 177 and 1,026 us. The second
+// one writes 67.1 million sectors, one byte each: 1,026 us x 132 x 1.8e9 / 67.1e6 = 3.6 clocks of a
+// multiprocessor for each. Which way was it, 2.1 GB of memory, or the L2 cache? Two measurements tell. A
+// kernel that writes the same bytes and reads nothing takes 1,027 us. And a matrix of 2048 x 2048, all of
+// which stays in the L2 cache, takes 3.8 clocks a sector, as long as the large one. So sectors are completed
+// on the chip (the threads that run at once have 66 rows, and a sector has 32), and the 2.1 GB do not
+// travel.
 //
-// Rung 1 took twice as long as predicted. Measured alone, its kernels take 177 and 1,026 us. The second one
-// writes 67.1 million sectors, one byte each: 1,026 us x 132 x 1.8e9 / 67.1e6 = 3.6 clocks of a
-// multiprocessor for each. Which way was it, 2.1 GB of memory, or the L2 cache? A kernel that writes the same
-// bytes and reads nothing takes 1,027 us. And a matrix of 2048 x 2048, all of which stays in the L2 cache,
-// takes 3.8 clocks a sector, as long as the large one. So sectors are completed on the chip (the threads
-// that run at once have 66 rows, and a sector has 32), and the 2.1 GB do not travel: we predicted the wrong
-// thing. What counts is how many sectors multiprocessors send to the L2 cache, however little is in
-// them. The opposite order, where lanes read 32 sectors and write neighbours, takes 393 us: the other 31
-// bytes of a sector that was read wait in the multiprocessor's own cache.
+// We had predicted the wrong thing. What counts is how many sectors multiprocessors send to the L2 cache,
+// however little is in them. The opposite order, where lanes read 32 sectors and write neighbours, takes 393
+// us: the other 31 bytes of a sector that was read wait in the multiprocessor's own cache.
+
+// ===========================================================================================================
+// Answer to rung 2
 //
-// Rung 2: 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
+//   limits      instructions 200 us, latency 200 + 50 us, shared memory 80 us, memory 79 us
+//   predicted   250 us
+//   measured    331 us
 //
-// Rung 2 was predicted from instructions, 250 us for both kernels. Measured alone, they take 177 and 153 us:
+// 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
+//
+// The prediction was made from instructions, for both kernels. Measured alone, they take 177 and 153 us:
 //
 //                     instructions   shared memory   memory   latency   measured
 //   first kernel      104                            47       200       177
 //   second kernel      99            80              31        50       153
 //
-// The first one is limited by latency, which we learned in rung 3. (There the first prediction, 130 us, had
-// seen the instructions alone, too.) It is faster than the 200 us of the rule: a load takes 0.7 us here. The
-// second one does not fit: none of its resources takes 153 us. Its instructions and its shared memory would,
-// one after the other, take 179, and the threads of a block do wait for each other between them, at the
-// barrier. How far the other blocks of a multiprocessor fill that time was not measured.
+// The first one is limited by latency, which we learned only in rung 3. It is faster than the 200 us of the
+// rule: a load takes 0.7 us here. The second one has four loads of a thread on their way (in the machine
+// code of nvcc 13.0), so a quarter of the latency: its stores go to shared memory, where `codes` cannot be.
+// Reading a column of its tile takes 8 x 8.8 us, for a column is in 4 banks: see rung 4.
 //
-// Rung 4 is a good change in the wrong place: eight times fewer clocks of shared memory, 4% of the time.
+// The second kernel does not fit: none of its resources takes 153 us. Its instructions and its shared memory
+// would, one after the other, take 179, and the threads of a block do wait for each other between them, at
+// the barrier. How far the other blocks of a multiprocessor fill that time was not measured.
 
 // ===========================================================================================================
-// On paper: for those without a GPU. Answers follow; cover them. `python3 dev/ladders/banks.py "8 * lane"`
-// counts sectors and clocks for any such index, and draws the banks: that of a, and of the layout of your
-// rung.
+// Answer to rung 3
+//
+//   limits      latency 200 us, instructions 110 us, shared memory 80 us, memory 63 us
+//   predicted   130 us, before it was measured; 200 us after
+//   measured    212 us
+//
+// The first prediction had seen the instructions alone. 2,048 x 132 threads with 2 bytes each have asked for
+// 0.54 MB, where 1.7 MB are needed: this takes 250 x 0.8 us, as in rung 1's first kernel.
+
+// ===========================================================================================================
+// Answer to rung 4
+//
+//   limits      latency 200 us, instructions 110 us, memory 63 us, shared memory 18 us
+//   predicted   10% faster at most
+//   measured    204 us, 4% faster
+//
+// Reading a column took 8 clocks, for its 32 bytes are in 4 banks, 8 words each. Now it takes 1. Writing
+// takes 1 as before. This is a good change in the wrong place: eight times fewer clocks for a read, 4% of
+// the time.
+
+// ===========================================================================================================
+// Answer to rung 5
+//
+//   limits      memory 63 us, instructions 42 us, shared memory 35 us, latency 25 us
+//   predicted   75 us
+//   measured    78 us
+//
+// A load now has 16 bytes, so an eighth of the latency. The tile takes two accesses an element with two
+// clocks each: 4 x 8.8 us.
+
+// ===========================================================================================================
+// Answer to rung 6
+//
+//   limits      memory 63 us, shared memory 37 us, instructions 18 us
+//   predicted   72 us: most of the 37 are hidden
+//   measured    72 us
+//
+// The 16 words of one `down` are in one bank: writing takes 16 times 2.2 us. Reading takes 2.2 us.
+
+// ===========================================================================================================
+// Answer to rung 7
+//
+//   limits      memory 63 us, instructions 18 us, shared memory 4 us
+//   predicted   70 us
+//   measured    71 us
+//
+// Shared memory was already hidden, so little is won. Memory is all that is left: 90% of the rate of a copy.
+
+// ===========================================================================================================
+// On paper: for those without a GPU
+//
+// The answers follow below. Cover them. `python3 dev/ladders/banks.py "8 * lane"` counts sectors and clocks
+// for any such index, and draws the banks.
 //
 // How many sectors of 32 bytes does a warp's load want, and how many clocks of shared memory does its access
 // take? Lane is the number of the thread in its warp; x is an array of float in memory, aligned to 128 bytes;
@@ -604,10 +631,20 @@ int main(int argc, char** argv) try {
 //       if each row had 36 bytes?
 //   l   Rung 5 without its padding of 4 bytes: in how many banks are the bytes tile[y + j][x] that a warp
 //       reads at once? (Four neighbouring x, from a multiple of 4 on, each with y = 0, 8, ..., 56.)
+
+// ===========================================================================================================
+// Answers on paper
 //
-// a 4: 128 neighbouring bytes. b 5: they begin 4 bytes later. c 32: each lane has a sector of its own. d 4:
-// the order does not matter. e 1. f 2: lanes l and l + 16 meet. g 32: all in bank 0. h 1: bank (33 lane) % 32
-// is lane. i 1: four lanes read the same word, which is one answer. j 1: bank lane ^ 5, a permutation; this
-// is a swizzle. k All 32: 36 bytes are nine words, row r is in bank 9 r modulo 32, and 9 is odd. l One: rows
-// of 64 bytes are 16 words, so row y + j is in bank 16 (y + j) + x / 4 modulo 32, the same for all eight y,
-// and the four x are bytes of one word. Eight words of one bank take eight clocks.
+//   a   4: 128 neighbouring bytes.
+//   b   5: they begin 4 bytes later.
+//   c   32: each lane has a sector of its own.
+//   d   4: the order does not matter.
+//   e   1.
+//   f   2: lanes l and l + 16 meet.
+//   g   32: all in bank 0.
+//   h   1: bank (33 lane) % 32 is lane.
+//   i   1: four lanes read the same word, which is one answer.
+//   j   1: bank lane ^ 5, a permutation; this is a swizzle.
+//   k   All 32: 36 bytes are nine words, row r is in bank 9 r modulo 32, and 9 is odd.
+//   l   One: rows of 64 bytes are 16 words, so row y + j is in bank 16 (y + j) + x / 4 modulo 32. That is the
+//       same for all eight y, and the four x are bytes of one word. Eight words of one bank: eight clocks.
