@@ -104,7 +104,7 @@ def granularity():
 
 
 def outliers():
-    """A linear layer of 256 features, of which one is multiplied, and a norm before it."""
+    """Three readers of 256 features, of which one is multiplied, and a GEMM after a norm."""
     random = np.random.default_rng(1)
     x, w, dy = (random.standard_normal((64, 256)).astype(F32) for _ in ("x", "w", "dy"))
     w8, ones, other = coat.gemm_operand(E4M3, w), np.ones(256, F32), np.arange(256) != 39
@@ -122,11 +122,13 @@ def outliers():
         return (relative_error(read @ w8.T, outlier @ w.T), coat.rms((read / outlier - 1)[:, other]),
                 relative_error(of_weight_gradient(read), of_weight_gradient(outlier)),
                 after_norm(ones), after_norm(np.where(other, ones, ones / F32(times))))
-    columns = [errors(1, False), errors(10000, False), errors(100000, False), errors(100000, True)]
-    names = ("1. y of a GEMM", "2. each value, as an activation function reads it", "3. the gradient of a norm's weight",
-             "4. y after a norm whose weights are 1", "5. the same, but the outlier's weight is small")
-    table(("error of", "one scale, no outlier", "one scale, 10,000", "one scale, 100,000", "1x16, 100,000"),
-          [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)])
+    columns = [errors(1, False), errors(100000, False), errors(100000, True)]
+    names = ("a GEMM: y", "an activation function: each value", "backward of a norm: the gradient of its weights",
+             "all weights are 1", "the outlier's weight is 1 / 100,000")
+    rows = [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)]
+    cases = ("one scale, no outlier", "one scale, outlier", "1x16, outlier")
+    table(("who reads x: error of", *cases), rows[:3])
+    table(("norm, then a GEMM", *cases), rows[3:])
 
 
 def delayed():
