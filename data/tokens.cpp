@@ -1,6 +1,8 @@
 // data/tokens.cpp - text and token files become streams of tokens, streams become micro-batches (tokens.h).
 #include "tokens.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -175,6 +177,7 @@ static void read_texts(const std::vector<std::string>& paths, const CorpusOption
         (held_out ? corpus.validation : corpus.train).append(texts[i]);
     }
     corpus.left_out.insert(corpus.left_out.end(), copies.begin(), copies.end());
+    corpus.held_out = "every 20th file";
     corpus.vocabulary = byte_vocabulary();
     corpus.bytes = true;
 }
@@ -191,6 +194,20 @@ static void take_vocabulary(const std::string& path, Corpus& corpus) {
                     "; make all of them with one tokenizer (data/tokenize.py).");
     corpus.vocabulary.end_token = found.end_token;
     corpus.vocabulary_file = path;
+}
+
+// Whether one of the words of a file's name is one of these.
+static bool has_word(const std::string& name, std::initializer_list<std::string_view> words) {
+    std::string word;
+    for (const char c : name + ".") {
+        if (std::isalpha(uint8_t(c))) {
+            word += c;
+        } else {
+            if (std::find(words.begin(), words.end(), word) != words.end()) return true;
+            word.clear();
+        }
+    }
+    return false;
 }
 
 static void read_token_file(const std::string& path, Corpus& corpus) {
@@ -210,7 +227,8 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
         throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,
                     " (0: text); give files of one kind.");
     const std::string name = fs::path(path).filename().string();
-    const bool held_out = name.find("val") != name.npos && name.find("train") == name.npos;
+    const bool held_out =
+        has_word(name, {"val", "valid", "validation"}) && !has_word(name, {"train", "training"});
     TokenStream& stream = held_out ? corpus.validation : corpus.train;
     // A packed file ends with one token more than its windows, the last target, which does not count. The
     // next file begins in its place.
@@ -226,6 +244,7 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
 static void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
         return read_texts(found.paths, options, corpus);
+    corpus.held_out = "files with the word val in their names";
     const KnownFiles known(options.known);
     for (const std::string& path : found.paths) {
         if (known.has(path)) read_token_file(path, corpus);
@@ -243,6 +262,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
 // If no file is held out, or every file is, the last tenth of all tokens is held out.
 static void hold_out_end(Corpus& corpus) {
     if (corpus.train.size() && corpus.validation.size()) return;
+    corpus.held_out = "the last tenth";
     corpus.train.append(corpus.validation);
     int64_t stays = corpus.train.size() - ceil_div(corpus.train.size(), 10);
     if (corpus.seq)

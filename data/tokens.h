@@ -70,6 +70,7 @@ private:
 struct Corpus {
     TokenStream train, validation;
     TokenStream::Facts train_facts, validation_facts;
+    std::string held_out;         // by which rule `validation` was chosen, as it is printed
     Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
     int64_t seq = 0;              // of packed conversations; 0 for text
@@ -91,7 +92,8 @@ struct CorpusOptions {
 
 // Reads the data of a run. data: text files, folders of them, or token files, separated by commas
 // (data_files.h). What is held out for validation:
-// - of token files, those with "val" but not "train" in their names;
+// - of token files, those with the word val, valid or validation in their names, but not train or training;
+//   a word ends where no letter follows: code_val_000001.bin is held out, medieval.bin is not;
 // - of 20 or more texts, every 20th;
 // - the last tenth of all tokens, if by these rules nothing or everything would be held out.
 // Error if a file is missing or damaged, if there is no text, or if memory has no room for it.

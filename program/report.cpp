@@ -26,6 +26,15 @@ Setup setup_of_last_rank(const Run& run) {
     return last;
 }
 
+// What the tokens of plain text are, and how a user gets others. A model folder decides that itself.
+static std::string text_of_bytes(const Run& run) {
+    const int64_t V = run.setup.config.V;
+    std::string text = "tokens: the bytes of the text";
+    if (V > 256) text += concat(", 256 of the vocabulary's ", V);
+    if (!run.weights_folder.empty()) return text + ", since " + run.weights_folder + " has no tokenizer";
+    return text + "; data/tokenize.py makes others (--tokenizer gpt2, or --train-bpe 4096)";
+}
+
 // Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
@@ -55,9 +64,8 @@ void print_start(const Run& run) {
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
-              with_commas(text.validation.size()), " held out");
-    if (run.corpus.bytes && !run.weights_folder.empty() && c.V > 256)
-        print("text: its bytes are the tokens, since ", run.weights_folder, " has no tokenizer");
+              with_commas(text.validation.size()), " held out: ", text.held_out);
+    if (run.corpus.bytes) print(text_of_bytes(run));
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     for (const ordered_json& change : run.resumed.changes) print("changed: ", change.get<std::string>());

@@ -244,6 +244,27 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back and nam
     }
 }
 
+TEST_CASE(
+    "load_corpus: a token file is held out if val or validation is a word of its name and train is none") {
+    Folder folder;
+    const std::string other = folder.write("other.bin", token_file(Shorts{1, 2, 3}));
+    for (const auto& [name, held_out] : {std::pair{"val.bin", true},
+                                         {"fineweb_val_000000.bin", true},
+                                         {"code-validation-2.bin", true},
+                                         {"val2.bin", true},
+                                         {"constraint_val.bin", true},
+                                         {"medieval.bin", false},
+                                         {"evaluation.bin", false},
+                                         {"values_1.bin", false},
+                                         {"interval-7.bin", false},
+                                         {"train_without_val.bin", false},
+                                         {"val_training.bin", false}}) {
+        INFO(std::string(name));
+        const Corpus corpus = load_corpus(other + "," + folder.write(name, token_file(Shorts{7, 7, 7, 7})));
+        CHECK(corpus.validation.size() == (held_out ? 4 : 1));  // else the last tenth of 7 tokens
+    }
+}
+
 TEST_CASE("load_corpus: windows of packed files stay windows in several files and where one is cut") {
     Folder folder;
     constexpr int32_t T = 7;
@@ -398,6 +419,33 @@ TEST_CASE("Loader: batches span epochs; windows overlap by one token and targets
 }
 
 // A limit on the addresses of a process stands for a machine with little memory.
+TEST_CASE("train: the start says what the tokens are and what is held out") {
+    RunFolder folder;
+    folder.write("tokens.bin", token_file(counting(3000)));
+    fs::create_directory(folder.path / "texts");
+    for (int i = 0; i < 20; i++)
+        folder.write(concat("texts/", i), concat("text ", i, std::string(1000, 'x')));
+    folder.write("val.bin", token_file(counting(1000)));
+    for (const auto& [flags, bytes, held_out] :
+         {std::tuple{"--data text",
+                     "\ntokens: the bytes of the text; data/tokenize.py makes others "
+                     "(--tokenizer gpt2, or --train-bpe 4096)\n",
+                     "the last tenth"},
+          {"--data texts", "\ntokens: the bytes of the text; ", "every 20th file"},
+          {"--data text --model gpt2-tiny", "\ntokens: the bytes of the text; ", "the last tenth"},
+          {"--data tokens.bin", "", "the last tenth"},
+          {"--data tokens.bin,val.bin", "", "files with the word val in their names"}}) {
+        INFO(std::string(flags));
+        const Ended ended = train(folder, TINY + "--model llama-tiny --steps 0 " + flags);
+        require_success(ended);
+        CHECK(contains(ended.out, concat(" held out: ", held_out, "\n")));
+        CHECK(contains(ended.out, "\ntokens: ") == (*bytes != 0));
+        CHECK(contains(ended.out, bytes));
+    }
+    CHECK(contains(train(folder, "--plan --device cpu --model llama-2-7b --data text").out,
+                   "\ntokens: the bytes of the text, 256 of the vocabulary's 32000; data/tokenize.py"));
+}
+
 TEST_CASE("train: text that does not fit into memory is an error that speaks of the data") {
     RunFolder folder;
     folder.write("large", "");  // The limit has room for the libraries of CUDA, but not for this text.
