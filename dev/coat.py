@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 280 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 290 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
-Three kinds of values have 8 bits (FP8): operands of matrix products (GEMMs), activations that are saved for
-the backward pass, and AdamW's moments. test/dev/arithmetic.cpp compares sections 1 to 5 and the loss with the
-CPU reference; the loop of section 6 is only here.
+Operands of matrix products (GEMMs), saved activations and AdamW's moments have 8 bits (FP8).
+test/dev/arithmetic.cpp compares sections 1 to 5 and the loss with the CPU reference.
 """
 import os
 from collections import namedtuple
@@ -151,17 +150,23 @@ def softmax(x):
     p = np.exp(x - x.max(axis=-1, keepdims=True))
     return p / p.sum(axis=-1, keepdims=True)
 
-def attention(qkv, T, HS, out=None, dout=None):
-    """Causal attention of qkv (tokens, 3 C); with its output and that one's gradient, the gradient of qkv."""
-    def by_head(x, n): return x.reshape(-1, T, n, HS).swapaxes(1, 2)  # to (sequences, n, T, HS)
-    NH = qkv.shape[1] // (3 * HS)
-    q, k, v = np.split(by_head(qkv, 3 * NH), 3, axis=1)             # each (sequences, NH, T, HS)
+def by_head(x, T, HS):  # (tokens, n HS) -> (sequences, n, T, HS)
+    return x.reshape(-1, T, x.shape[1] // HS, HS).swapaxes(1, 2)
+def attention_weights(qkv, T, HS):
+    """qkv (tokens, 3 C) -> q, k and v, each (sequences, NH, T, HS), and the softmax of their causal scores."""
+    q, k, v = np.split(by_head(qkv, T, HS), 3, axis=1)
     scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))                # (sequences, NH, T, T)
-    p = softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
-    if dout is None: return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+    return q, k, v, softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
+
+def attention(qkv, T, HS):
+    _, _, v, p = attention_weights(qkv, T, HS)
+    return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+def attention_backward(qkv, out, dout, T, HS):
+    """The output and its gradient, both (tokens, C) -> the gradient of qkv."""
+    q, k, v, p = attention_weights(qkv, T, HS)
+    out, dout = by_head(out, T, HS), by_head(dout, T, HS)
     # dp = dout v^T. A score changes all p of its row, so ds = p (dp - sum(p dp)), where sum(p dp) = dout out.
     # A score is q k^T / √HS, so dq = ds k / √HS and dk = ds^T q / √HS: here ds is divided, once for both.
-    out, dout = by_head(out, NH), by_head(dout, NH)
     ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
@@ -205,7 +210,7 @@ def layer_backward(w, saved, dx, T, HS):
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)                                                     # (tokens, C)
     doutput, d["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
-    dqkv = bf16(attention(saved.qkv, T, HS, saved.attention_output, doutput))   # (tokens, 3 C)
+    dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, doutput, T, HS))
     dqkv = bf16(rope(dqkv, T, HS, -1))                                          # rotated back
     dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
     dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)
@@ -256,10 +261,11 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
 if __name__ == "__main__":
     text = np.fromfile(os.path.join(os.path.dirname(__file__), "text.txt"), np.uint8)
     runs = []
-    for fp8, seed in ((False, 1), (True, 1), (False, 2)):
+    for name, fp8, seed in (("FP32", False, 1), ("COAT", True, 1), ("FP32, other seed", False, 2)):
+        print(f"Training 200 steps: {name}", flush=True)
         FP8 = fp8                                                   # the switch at the top
         runs.append(list(train(text, 200, seed)))
-    fp32, coat, other_seed = runs
+    fp32, coat, _ = runs
     FP8 = True
     print("The gradients of the first step in COAT: RMS error against FP32")
     for name, exact in fp32[0].gradients.items():
@@ -270,10 +276,9 @@ if __name__ == "__main__":
         plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x, name == "v")
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
         print(f"  {name} {np.median(stored.k):6.2f} ", *(f"{error:6.2%}" for error in errors))
-    norm1_input, qkv, attention_output, norm2_input, gate_up = coat[0].saved
-    in_fp8 = sum(x.codes.size + 2 * x.scales.size for x in (norm1_input, norm2_input, gate_up))
-    saved = in_fp8 + 2 * (qkv.size + attention_output.size)
-    print(f"A layer saves {saved / attention_output.size} C bytes a token; in BF16 16 C "
+    saved = coat[0].saved
+    size = sum(x.codes.size + 2 * x.scales.size if isinstance(x, Quantized) else 2 * x.size for x in saved)
+    print(f"A layer saves {size / saved.attention_output.size} C bytes a token; in BF16 16 C "
           "(with F = C; in Llama-2-7B 16.3 C and 22.8 C)")
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     means = np.array([[s.loss for s in run] for run in runs]).reshape(3, -1, 20).mean(axis=2)  # (run, 20 steps)
