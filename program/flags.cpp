@@ -29,16 +29,21 @@ struct Flag {
     const char* gpu_default = nullptr;     // the default on a GPU; null: the default of Flags
     const char* folder_default = nullptr;  // the default if --model is a folder; null: none
     int64_t least = 0;                     // the smallest number that may be given
+    double most = FLT_MAX;                 // the largest, of a flag that is no whole number
+    const char* title = nullptr;           // the title above it in --help, where a group of flags begins
 
     bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
 };
 
 }  // namespace
 
+constexpr double LARGEST_BETA = 0.9999;
+
 // clang-format off
 static const Flag FLAGS[] = {
     {.name = "device", .member = &Flags::device, .on_resume = NOT_SAVED,
-     .about = "auto is the GPU if there is one", .words = "auto cpu gpu"},
+     .about = "auto is the GPU if there is one", .words = "auto cpu gpu",
+     .title = "What is trained, and where"},
     {.name = "ranks", .member = &Flags::ranks, .on_resume = NOT_SAVED,
      .about = "processes, one for each GPU; torchrun sets it itself", .least = 1},
     {.name = "model", .member = &Flags::model, .on_resume = MUST_MATCH,
@@ -54,7 +59,8 @@ static const Flag FLAGS[] = {
     {.name = "gradients", .member = &Flags::gradients, .on_resume = MUST_MATCH,
      .about = "kept until the update; none: update in backward", .words = "kept none"},
     {.name = "data", .member = &Flags::data, .on_resume = MAY_CHANGE,
-     .about = "text, folders of it, token files (.bin); separated by commas"},
+     .about = "text, folders of it, token files (.bin); separated by commas",
+     .title = "The data and the steps"},
     {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
      .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
     {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
@@ -68,6 +74,10 @@ static const Flag FLAGS[] = {
      .folder_default = "1e-5"},
     {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
      .about = "steps of linear warm-up, before half a cosine"},
+    {.name = "beta1", .member = &Flags::beta1, .on_resume = CHANGES_STEPS,
+     .about = "AdamW's decay of first moments (its eps is 1e-8)", .most = LARGEST_BETA},
+    {.name = "beta2", .member = &Flags::beta2, .on_resume = CHANGES_STEPS,
+     .about = "AdamW's decay of second moments", .most = LARGEST_BETA},
     {.name = "weight-decay", .member = &Flags::weight_decay, .on_resume = CHANGES_STEPS,
      .about = "decoupled weight decay of matrices"},
     {.name = "clip", .member = &Flags::clip, .on_resume = CHANGES_STEPS,
@@ -75,7 +85,8 @@ static const Flag FLAGS[] = {
     {.name = "seed", .member = &Flags::seed, .on_resume = MUST_MATCH,
      .about = "random seed of first weights, order of data, samples"},
     {.name = "out", .member = &Flags::out, .on_resume = NOT_SAVED,
-     .about = "folder for checkpoints; \"\": save none"},
+     .about = "folder for checkpoints; \"\": save none",
+     .title = "What is saved"},
     {.name = "save-every", .member = &Flags::save_every, .on_resume = MAY_CHANGE,
      .about = "steps between checkpoints; 0: about half an hour"},
     {.name = "keep", .member = &Flags::keep, .on_resume = MAY_CHANGE,
@@ -83,19 +94,21 @@ static const Flag FLAGS[] = {
     {.name = "resume", .member = &Flags::resume, .on_resume = NOT_SAVED,
      .about = "continue this checkpoint, or the newest in a folder"},
     {.name = "eval-every", .member = &Flags::eval_every, .on_resume = MAY_CHANGE,
-     .about = "steps between validations; 0: first and last", .gpu_default = "150"},
+     .about = "steps between validations; 0: first and last", .gpu_default = "150",
+     .title = "What is measured and written"},
     {.name = "eval-tokens", .member = &Flags::eval_tokens, .on_resume = MAY_CHANGE,
      .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
     {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
      .about = "steps between samples of text; 0: none", .gpu_default = "300"},
-    {.name = "prompt", .member = &Flags::prompt, .on_resume = NOT_SAVED,
-     .about = "print how the model of a folder continues this, and stop"},
-    {.name = "new-tokens", .member = &Flags::new_tokens, .on_resume = NOT_SAVED,
-     .about = "tokens that --prompt generates, at most"},
     {.name = "temperature", .member = &Flags::temperature, .on_resume = NOT_SAVED,
      .about = "of --prompt and samples; 0: the most probable token"},
     {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
      .about = "file for a log in JSON lines; --resume continues it"},
+    {.name = "prompt", .member = &Flags::prompt, .on_resume = NOT_SAVED,
+     .about = "print how the model of a folder continues this, and stop",
+     .title = "Instead of training"},
+    {.name = "new-tokens", .member = &Flags::new_tokens, .on_resume = NOT_SAVED,
+     .about = "tokens that --prompt generates, at most"},
     {.name = "plan", .member = &Flags::plan, .on_resume = NOT_SAVED,
      .about = "print formats and memory of the run, and stop"},
 };
@@ -137,9 +150,11 @@ static void read_value(const Flag& flag, const std::string& text, int64_t& value
                     "; give such a number.");
 }
 static void read_value(const Flag& flag, const std::string& text, double& value) {
-    if (!read_number<double>(text, double(flag.least), FLT_MAX, value))
-        throw Error("--", flag.name, " ", text, " is not a number of at least ", flag.least,
-                    " that is finite in FP32; give such a number.");
+    if (read_number<double>(text, double(flag.least), flag.most, value)) return;
+    const std::string allowed = flag.most < FLT_MAX
+                                    ? concat("from ", flag.least, " to ", flag.most)
+                                    : concat("of at least ", flag.least, " that is finite in FP32");
+    throw Error("--", flag.name, " ", text, " is not a number ", allowed, "; give such a number.");
 }
 static void read_value(const Flag&, const std::string&, bool& value) { value = true; }  // it was given
 
@@ -233,9 +248,10 @@ void print_help() {
         "./train trains a Llama, Mistral, Qwen or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
         "Without flags it trains a small model on C++ headers found on this machine.\n"
         "-h or --help prints this, --version the version. A value follows its flag: --steps 9 or\n"
-        "--steps=9. Flags, defaults (on a CPU | on a GPU, where they differ), and what they mean:\n\n");
+        "--steps=9. Flags, defaults (on a CPU | on a GPU, where they differ), and what they mean:\n");
     const Flags standard;
     for (const Flag& flag : FLAGS) {
+        if (flag.title) std::printf("\n%s\n", flag.title);
         std::string text = flag.is_switch() ? "" : text_of(value(standard, flag));
         if (flag.gpu_default) text += concat(" | ", flag.gpu_default);
         std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
@@ -251,6 +267,17 @@ void print_help() {
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
     for (const MomentFormats& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+    std::printf(
+        "\n--data\n"
+        "  The tokens of text are its bytes. data/tokenize.py makes token files with a tokenizer.\n"
+        "  Held out for validation are token files with the word val in their names; of text in 20 or\n"
+        "  more files, every 20th file; else the last tenth of all tokens.\n"
+        "\nA step prints\n"
+        "  loss (nats per token), norm (of all gradients, before clipping), lr (learning rate), the\n"
+        "  time that it took, speed on all ranks, and the time that is left.\n"
+        "\nExamples\n"
+        "  ./train --data books --out mine --steps 2000          a new model, on the texts in books\n"
+        "  ./train --model mine --prompt \"Once upon a time\"      lets it write\n");
 }
 
 }  // namespace coat

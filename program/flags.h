@@ -15,7 +15,7 @@ inline constexpr const char* VERSION = "1.0";
 // The value of a flag is the one on the command line; else the one in the checkpoint that the run continues;
 // else the default of the table for a model folder or for a GPU; else the default below.
 struct Flags {
-    // What is trained, and on which device.
+    // What is trained, and where.
     std::string device = "auto";
     int64_t ranks = 1;
     std::string model = "llama-tiny";
@@ -32,6 +32,8 @@ struct Flags {
     int64_t steps = 250;
     double lr = 3e-3;
     int64_t warmup = 100;
+    double beta1 = 0.9;
+    double beta2 = 0.95;
     double weight_decay = 0.1;
     double clip = 1;
     int64_t seed = 1;
@@ -40,14 +42,15 @@ struct Flags {
     int64_t save_every = 0;
     int64_t keep = 2;
     std::string resume;
-    // What is measured and printed.
+    // What is measured and written.
     int64_t eval_every = 50;
     int64_t eval_tokens = 1 << 15;
     int64_t sample_every = 125;
-    std::string prompt;
-    int64_t new_tokens = 256;
     double temperature = 0.8;
     std::string log;
+    // Instead of training.
+    std::string prompt;
+    int64_t new_tokens = 256;
     bool plan = false;
     bool help = false;
     bool version = false;

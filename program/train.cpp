@@ -106,6 +106,8 @@ static AdamWOptions next_update(const Run& run) {
     const LoopState& state = run.state;
     return {.step = state.updates + 1,
             .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
+            .beta1 = float(flags.beta1),
+            .beta2 = float(flags.beta2),
             .weight_decay = float(flags.weight_decay),
             .clip = float(flags.clip),
             .skipped = state.step - state.updates};

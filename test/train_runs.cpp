@@ -95,7 +95,8 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
         flags += line.rfind("  --", 0) == 0;
     }
     CHECK(flags > 20);
-    for (const char* words : {"one of: compute groups", "one of: exact none", "one of: kept none"})
+    for (const char* words : {"one of: compute groups", "one of: exact none", "one of: kept none",
+                              "(its eps is 1e-8)", "The tokens of text are its bytes", "\nExamples\n"})
         CHECK(contains(help.out, words));
     const Ended ran = tiny(folder, "--steps 0");
     require_success(ran);
@@ -181,9 +182,10 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     const std::string standard = weights("");
     CHECK((weights("--seed 1 --eval-every 1 --save-every 1 --sample-every 1 --log log",
                    "OMP_NUM_THREADS=3 ") == standard));
-    for (const char* flags : {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups",
-                              "--master none", "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2",
-                              "--warmup 3", "--weight-decay 10", "--clip 0.1", "--seed 2"}) {
+    for (const char* flags :
+         {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups", "--master none",
+          "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2", "--warmup 3", "--beta1 0.8", "--beta2 0.9",
+          "--weight-decay 10", "--clip 0.1", "--seed 2"}) {
         CAPTURE(flags);
         CHECK((weights(flags) != standard));
     }
