@@ -469,8 +469,8 @@ template <class F> void with_moment_traits(const MomentFormats& o, F f) {
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
-    TensorScale* const scale = a.shards[i].amax_out;
-    if (scale) scale->amax = 0;
+    AmaxAndScale* const amax_out = a.shards[i].amax_out;
+    if (amax_out) amax_out->amax = 0;
 }
 
 }  // namespace

@@ -215,7 +215,7 @@ inline int64_t parameter_count(const ModelConfig& c) {  // elements, without pad
 // The initial values of parameters
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate. (mixed_bits() in formats.h would serve as well
+// four uniform integers of 16 bits is nearly a normal variate. (mixed_bits() in step.h would serve as well
 // as the mixing here. But it would give other initial values, and no earlier run could be repeated.)
 COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more

@@ -38,8 +38,8 @@
 //       TransposeTile            quantize.cuh     to shared memory, and back
 //
 // Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
-// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 8 and
-// 10 of gpu/operators.h). dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four
+// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 7 and
+// 9 of gpu/operators.h). dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four
 // lines.
 #include "gpu/quantize.cuh"
 
@@ -74,7 +74,7 @@ enum class Also : uint8_t {
 
 template <class Producer, Also ALSO>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, TensorScale* activation_amax_out) {
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, AmaxAndScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 // x is in one plane, or (GATED) in the two planes of [gate | up].
 template <Also ALSO, bool GATED = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
-                                   TensorScale* activation_amax_out, QuantStats* quant_stats,
+                                   AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
                                    cudaStream_t stream) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
@@ -122,7 +122,7 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
+                               bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream) {
     if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
     using enum Also;
@@ -147,7 +147,7 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer x, int64_t rows, TensorScale* x_amax_out) {
+    compute_amax_kernel(Producer x, int64_t rows, AmaxAndScale* x_amax_out) {
     float top = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
@@ -158,7 +158,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.
 // with_bf16_producer() finds the producer that computes it.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream) {
+void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
     with_bf16_producer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, stream, producer, x.rows, x_amax_out);
@@ -174,23 +174,23 @@ void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t str
 // done so, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
+    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
-    const float scale = scale_of(fmax, tensor_scale->amax);
+    const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const Values& v, bool /*live*/) {
                                 return same_in_both(encode<FP8>(v, inverse));
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_kernel<P, FP8, TRANSPOSED>; };
-    launch_quantizer("quantize", kernel, x, out, stream, tensor_scale(out.tensor), info(FP8).max);
+    launch_quantizer("quantize", kernel, x, out, stream, amax_and_scale(out.tensor), info(FP8).max);
 }
 
 // The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
@@ -198,10 +198,10 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // sums equal those of add_column_sums() bit for bit.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax,
+    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
                                          uint8_t* codes, uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, tensor_scale->amax);
+    const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
     Values sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
@@ -214,7 +214,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                           });
     }
     store_column_sums(x, sum, columns, partials);
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
 // ===========================================================================================================
@@ -283,7 +283,7 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
     auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
     launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, tensor_scale(out.tensor), info(q.format).max,
+           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale(out.tensor), info(q.format).max,
            static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

@@ -1,7 +1,5 @@
 // formats.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
-// 2410.19313) share: number formats, which elements share a scale, recipes and optimizers. The last parts
-// have what only the training step needs: stochastic rounding, the statistics of quantization errors, and
-// targets that do not count. Models are in architecture.h.
+// 2410.19313) share: number formats, which elements share a scale, recipes and optimizers.
 //
 // clang-format off
 // These words are used in all files:
@@ -309,18 +307,6 @@ inline const std::vector<MomentFormats>& optimizers() {
     return table;
 }
 
-// What a step of AdamW is given besides parameters and gradients.
-struct AdamWOptions {
-    int64_t step;  // counts from 1, for the bias correction
-    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts
-    // of the parameters are updated before the norm of all gradients is known.
-    float clip = 1.0f;
-    // How many steps before this one were skipped. A step that is skipped half-way (--gradients none) has
-    // used its random bits of stochastic rounding. Counting it gives the next step new ones.
-    int64_t skipped = 0;
-};
-
 // -----------------------------------------------------------------------------------------------------------
 // Tables by name
 
@@ -334,73 +320,5 @@ template <class Table> const auto& find_row(const Table& table, std::string_view
     }
     throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Needed later, for the training step: stochastic rounding of weights to BF16 if they have no FP32 master
-
-// 64 bits that look random, from a number. Nearby numbers give unrelated bits.
-COAT_HD inline uint64_t mixed_bits(uint64_t number) {
-    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 29);
-}
-// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value:
-// updates that are smaller than half a BF16 step are not lost, but count on average. rounding_bits(key, q)
-// has the random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
-// Param::flat_offset). The lowest 16 bits are for element 4q.
-COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step = AdamWOptions::step + AdamWOptions::skipped: it counts skipped steps, too.
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Needed later: the statistics of quantization errors, by kind of tensor (QuantReport)
-
-struct QuantStats {
-    double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
-    int64_t elements = 0;
-    int64_t saturated = 0;  // elements that are cut off: |x| / scale is above FMAX by more than half a step
-    int64_t flushed = 0;    // elements that were not zero and became zero
-
-    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
-    QuantStats& operator+=(const QuantStats& o) {
-        signal += o.signal;
-        noise += o.noise;
-        elements += o.elements;
-        saturated += o.saturated;
-        flushed += o.flushed;
-        return *this;
-    }
-};
-
-// The kinds of tensors that the statistics tell apart. Attention: what is stored as Recipe::saved_attention.
-// clang-format off
-enum class ReportKind : uint8_t {
-    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
-};
-inline constexpr const char* REPORT_KIND_NAMES[] = {
-    "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
-    "weights", "gradients", "first moments", "second moments"};
-// clang-format on
-
-// The kind of a linear layer's operand.
-inline ReportKind report_kind(WhichOperand o) {
-    if (o == WhichOperand::X) return ReportKind::LinearInput;
-    return o == WhichOperand::W ? ReportKind::Weight : ReportKind::Gradient;
-}
-
-struct QuantReport {
-    QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // k of every moment group, of first and of second moments
-    bool part_of_moments = false;  // only some of the moments of large parameters were measured
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// Needed later: targets of the loss
-
-// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all its micro-batches on all ranks.
-inline constexpr int32_t NO_TARGET = -1;
 
 }  // namespace coat

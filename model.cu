@@ -49,7 +49,7 @@ struct Layer {
     // The weights of its norms, as indices into Parameters::params (gpu/state.h).
     size_t norm1_index, norm2_index;
     std::optional<size_t> qk_norm_index;  // Qwen3 has norms of the heads of q and k
-    LinearLayer qkv_proj, o_proj, gate_up_proj, down_proj;
+    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // each has its weight's name + _proj
     std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
 
@@ -59,7 +59,7 @@ struct ResidualNorm {
     size_t weight_index;  // the index of its weight in Parameters::params
     LinearLayer* reader;  // null for the final norm, whose output is not quantized: the head reads it
 
-    TensorScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
+    AmaxAndScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
 };
 
 // What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt.
@@ -159,7 +159,7 @@ private:
                     .norm2_index = index("norm2.weight"),
                     .qk_norm_index = {},
                     .qkv_proj = linear("qkv"),
-                    .o_proj = linear("attention_out"),
+                    .attention_out_proj = linear("attention_out"),
                     .gate_up_proj = linear("gate_up"),
                     .down_proj = linear("down"),
                     .saved_tensors = {}};
@@ -248,8 +248,8 @@ private:
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear :
-                 {&layer.qkv_proj, &layer.o_proj, &layer.gate_up_proj, &layer.down_proj})
-                linear->make_cached_w8();
+                 {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
+                linear->make_cached_w_operand();
         cached_weights_are_valid_ = true;
     }
     void after_weight_change() {
@@ -494,13 +494,13 @@ private:
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.storage.fp8();
         attention_forward(attention_shape_args(pass), attention_input(pass, layer, qkv).data, out.data,
-                          saved_log_sum_exp(pass, layer), out_in_groups ? nullptr : layer.o_proj.x_amax_out(),
-                          stream_);
+                          saved_log_sum_exp(pass, layer),
+                          out_in_groups ? nullptr : layer.attention_out_proj.x_amax_out(), stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
-        if (out_in_groups) layer.o_proj.compute_x_amax_if_needed(stored(saved_out));
+        if (out_in_groups) layer.attention_out_proj.compute_x_amax_if_needed(stored(saved_out));
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
-        layer.o_proj.fprop(stored(saved_out), branch);
+        layer.attention_out_proj.fprop(stored(saved_out), branch);
         // residual sum, which saves the input of norm 2
         save_residual_sum(residual_before(norm1, residual_buffer), branch, residual_buffer,
                           norm2_of(pass, layer));
@@ -668,7 +668,8 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Backward. dX is the gradient of X. The gradient of a linear layer's output is g, and g8 as an operand.
+    // Backward. dX is the gradient of X. The gradient of a linear layer's output is g; what its GEMMs read in
+    // place of g is g_operand.
     //
     // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
     // part. Between two norms it is the g of the linear layer to which backward comes next. The argument
@@ -686,8 +687,8 @@ private:
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives it, so its memory is allocated first
         const Operand dgate_up =
-            layer.gate_up_proj.allocate_g8(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
-        Arena::Scope until_dgate_up(arena_);  // for the g8 of the down projection, and for dact
+            layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
+        Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         begin_bucket(pass, layer.down_proj.bucket());
         const TensorRef dact = down_proj_backward(pass, layer, gate_up);
@@ -695,27 +696,28 @@ private:
 
         begin_bucket(pass, layer.gate_up_proj.bucket());
         // activation
-        layer.gate_up_proj.write_g8_and_dbias(lazy_activation_backward(gated_, gate_up, dact),
-                                              LinearLayer::AmaxIs::Unknown, dgate_up);
+        layer.gate_up_proj.write_g_operand_and_dbias(lazy_activation_backward(gated_, gate_up, dact),
+                                                     LinearLayer::AmaxIs::Unknown, dgate_up);
         until_dgate_up.end();
         // gate and up projection, norm 2
-        linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up, layer.o_proj.g_amax_out());
+        linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up,
+                                 layer.attention_out_proj.g_amax_out());
         finish_bucket(pass, layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory of the caller's scope.
     TensorRef down_proj_backward(const Pass& pass, Layer& layer, const TensorRef& gate_up) {
-        const Operand g8 =
-            layer.down_proj.make_g8_and_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
-        layer.down_proj.wgrad(g8, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
+        const Operand g_operand =
+            layer.down_proj.make_g_operand_and_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
         const TensorRef dact = allocate_tensor(pass.N, config_.F);
-        layer.down_proj.dgrad(g8, dact);
+        layer.down_proj.dgrad(g_operand, dact);
         return dact;
     }
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: where
     // the amax of the latter goes: g_amax_out() of the down projection of the layer before; null at the first
     // layer.
-    void attention_block_backward(const Pass& pass, Layer& layer, TensorScale* dresidual_amax_out) {
+    void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(gate_up, pass.N, config_.qkv_cols())
@@ -723,9 +725,9 @@ private:
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
         const TensorRef dout = allocate_tensor(pass.N, config_.q_cols());
-        begin_bucket(pass, layer.o_proj.bucket());
-        o_proj_backward(pass, layer, dout);
-        finish_bucket(pass, layer.o_proj.bucket());
+        begin_bucket(pass, layer.attention_out_proj.bucket());
+        attention_out_backward(pass, layer, dout);
+        finish_bucket(pass, layer.attention_out_proj.bucket());
 
         begin_bucket(pass, layer.qkv_proj.bucket());
         // attention with rotary positions, norms of heads
@@ -733,17 +735,18 @@ private:
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto amax_is = qk_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-        const Operand g8 = layer.qkv_proj.make_g8_and_dbias(stored(dqkv), amax_is);
-        linear_and_norm_backward(pass, norm1_of(pass, layer), g8, dresidual_amax_out);
+        const Operand g_operand = layer.qkv_proj.make_g_operand_and_dbias(stored(dqkv), amax_is);
+        linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
-    void o_proj_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
+    void attention_out_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
-        const Operand g8 =
-            layer.o_proj.make_g8_and_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
-        layer.o_proj.wgrad(g8, stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
-                           pass.overwrites_gradients);
-        layer.o_proj.dgrad(g8, dout);
+        const Operand g_operand = layer.attention_out_proj.make_g_operand_and_dbias(
+            stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+        layer.attention_out_proj.wgrad(g_operand,
+                                       stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
+                                       pass.overwrites_gradients);
+        layer.attention_out_proj.dgrad(g_operand, dout);
     }
     // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
     // heads follow, which change it.
@@ -771,17 +774,17 @@ private:
     }
 
     // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
-    // output, from g8. norm_backward() follows, which also returns the norm's output x, and wgrad, which
-    // needs x.
-    void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g8,
-                                  TensorScale* dresidual_amax_out) {
+    // output, from g_operand. norm_backward() follows, which also returns the norm's output x, and wgrad,
+    // which needs x.
+    void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g_operand,
+                                  AmaxAndScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
         const TensorRef dy = allocate_tensor(pass.N, config_.C);
-        n.reader->dgrad(g8, dy);
+        n.reader->dgrad(g_operand, dy);
         const LazyTensor x =
             update_dresidual(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
         until_dresidual.end();
-        n.reader->wgrad(g8, x, pass.overwrites_gradients);
+        n.reader->wgrad(g_operand, x, pass.overwrites_gradients);
     }
     // The backward pass of a norm: dresidual() = dresidual_in + the gradient of the norm's input. dy: the
     // gradient of the norm's output. dresidual_in: dresidual(), too; no tensor at the head, where the
@@ -789,7 +792,7 @@ private:
     // norm_backward() has just written, so it must be read before the next norm writes its own to the same
     // place.
     LazyTensor update_dresidual(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
-                                const TensorRef& dresidual_in, TensorScale* dresidual_amax_out) {
+                                const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))

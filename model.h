@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "architecture.h"
+#include "step.h"
 
 namespace coat {
 

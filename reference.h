@@ -7,6 +7,7 @@
 // template parameter Real is float. It is double only where tests compare gradients with finite differences.
 #pragma once
 #include "architecture.h"
+#include "step.h"
 
 namespace coat::reference {
 
@@ -23,7 +24,7 @@ float round_to(Format f, float x);  // x as the nearest value of f, which is FP3
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 // The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
-// random bits of formats.h, rounding_bits().
+// random bits of step.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper, section 5) ---

@@ -279,15 +279,16 @@ public:
         return delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
     }
 
-    // x (N, in) -> y (N, out). x8, w8 and g8 are the operands as GEMMs read them: values in FP32, each of
-    // which the format of the operand can represent. In most recipes this format is FP8.
+    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: values in FP32,
+    // each of which the format of the operand can represent. In most recipes this format is FP8.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params_[i].cols, out = params_[i].rows;
-        const Tensor x8 = make_operand(WhichOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w8 = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Columns);
         Tensor y(N_ * out);
-        matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
+        // fprop: y = x w^T
+        matmul<Real>(N_, out, in, {x_operand.data(), in, 1}, {w_operand.data(), 1, in}, y.data());
         if (has_bias(name))
             for (int64_t n = 0; n < N_; n++)
                 add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
@@ -298,22 +299,24 @@ public:
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = param_index_.at(name);
         const int64_t in = params_[i].cols, out = params_[i].rows;
-        const Tensor x8 = make_operand(WhichOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w8 = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Rows);
-        const Tensor g8 = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Rows);
+        const Tensor g_operand = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
-        matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        // wgrad reduces over tokens. If scale blocks are not symmetric, g is quantized again, with blocks
-        // along the tokens.
+        // dgrad: dx = g w
+        matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
+        // wgrad: dw = g^T x. It reduces over tokens. If scale blocks are not symmetric, g is quantized again,
+        // with blocks along the tokens.
         const bool again = !formats_.g.granularity.symmetric();
-        const Tensor g8_wgrad = again ? make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows) : g8;
-        matmul<Real>(out, in, N_, {g8_wgrad.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // dw = g^T x
+        Tensor g_operand_wgrad = g_operand;
+        if (again) g_operand_wgrad = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
+        matmul<Real>(out, in, N_, {g_operand_wgrad.data(), 1, out}, {x_operand.data(), in, 1}, dw.data());
         add_gradient(name, dw);
-        // dbias is the sum of dy over tokens, without the rounding of FP8. (If g8 is not in FP8, g8 is
-        // summed: dy in the compute dtype.)
+        // dbias is the sum of dy over tokens, without the rounding of FP8. (If the operand is not in FP8, it
+        // is summed: dy in the compute dtype.)
         if (has_bias(name)) {
             Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            const Tensor& g = formats_.g.fp8() ? dy : g_operand;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
             add_gradient(name + ".bias", dbias);
         }

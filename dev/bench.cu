@@ -93,7 +93,7 @@ public:
         const int64_t scales =
             std::max(q.scale_count(rows, cols), operand_scale_count(q, rows, cols)) * scale;
         void* codes = plain ? take(bytes) : nullptr;
-        TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
+        AmaxAndScale* slot = take<AmaxAndScale>(sizeof(AmaxAndScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
         const int64_t transposed_scales = std::max<int64_t>(operand_scale_count(q, cols, rows), 1) * scale;
@@ -113,17 +113,17 @@ private:
 
 class Clock {
 public:
-    TensorScale* slot() const { return slot_.get(); }  // zero at the beginning of every timed operation
+    AmaxAndScale* slot() const { return slot_.get(); }  // zero at the beginning of every timed operation
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear_async(slot(), sizeof(TensorScale), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(slot(), sizeof(AmaxAndScale), nullptr); });
     }
 
 private:
-    dev::Buffer<TensorScale> slot_{1};
+    dev::Buffer<AmaxAndScale> slot_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage
     const TensorRef x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
     const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_1x16);
-    if (q.granularity == PER_TENSOR) compute_amax(stored(x), tensor_scale(out.tensor), nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(stored(x), amax_and_scale(out.tensor), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -188,7 +188,7 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(stored(from), tensor_scale(to.tensor), nullptr);
+            compute_amax(stored(from), amax_and_scale(to.tensor), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
@@ -247,7 +247,7 @@ private:
     const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);                 // layer passes per step
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
-    TensorScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
+    AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
     Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast_accumulation};
 
@@ -284,14 +284,14 @@ private:
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        TensorScale* slot = amax ? slot_ : nullptr;
+        AmaxAndScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { add_column_sums(x, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
-        TensorScale* slot = tensor_scale(out.tensor);
+        AmaxAndScale* slot = amax_and_scale(out.tensor);
         compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
@@ -372,7 +372,7 @@ private:
         const double logs = 4.0 * double(N_ * c_.NH);
         const char* ceiling = gemm_ceiling(Gemm::Fprop, Storage{stream_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
-                               TensorScale* amax_out) {
+                               AmaxAndScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
                 [&] { attention_forward(shape, qkv.data, out.data, lse, amax_out, nullptr); });
             const AttentionBackward tensors{.qkv = qkv.data,

@@ -47,7 +47,7 @@ constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(Dense<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                TensorScale* amax_out) {
+                AmaxAndScale* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
@@ -86,7 +86,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
 }
 
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream) {
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
@@ -445,7 +445,7 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // Stage one, by store_column_sums() (gpu/device.cuh). It also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer x, int64_t rows, float* partials, TensorScale* amax_out) {
+    add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
@@ -493,7 +493,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
            dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, either_dense(gradient), either_dense(second));
 }
 
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
                      cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
         launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),

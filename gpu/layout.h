@@ -1,6 +1,6 @@
 // gpu/layout.h - what is known of a run on a GPU before it starts: how its memory is divided, and which
 // recipes a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes()
-// need CUDA. Section 3 of gpu/operators.h has the words bucket, flat order and rank's order.
+// need CUDA. gpu/parameters.h has the words bucket, flat order and rank's order.
 #pragma once
 #include "../model.h"
 

@@ -8,14 +8,15 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
       bias_index_(context_.parameters.bias_index(weight_index)),
       out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
       linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
-      x_scale_(context_.scales.of_operand(WhichOperand::X, linear_layer_index_)),
-      w_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
-      g_scale_(context_.scales.of_operand(WhichOperand::G, linear_layer_index_)) {
-    if (context_.caches_weights) cached_w8_ = allocate_operand(WhichOperand::W, out_, Form::Both);
+      x_amax_and_scale_(context_.scales.of_operand(WhichOperand::X, linear_layer_index_)),
+      w_amax_and_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
+      g_amax_and_scale_(context_.scales.of_operand(WhichOperand::G, linear_layer_index_)) {
+    if (context_.caches_weights) cached_w_operand_ = allocate_operand(WhichOperand::W, out_, Form::Both);
 }
 
-// The rows of x8 and y. FP8 GEMMs want a multiple of 16. A micro-batch has a multiple of 16 tokens, but a
-// prompt may have any number: then x8 and y have more rows than x, and nobody reads what is in these.
+// The rows of the operand of x, and of y. FP8 GEMMs want a multiple of 16. A micro-batch has a multiple of 16
+// tokens, but a prompt may have any number: then these two have more rows than x, and nobody reads what is in
+// them.
 static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
     return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -25,25 +26,25 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
-    const Operand x8 = make_operand(WhichOperand::X, x, Gemm::Fprop);
-    const Operand w8 = w8_for(Gemm::Fprop);
+    const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Fprop);
+    const Operand w_operand = w_operand_for(Gemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
-    context_.gemms.run(Gemm::Fprop, x8, w8, whole_y, stream(), {.bias = bias});
+    context_.gemms.run(Gemm::Fprop, x_operand, w_operand, whole_y, stream(), {.bias = bias});
 }
 
-void LinearLayer::dgrad(const Operand& g8, const TensorRef& dx) {
+void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    const Operand w8 = w8_for(Gemm::Dgrad);
-    context_.gemms.run(Gemm::Dgrad, g8, w8, dx, stream());
+    const Operand w_operand = w_operand_for(Gemm::Dgrad);
+    context_.gemms.run(Gemm::Dgrad, g_operand, w_operand, dx, stream());
 }
 
-void LinearLayer::wgrad(const Operand& g8, const LazyTensor& x, bool overwrite) {
+void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    const Operand x8 = make_operand(WhichOperand::X, x, Gemm::Wgrad);
+    const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(Gemm::Wgrad, g8, x8, dw, stream(), {.accumulate = !overwrite});
+    context_.gemms.run(Gemm::Wgrad, g_operand, x_operand, dw, stream(), {.accumulate = !overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -64,10 +65,10 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
 
-    TensorScale* const scales[] = {x_scale_, w_scale_, g_scale_};
-    TensorScale* const scale = scales[int(which)];
+    AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
+    AmaxAndScale* const amax_and_scale = all[int(which)];
     if (q.granularity == PER_TENSOR)  // both forms have this scale
-        return {.tensor = {codes, scale, rows, cols, q},
+        return {.tensor = {codes, amax_and_scale, rows, cols, q},
                 .transposed = transposed,
                 .delayed = context_.scales.delayed()};
     // The scales of rows and blocks lie right after the codes to which they belong.
@@ -76,7 +77,7 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
     return {.tensor = {codes, scales_of(codes), rows, cols, q},
             .transposed = transposed,
             .transposed_scales = scales_of(transposed),
-            .amax_out = scale};
+            .amax_out = amax_and_scale};
 }
 
 // source: x, w or g.
@@ -95,10 +96,10 @@ Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, 
     return operand;
 }
 
-// w8, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as row-major codes,
-// which are transposed for dgrad. Otherwise it is made here from the weight.
-Operand LinearLayer::w8_for(Gemm reader) const {
-    if (context_.caches_weights) return cached_w8_;
+// The operand of w, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as
+// row-major codes, which are transposed for dgrad. Otherwise it is made here from the weight.
+Operand LinearLayer::w_operand_for(Gemm reader) const {
+    if (context_.caches_weights) return cached_w_operand_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
                                      reader == Gemm::Fprop ? Direction::Forward : Direction::Backward);
     const TensorRef w = context_.sharding.gathered_weight(weight_index_);
@@ -108,64 +109,65 @@ Operand LinearLayer::w8_for(Gemm reader) const {
         return make_operand(WhichOperand::W, stored(w), reader);
     }
     if (reader == Gemm::Fprop) return {w};
-    const Operand w8 = allocate_operand(WhichOperand::W, out_, Form::Transposed);
-    transpose_codes(w, w8.transposed, stream());
-    return w8;
+    const Operand w_operand = allocate_operand(WhichOperand::W, out_, Form::Transposed);
+    transpose_codes(w, w_operand.transposed, stream());
+    return w_operand;
 }
 
-void LinearLayer::make_cached_w8() {
+void LinearLayer::make_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(WhichOperand::W, stored(context_.sharding.gathered_weight(weight_index_)), cached_w8_);
+    write_operand(WhichOperand::W, stored(context_.sharding.gathered_weight(weight_index_)),
+                  cached_w_operand_);
 }
 
-Operand LinearLayer::allocate_g8(int64_t N, void* codes) const {
+Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
     const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
     return allocate_operand(WhichOperand::G, N, form, codes);
 }
 
-Operand LinearLayer::make_g8_and_dbias(const LazyTensor& g, AmaxIs amax) {
+Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
-    const Operand g8 = allocate_g8(g.rows, /*codes=*/nullptr);
-    write_g8_and_dbias(g, amax, g8);
-    return g8;
+    const Operand g_operand = allocate_g_operand(g.rows, /*codes=*/nullptr);
+    write_g_operand_and_dbias(g, amax, g_operand);
+    return g_operand;
 }
 
-// The passes over g, by the format of g8. In FP8 dbias sums g as it is before it is rounded; in BF16 it sums
-// the values that were stored.
+// The passes over g, by the format of its operand. In FP8 dbias sums g as it is before it is rounded; in BF16
+// it sums the values that were stored.
 //
-//   g8     bias   amax of g           first pass        second pass
-//   FP8    no     known or unneeded   g8
-//   FP8    no     missing             amax              g8
-//   FP8    yes    known or unneeded   g8 and dbias
-//   FP8    yes    missing             amax and dbias    g8
-//   BF16   no     unneeded            g8
-//   BF16   yes    unneeded            g8                dbias
-void LinearLayer::write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8) {
+//   format  bias   amax of g           first pass          second pass
+//   FP8     no     known or unneeded   operand
+//   FP8     no     missing             amax                operand
+//   FP8     yes    known or unneeded   operand and dbias
+//   FP8     yes    missing             amax and dbias      operand
+//   BF16    no     unneeded            operand
+//   BF16    yes    unneeded            operand             dbias
+void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
-    TensorScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
+    AmaxAndScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
     if (fp8 && bias_index_ && !missing) {
-        write_g8_and_dbias_in_one_pass(g, g8);
+        write_g_operand_and_dbias_in_one_pass(g, g_operand);
         return;
     }
     if (fp8 && bias_index_) add_dbias(g, missing);
     else if (missing) compute_amax(g, missing, stream());
-    write_operand(WhichOperand::G, g, g8);
-    if (!fp8 && bias_index_) add_dbias(stored(g8.tensor), /*g_amax_out=*/nullptr);
+    write_operand(WhichOperand::G, g, g_operand);
+    if (!fp8 && bias_index_) add_dbias(stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }
 
-void LinearLayer::write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const {
+void LinearLayer::write_g_operand_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g_operand) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    write_operand_and_sum_columns(g, g8, context_.sharding.gradient_to_write(*bias_index_), workspace,
+    write_operand_and_sum_columns(g, g_operand, context_.sharding.gradient_to_write(*bias_index_), workspace,
                                   context_.gpu_context.quant_stats_of(report_kind(WhichOperand::G)),
                                   stream());
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
-void LinearLayer::add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const {
+void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
@@ -182,7 +184,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // the entry of the operand w instead, whose amax is computed here while some history of amaxes is empty.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax(stored(context_.sharding.gathered_weight(weight_index_)), w_scale_, stream());
+        compute_amax(stored(context_.sharding.gathered_weight(weight_index_)), w_amax_and_scale_, stream());
 }
 
 }  // namespace coat::gpu

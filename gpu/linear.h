@@ -1,18 +1,18 @@
 // gpu/linear.h - a linear layer of the model, y = x w^T + bias, with x (N, in), w (out, in) and y (N, out):
 // its three GEMMs (gpu/gemm.h), and how their operands are made.
 //
-// g (N, out) is the gradient of y. x8, w8 and g8 are x, w and g as a GEMM reads them. The 8 is that of FP8,
-// the case that this file is about; in recipes without FP8 they are BF16 or FP32 values. An FP8 GEMM reads
-// codes along the dimension that it reduces over, so each operand has two forms, row-major and transposed.
-// The table in gpu/gemm.h says which GEMM reads which.
+// g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
+// them: x_operand, w_operand and g_operand. In most recipes these are FP8 codes. (In recipes without FP8 they
+// are BF16 or FP32 values.) An FP8 GEMM reads codes along the dimension that it reduces over, so each operand
+// has two forms, row-major and transposed. The table in gpu/gemm.h says which GEMM reads which.
 //
 // How long the operands live:
-//   x8   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad makes x8
-//        again from these. (In coat-saved, wgrad computes x from the saved groups, but forward did not. So an
-//        x of wgrad may exceed forward's amax by the rounding error of a group, and saturates. The CPU takes
-//        a new amax there.)
-//   w8   for one GEMM; or, in a cache, for a step.
-//   g8   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
+//   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad
+//               makes the operand again from these. (In coat-saved, wgrad computes x from the saved groups,
+//               but forward did not. So an x of wgrad may exceed forward's amax by the rounding error of a
+//               group, and saturates. The CPU takes a new amax there.)
+//   w_operand   for one GEMM; or, in a cache, for a step.
+//   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
 // Memory comes from the Arena (gpu/state.h), which is a stack. Names that begin with allocate_ stand for
 // memory alone, those with write_ for the codes in it, and those with make_ for both. An operand lies in the
@@ -24,26 +24,27 @@
 // tensor computes the amax just before it is quantized. (In recipes that need no amaxes both functions return
 // null.) This table says who computes the amaxes in model.cu; come back to it when you read that file:
 //
-//   operand            what it is                 who computes its amax
+//   operand               what it is                 who computes its amax
 //
 //   in forward
-//   qkv_proj.x         output of norm 1           embed(), or save_residual_sum() of the layer before
-//   o_proj.x           output of attention        attention_forward(); if the output is saved in groups, a
-//                                                 pass over these: compute_x_amax_if_needed()
-//   gate_up_proj.x     output of norm 2           save_residual_sum() in attention_block_forward()
-//   down_proj.x        output of the activation   quantize_activation_input(), where it saves gate and up in
-//                                                 groups; else a pass: compute_x_amax_if_needed()
-//   each w             the weight                 the last update. With delayed scaling, only while a history
-//                                                 of amaxes is empty, a pass: compute_w_amax_if_needed()
+//   qkv_proj.x            output of norm 1           embed(), or save_residual_sum() of the layer before
+//   attention_out_proj.x  output of attention        attention_forward(); if the output is saved in groups,
+//                                                    a pass over these: compute_x_amax_if_needed()
+//   gate_up_proj.x        output of norm 2           save_residual_sum() in attention_block_forward()
+//   down_proj.x           output of the activation   quantize_activation_input(), where it saves gate and
+//                                                    up in groups; else a pass: compute_x_amax_if_needed()
+//   each w                the weight                 the last update. With delayed scaling, only while a
+//                                                    history of amaxes is empty, a pass:
+//                                                    compute_w_amax_if_needed()
 //
 //   in backward
-//   down_proj.g        dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the final
-//                      of the layer               norm: backward comes from there
-//   gate_up_proj.g     dgate_up                   a pass in write_g8_and_dbias()
-//   o_proj.g           dresidual() before norm 2  norm_backward() of norm 2
-//   qkv_proj.g         dqkv                       attention_backward(); but in Qwen3, where
-//                                                 qk_norm_backward() changes dqkv after it, a pass in
-//                                                 make_g8_and_dbias()
+//   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
+//                         of the layer               final norm: backward comes from there
+//   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_dbias()
+//   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
+//   qkv_proj.g            dqkv                       attention_backward(); but in Qwen3, where
+//                                                    qk_norm_backward() changes dqkv after it, a pass in
+//                                                    make_g_operand_and_dbias()
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w for dgrad. It
 // also quantizes x a second time, for wgrad, with the amax that forward has left.
@@ -62,7 +63,8 @@ struct LinearContext {
     const Scales& scales;
     Sharding& sharding;
     Gemms& gemms;
-    const bool caches_weights;  // whether every w8 is FP8 and is made once per step, in both forms
+    // Whether the FP8 codes of all weights are made once per step, in both forms.
+    const bool caches_weights;
     const LinearFormats formats = linear_formats(gpu_context.setup);
 
     // Whether the amax of an operand is needed before its codes can be made. FP8 with one scale per tensor
@@ -82,29 +84,34 @@ public:
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
     void fprop(const LazyTensor& x, const TensorRef& y);
     // dx = g w
-    void dgrad(const Operand& g8, const TensorRef& dx);
+    void dgrad(const Operand& g_operand, const TensorRef& dx);
     // dw = g^T x; or, if `overwrite` is false, dw += g^T x.
-    void wgrad(const Operand& g8, const LazyTensor& x, bool overwrite);
+    void wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite);
 
-    // --- g8, and dbias, the gradient of the bias: the column sums of g are added to it while g is at hand
-    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed before g8.
+    // --- The operand of g; and dbias, the gradient of the bias: the column sums of g are added to it while g
+    // is at hand
+    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed first.
     enum class AmaxIs : uint8_t { Known, Unknown };
-    // Makes g8 of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no memory is
-    // allocated.
-    Operand make_g8_and_dbias(const LazyTensor& g, AmaxIs amax);
+    // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
+    // memory is allocated.
+    Operand make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax);
     // The same in two parts, for dgate_up (model.cu) alone: it outlives dact, from which it is computed, so
     // its memory must be allocated before that of dact. codes: where the row-major codes go; null: into
     // memory that is allocated, too.
-    Operand allocate_g8(int64_t N, void* codes) const;
-    void write_g8_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g8);
+    Operand allocate_g_operand(int64_t N, void* codes) const;
+    void write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
 
-    // --- w8, if weights are cached
-    void make_cached_w8();
+    // --- The operand of w, if weights are cached
+    void make_cached_w_operand();
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
-    TensorScale* x_amax_out() const { return context_.needs_amax_before_codes() ? x_scale_ : nullptr; }
-    TensorScale* g_amax_out() const { return context_.needs_amax_before_codes() ? g_scale_ : nullptr; }
+    AmaxAndScale* x_amax_out() const {
+        return context_.needs_amax_before_codes() ? x_amax_and_scale_ : nullptr;
+    }
+    AmaxAndScale* g_amax_out() const {
+        return context_.needs_amax_before_codes() ? g_amax_and_scale_ : nullptr;
+    }
     // A pass over x, if its amax is needed. For an x whose amax no earlier kernel has computed.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
@@ -121,10 +128,10 @@ private:
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
     // The amax of each operand and, if it has one scale per tensor, the scale. (In other granularities the
     // amax serves only to notice infinity and NaN.)
-    TensorScale* const x_scale_;
-    TensorScale* const w_scale_;
-    TensorScale* const g_scale_;
-    Operand cached_w8_{};  // no tensor, if weights are not cached
+    AmaxAndScale* const x_amax_and_scale_;
+    AmaxAndScale* const w_amax_and_scale_;
+    AmaxAndScale* const g_amax_and_scale_;
+    Operand cached_w_operand_{};  // no tensor, if weights are not cached
 
     Arena& arena() const { return context_.gpu_context.arena; }
     cudaStream_t stream() const { return context_.gpu_context.stream; }
@@ -132,9 +139,9 @@ private:
     Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
     void write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const;
     Operand make_operand(WhichOperand which, const LazyTensor& source, Gemm reader) const;
-    Operand w8_for(Gemm reader) const;
-    void add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const;
-    void write_g8_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g8) const;
+    Operand w_operand_for(Gemm reader) const;
+    void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
+    void write_g_operand_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g_operand) const;
     void compute_w_amax_if_needed() const;
 };
 

@@ -2,7 +2,7 @@
 // and its neighbours in model.h. A program that is built without nvcc has gpu/none.cpp in its place.
 #include <cstdlib>
 
-#include "operators.h"
+#include "parameters.h"
 #include "sharding.h"
 
 namespace coat {

@@ -129,7 +129,7 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 template <class Layout, bool FORWARD_READS_SAVED, class Element = typename Layout::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_add_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t T,
-                        Dense<Element> x_out, Layout norm_input, const Norm next, TensorScale* y_amax_out) {
+                        Dense<Element> x_out, Layout norm_input, const Norm next, AmaxAndScale* y_amax_out) {
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
@@ -347,7 +347,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 // overwritten.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* residual_amax_out,
+    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* residual_amax_out,
                          float* partials) {
     const int64_t rows = norm.n.in.rows;
     const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);

@@ -1,6 +1,6 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
-// operator with the shapes and formats that it accepts. Read sections 1 to 5 now, the rest where it is
-// used.
+// operator with the shapes and formats that it accepts. Read sections 1 to 4 now, the rest where it is
+// used. (What concerns parameters as such, and what only several GPUs need, is in gpu/parameters.h.)
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -10,7 +10,7 @@
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - Operators add to parameters' gradients, which are in BF16 or FP32 (gradient_format() of model.h).
 //   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
-//     `amax` of this TensorScale to the largest |x| that it has seen. Null means that nobody needs it.
+//     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
@@ -19,12 +19,12 @@
 //
 // Words for parts of a tensor, from small to large:
 //   chunk         8 neighbouring elements of a row: what a thread loads or stores at a time (gpu/device.cuh)
-//   group         16 neighbouring features of a token, which share a scale (formats.h)
+//   group         a scale group: 16 neighbouring features of a token, which share a scale (formats.h)
 //   moment group  128 elements of a moment, which share (max, k) (formats.h)
 //   tile          128 x 128 elements, on which a thread block works (gpu/device.cuh, part 5)
 //   plane         one half of the columns of [gate | up], or all columns of another tensor (gpu/device.cuh,
 //                 part 4)
-// Section 3 has the words for parts of the parameters.
+// gpu/parameters.h has the words for parts of the parameters.
 #pragma once
 #include <vector>
 
@@ -36,9 +36,9 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Tensors
 
-// The scale of an FP8 tensor that has a single one, on the device. (It has 16 bytes, because a GEMM wants
-// scales aligned to that.) A GEMM reads `scale`. Scaling is just in time, or (only in the recipe te) delayed.
-// Which function writes a field:
+// The amax of a tensor, on the device. If the tensor is in FP8 with a single scale, this scale stands beside
+// it. (16 bytes, because a GEMM, which reads `scale`, wants it aligned to that.) Scaling is just in time, or
+// (only in the recipe te) delayed. Which function writes a field:
 //
 //                  just in time                       delayed
 //   amax           an earlier kernel, or              quantize()
@@ -48,8 +48,9 @@ namespace coat::gpu {
 //
 // Just in time, scale = amax / FMAX. Delayed, scale = from_history, the scale that follows from the amaxes of
 // earlier steps. While the history is empty, from_history is 0, and everything is as if just in time. With
-// several ranks, combine_amaxes() writes the amax and the scale of a weight on all of them.
-struct alignas(16) TensorScale {
+// several ranks, combine_amaxes() (gpu/parameters.h) writes the amax and the scale of a weight on all of
+// them.
+struct alignas(16) AmaxAndScale {
     float scale;         // codes are multiplied by it
     float amax;          // the largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN
                          // come last
@@ -57,9 +58,9 @@ struct alignas(16) TensorScale {
     float unused;
 };
 
-// Refers to a tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. What `scales` points to
-// depends on storage:
-//   FP8, one scale per tensor   a TensorScale
+// Refers to a tensor on the GPU: value(r, c) = data(r, c) * the scale of its scale block. What `scales`
+// points to depends on storage:
+//   FP8, one scale per tensor   an AmaxAndScale
 //   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
 //   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
 //   BF16, FP32                  nothing
@@ -80,7 +81,7 @@ inline TensorRef row_slice(const TensorRef& v, int64_t first, int64_t n) {
             .storage = v.storage};
 }
 
-inline TensorScale* tensor_scale(const TensorRef& v) { return static_cast<TensorScale*>(v.scales); }
+inline AmaxAndScale* amax_and_scale(const TensorRef& v) { return static_cast<AmaxAndScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
@@ -94,8 +95,8 @@ struct Operand {
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
     // Updated by quantize() where the granularity is not per tensor; may be null. (Per tensor the amax is in
-    // tensor_scale(tensor) instead.)
-    TensorScale* amax_out = nullptr;
+    // amax_and_scale(tensor) instead.)
+    AmaxAndScale* amax_out = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
@@ -192,11 +193,11 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
 // must not be in FP32.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream);
+void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, as out says. x may be computed from BF16 tensors and from groups, but
 // not from FP32 tensors.
-//   per tensor               The scale is computed from the amax in tensor_scale(out.tensor). If
+//   per tensor               The scale is computed from the amax in amax_and_scale(out.tensor). If
 //                            out.delayed is true, the scale is that of the history.
 //   per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
 //   1x16 groups              x must be a tensor that is stored in BF16.
@@ -215,7 +216,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what the gradient of a bias needs: gradient (cols) += the column sums of x, which
-// equal those of add_column_sums() (section 8) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
+// equal those of add_column_sums() (section 7) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
 void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                    float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
@@ -227,23 +228,11 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 // operand of the next GEMM. amax_out gets its amax in the same pass: of the output that is computed from the
 // groups if forward_reads_saved (formats.h) is true, else of the output that is computed from x.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_saved, TensorScale* amax_out, QuantStats* quant_stats,
+                               bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream);
 
 // ===========================================================================================================
-// 3. Parameters, and what precedes an update (gpu/parameters.cu)
-//
-// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order.
-//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
-//   shard         what this rank owns of one parameter
-//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
-//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
-//                 groups; the padding stays zero
-//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
-//                 sums of gradients lie
-//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
-//                 embeddings, a linear layer, or the head (gpu/sharding.h)
+// 3. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders they are all there is, and the optimizer rounds them stochastically. In the fp32 recipe the
@@ -264,30 +253,17 @@ struct MomentRef {
     Format format;
 };
 
-// What this rank updates of one parameter: a row of a table on the device.
+// What this rank updates of one parameter, with one rank the whole of it: a row of a table on the device.
+// (gpu/parameters.h says what the rank's order, the flat order and shard units are. With one rank, the rank's
+// order is the flat order: all parameters one after the other.)
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    TensorScale* amax_out;         // gets the amax of the new weights; may be null
+    AmaxAndScale* amax_out;        // gets the amax of the new weights; may be null
     int64_t to_flat_order = 0;     // an element's number in the flat order, minus that in the rank's order
     int64_t first_owned_unit = 0;  // the number of its first shard unit among those of all parameters
 };
-
-// What the first values of a parameter follow from, beside its Param (architecture.h, initial_value()).
-struct InitialValues {
-    Range own;             // the elements of the parameter that this rank owns
-    uint64_t param_index;  // the number of the parameter
-    int64_t used;          // used_elements() of architecture.h
-    uint64_t seed;
-};
-// Writes the initial values of this rank's shard of the parameter p to w, from element `at` of the rank's
-// order on.
-void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
-                cudaStream_t stream);
-
-// Whether this GPU can run the program's kernels; else the reason.
-cudaError_t find_kernels();
 
 // What a step knows of its gradients, on the device. It is cleared before the step, and each bucket adds to
 // it.
@@ -300,10 +276,6 @@ struct GradientState {
     uint32_t skip;
 };
 
-// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because an FP8 code would hide that. Once it
-// is NaN, it stays NaN for the rest of the step.
-void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
-                       cudaStream_t stream);
 // Whole shards, with their gradients: all shards of this rank, or those of a bucket.
 struct ShardGradients {
     const Shard* shards;  // (count), on the device
@@ -313,35 +285,6 @@ struct ShardGradients {
     Format format;          // the format of the gradients: FP32, or that of the weights
 };
 
-// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
-// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count): sums[0] =
-// *loss, or 0 if loss is null. The loss travels with the sums, so that a loss that is not finite on one rank
-// skips the step on all. Then follows the sum of each of these shard units; 0 where the shard unit is another
-// rank's.
-void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
-                              double* sums, cudaStream_t stream);
-// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
-// the norm, the factor that clips it, and whether the step is skipped because the norm or the loss of a rank
-// is not finite. For each shard unit the largest of the ranks' sums counts: of a matrix one rank has it, and
-// the others have 0; of a vector all ranks have the same. clip is the limit of the norm; with 0 there is
-// none.
-void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                           GradientState* state, cudaStream_t stream);
-
-// The gradients that all ranks have of n elements.
-struct GradientsOfRanks {
-    const void* own;       // (n) this rank's
-    const void* received;  // (ranks - 1, n) the other ranks', in their order, with no gap for this rank
-    Format format;
-    int64_t n, rank, ranks;
-};
-// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
-// `overwrite`, without the old sum. sum (n) has the format of the gradients.
-void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
-
-// ===========================================================================================================
-// 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
-
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
 // that of this step (formats.h), for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
@@ -349,7 +292,7 @@ void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const Sh
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
-// 5. Residual stream and norms (gpu/norm.cu)
+// 4. Residual stream and norms (gpu/norm.cu)
 
 // What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
 // norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);
@@ -363,7 +306,7 @@ struct ResidualOutput {
     // forward_reads_saved (formats.h) is true, or because next.in is not in groups. If so, the row statistics
     // and the amax are computed from what next.in holds, else from the rounded sum.
     bool forward_reads_saved;
-    TensorScale* y_amax_out;  // the amax of the norm's output
+    AmaxAndScale* y_amax_out;  // the amax of the norm's output
 };
 // The residual sum x + branch, both (N, C).
 void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
@@ -376,11 +319,11 @@ void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t
 // The gradients that the backward pass of a norm reads (dy and residual_in), writes (residual_out and its
 // amax) and adds to (dweight and dbias).
 struct NormGradients {
-    TensorRef dy;                    // (N, C) the gradient of the norm's output
-    TensorRef residual_in;           // (N, C) the gradient of the residual stream, or no tensor
-    TensorRef residual_out;          // (N, C) residual_in + the gradient of the norm's input, rounded
-    TensorScale* residual_amax_out;  // the amax of residual_out
-    TensorRef dweight, dbias;        // (C); dbias is no tensor for RMSNorm
+    TensorRef dy;                     // (N, C) the gradient of the norm's output
+    TensorRef residual_in;            // (N, C) the gradient of the residual stream, or no tensor
+    TensorRef residual_out;           // (N, C) residual_in + the gradient of the norm's input, rounded
+    AmaxAndScale* residual_amax_out;  // the amax of residual_out
+    TensorRef dweight, dbias;         // (C); dbias is no tensor for RMSNorm
 };
 // The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
 // residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
@@ -390,7 +333,7 @@ LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace
 size_t norm_backward_workspace(int64_t C);
 
 // ===========================================================================================================
-// 6. RoPE, and norms of heads (gpu/layers.cu)
+// 5. RoPE, and norms of heads (gpu/layers.cu)
 
 struct Rope {
     const float2* table;  // (positions, HS/2) {cos, sin}, from fill_rope_table()
@@ -400,7 +343,7 @@ struct Rope {
 void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
 // the amax of all columns.
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream);
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream);
 
 // Qwen3 has an RMSNorm of each head of q and of k.
 struct QkNorm {
@@ -418,7 +361,7 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
                       float* workspace, cudaStream_t stream);
 
 // ===========================================================================================================
-// 7. Loss (gpu/layers.cu)
+// 6. Loss (gpu/layers.cu)
 
 // losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
 // (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
@@ -435,7 +378,7 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
                   cudaStream_t stream);
 
 // ===========================================================================================================
-// 8. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
+// 7. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
 // gradient (n) += the sums over the rows of partials (rows, n), with which add_column_sums(), norm_backward()
 // and qk_norm_backward() end. `second` is another gradient (n), whose partials lie after those of the
@@ -444,7 +387,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
                      const TensorRef& second = {});
 // gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, TensorScale* amax_out,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
                      cudaStream_t stream);
 
 // Which rows of a gradient belong to a token. The host sorts them, so that sums have a fixed order.
@@ -470,8 +413,7 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream);
 
 // ===========================================================================================================
-// 9. Other scaling than COAT's, and weights that arrive as codes (gpu/other_scaling.cu; what several GPUs
-// need of it: gpu/parameters.cu)
+// 8. Other scaling than COAT's (gpu/other_scaling.cu)
 
 // quantize() calls these two. The first makes codes with scales per row, 1x128 or 128x128, just in time, and
 // updates *out.amax_out. The second makes codes with a delayed scale per tensor, and finds the amax for
@@ -482,8 +424,8 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
 
 // The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps.
 struct DelayedScales {
-    TensorScale* scales;  // (n)
-    float* histories;     // (n, length), the newest first
+    AmaxAndScale* scales;  // (n)
+    float* histories;      // (n, length), the newest first
     int64_t n;
     int length;
     Format fp8;
@@ -495,14 +437,8 @@ struct DelayedScales {
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
                            cudaStream_t stream);
 
-// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
-void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream);
-// amax = the largest of all ranks: theirs are (ranks, n). scale = amax / FMAX, or the delayed scale.
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
-                    cudaStream_t stream);
-
 // ===========================================================================================================
-// 10. The quantization report (gpu/quant_report.cu; formats.h, QuantStats). It has a kernel of its own, so
+// 9. The quantization report (gpu/quant_report.cu; step.h, QuantStats). It has a kernel of its own, so
 // that training pays nothing for it.
 
 // Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before

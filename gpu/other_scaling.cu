@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it. amax_out gets the amax of the whole tensor; it may be null.
-static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* amax_out) {
+static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* amax_out) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
@@ -151,11 +151,11 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 // which another kernel has found. Later the scale is that of the history, and this kernel finds the amax.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_delayed_kernel(Producer x, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
+    quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
                             uint8_t* codes, uint8_t* transposed) {
-    const bool delayed = tensor_scale->from_history > 0;
-    const float just_in_time = scale_of(fmax, tensor_scale->amax);
-    const float scale = delayed ? tensor_scale->from_history : just_in_time;
+    const bool delayed = amax_and_scale->from_history > 0;
+    const float just_in_time = scale_of(fmax, amax_and_scale->amax);
+    const float scale = delayed ? amax_and_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
     float top = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
@@ -164,26 +164,26 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                                 if (live) top = larger_magnitude(top, v);
                                 return same_in_both(encode(e5m2, v, inverse));
                             });
-    if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(top));
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
+    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.storage.format;
     add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_delayed_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_delayed", kernel, x, out, stream, tensor_scale(out.tensor), info(fp8).max,
+    launch_quantizer("quantize_delayed", kernel, x, out, stream, amax_and_scale(out.tensor), info(fp8).max,
                      fp8 == Format::E5M2);
 }
 
 // A thread has the history of one tensor. It moves each amax up by one place, beginning at the end.
 constexpr int HISTORY_THREADS = 32;
-static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t n, float* histories,
+static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_t n, float* histories,
                                                     int length, float fmax, const uint32_t* skipped,
                                                     uint32_t* empty) {
     const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
-    TensorScale& mine = scales[i];
+    AmaxAndScale& mine = scales[i];
     float* const history = histories + i * length;
     uint32_t most = 0;
     for (int j = length - 1; j >= 0; j--) {

@@ -1,5 +1,6 @@
-// gpu/parameters.cu - what concerns parameters as such: their first values; the norm of their gradients,
-// clipping, and steps that are skipped; and what several GPUs add up or exchange.
+// gpu/parameters.cu - what concerns parameters as such (interface: gpu/parameters.h): their first values; the
+// norm of their gradients, clipping, and steps that are skipped; and what several GPUs add up or exchange.
+#include "parameters.h"
 #include "quantize.cuh"
 
 namespace coat::gpu {
@@ -145,16 +146,16 @@ void update_gradient_state(const double* sums, int64_t shard_units, int64_t rank
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    write_loss_or_nan_kernel(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan) {
+    write_loss_or_nan_kernel(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan) {
     bool finite = true;
-    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(scales[i].amax);
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(amaxes[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *loss_or_nan = finite && !isnan(*loss_or_nan) ? *loss : NAN;
 }
 
-void write_loss_or_nan(const TensorScale* scales, int64_t n, const double* loss, double* loss_or_nan,
+void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream) {
-    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, 0, stream, scales, n, loss,
+    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, 0, stream, amaxes, n, loss,
            loss_or_nan);
 }
 
@@ -185,20 +186,20 @@ void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStr
 }
 
 // A thread has the amaxes that all ranks have found for one weight.
-static __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
+static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n,
                                              int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     uint32_t top_bits = 0;
     for (int64_t r = 0; r < ranks; r++) top_bits = max(top_bits, magnitude_bits(theirs[r * n + i].amax));
-    TensorScale& mine = scales[i];
-    mine.amax = __uint_as_float(top_bits);
-    mine.scale = mine.from_history > 0 ? mine.from_history : scale_of(fmax, mine.amax);
+    AmaxAndScale& combined = mine[i];
+    combined.amax = __uint_as_float(top_bits);
+    combined.scale = combined.from_history > 0 ? combined.from_history : scale_of(fmax, combined.amax);
 }
 
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
+void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t stream) {
-    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, stream, scales, theirs, n, ranks,
+    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, stream, mine, theirs, n, ranks,
            info(fp8).max);
 }
 

@@ -10,11 +10,11 @@ namespace coat::gpu {
 constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
-// tensor_scale is not null; that of its scale block, if blocks.scales is not null; else that of its 1x16
+// amax_and_scale is not null; that of its scale block, if blocks.scales is not null; else that of its 1x16
 // group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    add_quant_errors_kernel(Producer x, int64_t rows, const TensorScale* tensor_scale, ScaleGrid blocks,
+    add_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks,
                             bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace at;
     double signal = 0, noise = 0;
@@ -22,9 +22,9 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
-            if (tensor_scale) {
-                scale = tensor_scale->from_history;
-                if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);
+            if (amax_and_scale) {
+                scale = amax_and_scale->from_history;
+                if (!(scale > 0)) scale = scale_of(fmax, amax_and_scale->amax);
             }
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
@@ -57,15 +57,15 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
-    auto with_scales = [&](const TensorScale* tensor_scale, const ScaleGrid& blocks) {
+    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
         with_bf16_producer(x, [&](auto producer) {
             launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
-                   tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows, tensor_scale,
-                   blocks, q.format == Format::E5M2, info(q.format).max, quant_stats);
+                   tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
+                   amax_and_scale, blocks, q.format == Format::E5M2, info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(tensor_scale(out.tensor), {});
+    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.

@@ -272,8 +272,8 @@ public:
     }
     void combine_amaxes_of_ranks() override {
         const int64_t n = scales_.delayed() ? scales_.count() : scales_.tensor_count;
-        const int64_t bytes = n * int64_t(sizeof(TensorScale));
-        TensorScale* const all = memory_.scales_of_ranks;
+        const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
+        AmaxAndScale* const all = memory_.amaxes_of_ranks;
         copy_async(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
         combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
@@ -438,7 +438,7 @@ private:
             const Param& p = parameters_.params[i];
             const bool codes = sends_codes() && p.role.linear;
             const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
-            TensorScale* const scale =
+            AmaxAndScale* const scale =
                 codes ? scales_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
             const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {

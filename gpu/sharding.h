@@ -12,7 +12,7 @@
 //               gathered. Each of the two stages has a buffer.
 //
 // A stage is a part of the model whose weights are gathered at a time: the embeddings, a linear layer, or the
-// head. Section 3 of gpu/operators.h says what a bucket is. Bytes travel in one of two ways: GPUs of one
+// head. gpu/parameters.h says what a bucket is. Bytes travel in one of two ways: GPUs of one
 // machine write into each other's memory with their copy engines; others send through NCCL.
 #pragma once
 #include "state.h"

@@ -115,14 +115,14 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.received_gradients = arena.allocate(received.gradients);
     for (uint8_t*& stage : m.gathered_weights) stage = arena.allocate(received.weights);
     m.squares = arena.allocate<double>(s.ranks * (1 + places.back().first_shard_unit));
-    m.scales_of_ranks = arena.allocate<TensorScale>(several ? s.ranks * scales : 0);
+    m.amaxes_of_ranks = arena.allocate<AmaxAndScale>(several ? s.ranks * scales : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
     if (s.has_master && s.recipe.compute != Format::FP32)
         m.weights.remainder = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(int64_t(params.size()));
-    m.scales = arena.allocate<TensorScale>(scales);
+    m.scales = arena.allocate<AmaxAndScale>(scales);
     m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
     allocate_moments(m, s, arena, places);
     allocate_activations_and_gradients(m, s, arena, places);
@@ -160,7 +160,7 @@ Scales::Scales(const GpuContext& context, const MemoryMap& memory)
 
 void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[tensor_count].amax, sizeof(TensorScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scales_[tensor_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
@@ -232,7 +232,7 @@ void Parameters::register_delayed_scales(size_t i) {
 
 // Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every group.
 void Parameters::initialize_state() {
-    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(TensorScale)), stream_);
+    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
     if (scales_.delayed())
         clear_async(memory_.histories,
@@ -326,11 +326,11 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
 // Computes the amax of weights that were written. (The update leaves the amax of weights that it writes.)
 void Parameters::recompute_weight_amax(size_t i) {
     if (!params[i].role.linear) return;
-    TensorScale* const scale = scales_.of_parameter(i);
-    clear_async(scale, sizeof(TensorScale), stream_);
+    AmaxAndScale* const amax_out = scales_.of_parameter(i);
+    clear_async(amax_out, sizeof(AmaxAndScale), stream_);
     if (weight_storage.format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(stored(slice), scale, stream_);
+        compute_amax(stored(slice), amax_out, stream_);
 }
 
 const Parameters::StateEntry& Parameters::find(const std::string& name) const {

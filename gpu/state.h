@@ -4,18 +4,18 @@
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. Section 3 of
-// gpu/operators.h says what a bucket and the rank's order are; gpu/sharding.h, what a stage is. gpu/layout.h
-// has the tables ShardPlace, by parameter, and BucketRange, by bucket. N is the number of tokens of the pass
-// that runs: B * T, or the length of a prompt.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/parameters.h
+// says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables ShardPlace, by parameter,
+// and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the length of a
+// prompt.
 #pragma once
 #include <map>
 #include <memory>
 #include <optional>
 
 #include "cuda.h"
-#include "operators.h"
 #include "layout.h"
+#include "parameters.h"
 
 namespace coat::gpu {
 
@@ -139,16 +139,16 @@ struct MemoryMap {
 
     // What other ranks write here, if there are several. Each place, counted from the beginning of the
     // allocation, is the same on all ranks. One rank needs `squares` alone.
-    uint32_t* flags;               // two for each rank
-    uint8_t* received_gradients;   // the other ranks' gradients of a bucket, as far as this rank owns it
-    uint8_t* gathered_weights[2];  // the matrices of an even stage, and of an odd one
-    double* squares;               // (ranks, 1 + shard units): the loss, and sums of squares of gradients
-    TensorScale* scales_of_ranks;  // (ranks, number of scales)
+    uint32_t* flags;                // two for each rank
+    uint8_t* received_gradients;    // the other ranks' gradients of a bucket, as far as this rank owns it
+    uint8_t* gathered_weights[2];   // the matrices of an even stage, and of an odd one
+    double* squares;                // (ranks, 1 + shard units): the loss, and sums of squares of gradients
+    AmaxAndScale* amaxes_of_ranks;  // (ranks, number of scales): see Scales
 
     // What this rank owns, in the rank's order
     Weights weights;
     Shard* shards;                      // AdamW's table of parameters
-    TensorScale* scales;                // see Scales
+    AmaxAndScale* scales;               // see Scales
     float* histories;                   // amaxes: (operands, linear layers, Recipe::history_steps)
     std::vector<MomentRef> moments[2];  // first and second moments, by parameter
     void* moments_begin;                // where all moments and their scales begin
@@ -219,13 +219,13 @@ public:
     bool any_empty_history = false;
 
     int64_t count() const { return tensor_count + OPERAND_COUNT * linear_layer_count; }
-    TensorScale* all() const { return scales_; }
-    TensorScale* of_parameter(size_t i) const { return scales_ + i; }
-    TensorScale* of_operand(WhichOperand o, int64_t linear_layer) const {
+    AmaxAndScale* all() const { return scales_; }
+    AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
+    AmaxAndScale* of_operand(WhichOperand o, int64_t linear_layer) const {
         return scales_ + tensor_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
-    TensorScale* of_weight(size_t i, int64_t linear_layer) const {
+    AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(WhichOperand::W, linear_layer) : of_parameter(i);
     }
     float* history(WhichOperand o, int64_t linear_layer) const {
@@ -245,7 +245,7 @@ public:
 private:
     const Setup& setup_;
     const cudaStream_t stream_;
-    TensorScale* const scales_;
+    AmaxAndScale* const scales_;
     float* const histories_;
 
     // The place of an operand among the operands of all linear layers.

@@ -39,7 +39,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 }
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
-    const Buffer<TensorScale> amax(std::vector<TensorScale>{{1, OLD_AMAX, 0, 0}});
+    const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
     const Buffer<gpu::Shard> shard({gpu::Shard{0, 0, {}, {}, true, amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});

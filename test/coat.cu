@@ -297,7 +297,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
         for (Format format : {Format::E4M3, Format::E5M2}) {
             CAPTURE(length);
             std::vector<reference::DelayedScale> wanted(SCALES);
-            std::vector<TensorScale> scales(SCALES);
+            std::vector<AmaxAndScale> scales(SCALES);
             Buffer<float> histories(SCALES * length);
             auto wanted_histories = [&] {
                 Floats all;
@@ -311,7 +311,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
                 scales[i].from_history = wanted[i].scale = float(rng.uniform());
             }
             histories.write(wanted_histories());
-            Buffer<TensorScale> device_scales(SCALES);
+            Buffer<AmaxAndScale> device_scales(SCALES);
             Buffer<uint32_t> empty(1);
             for (bool skipped : {false, true, false, false}) {
                 for (int i = 1; i < SCALES; i++) scales[i].amax = wanted[i].amax = random_amax();

@@ -9,8 +9,8 @@
 
 using namespace coat;
 using namespace coat::test;
+using gpu::AmaxAndScale;
 using gpu::TensorRef;
-using gpu::TensorScale;
 
 namespace coat::test {
 int number_of_gpus() {  // for help/ranks.h
@@ -67,7 +67,7 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was alloca
 TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a grid") {
     constexpr int64_t MOST = 65535 * 128, COLS = 4;
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
-    TensorScale scale{};
+    AmaxAndScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
         const TensorRef v{
             .data = begin.data(), .scales = &scale, .rows = rows, .cols = COLS, .storage = PLAIN_BF16};

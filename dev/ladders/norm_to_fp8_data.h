@@ -14,7 +14,7 @@ struct Tensors {
     float* x;                 // (rows, cols) the input, dequantized: for rungs 1 and 2
     float* y;                 // (rows, cols) the normalized values: for rungs 1 to 3
     float* inverse;           // (rows) 1 / rms: from rung 4 on
-    gpu::TensorScale* scale;  // of the output; its amax is 0 at the start
+    gpu::AmaxAndScale* scale;  // of the output; its amax is 0 at the start
     uint8_t* codes;           // (rows, cols) the output
 };
 
@@ -84,7 +84,7 @@ private:
     Buffer<uint8_t> in_, codes_;
     Buffer<float> x32_, y32_, inverse_;
     Buffer<gpu::RowStatistics> stats_;
-    Buffer<gpu::TensorScale> scale_;
+    Buffer<gpu::AmaxAndScale> scale_;
     const gpu::Norm norm_;
     const Tensors t_;
 

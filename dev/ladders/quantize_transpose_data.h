@@ -9,7 +9,7 @@ namespace ladder {
 struct Matrix {
     int64_t rows, cols;
     const bf16* x;            // (rows, cols)
-    gpu::TensorScale* scale;  // has the amax
+    gpu::AmaxAndScale* scale;  // has the amax
     uint8_t* codes;           // (rows, cols)
     uint8_t* transposed;      // (cols, rows)
 };
@@ -64,7 +64,7 @@ private:
     std::vector<uint16_t> bits_;
     Buffer<uint16_t> x_;
     Buffer<uint8_t> codes_, transposed_;
-    Buffer<gpu::TensorScale> scale_;
+    Buffer<gpu::AmaxAndScale> scale_;
     const Matrix m;
 
     void run_as_in_training() const {

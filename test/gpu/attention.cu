@@ -143,7 +143,7 @@ struct RopeTable : Buffer<float2> {
 };
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
-gpu::TensorScale* amax_of(const Tensor& x) {
+gpu::AmaxAndScale* amax_of(const Tensor& x) {
     return x.storage.format == Format::FP32 ? nullptr : x.slot.get();
 }
 

@@ -219,7 +219,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, Storage{compute});
-                TensorScale* const amax_out = direction == BACKWARD ? got.slot.get() : nullptr;
+                AmaxAndScale* const amax_out = direction == BACKWARD ? got.slot.get() : nullptr;
                 gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);

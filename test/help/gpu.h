@@ -21,10 +21,10 @@
 
 namespace coat::test {
 
+using gpu::AmaxAndScale;
 using gpu::LazyTensor;
 using gpu::Operand;
 using gpu::TensorRef;
-using gpu::TensorScale;
 using Bytes = std::vector<uint8_t>;
 
 inline bool gpu_available() {
@@ -137,7 +137,7 @@ public:
     const int64_t rows, cols;
     const Storage storage;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
-    Buffer<TensorScale> slot;  // the scale of a tensor, or only the amax
+    Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
     const bool delayed_scaling;
 
     Tensor(Shape s, Storage q, float delayed = 0)  // 0: without a delayed scale
@@ -148,7 +148,7 @@ public:
                  info(q.scale_format).bytes),
           transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), slot(1),
           delayed_scaling(delayed > 0) {
-        slot.write({TensorScale{0, 0, delayed, 0}});
+        slot.write({AmaxAndScale{0, 0, delayed, 0}});
     }
     Tensor(const Floats& x, Shape s, Storage q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
@@ -156,7 +156,7 @@ public:
             const reference::StoredMatrix from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.codes);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
-            if (per_tensor()) slot.write({TensorScale{from.scale(0, 0), 0, 0, 0}});
+            if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
         }
     }
     Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Storage{f}) {}

@@ -1,0 +1,84 @@
+// gpu/parameters.h - what the kernels of parameters.cu do: the first values of parameters; the norm of their
+// gradients, and steps that are skipped; and what several GPUs add up or exchange. The rules of
+// gpu/operators.h hold here, too.
+//
+// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
+// the rank's order is the flat order.
+//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
+//   shard         what this rank owns of one parameter
+//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
+//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
+//                 groups; the padding stays zero
+//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
+//                 sums of gradients lie
+//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
+//                 embeddings, a linear layer, or the head (gpu/sharding.h)
+#pragma once
+#include "operators.h"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. First values
+
+// What the first values of a parameter follow from, beside its Param (architecture.h, initial_value()).
+struct InitialValues {
+    Range own;             // the elements of the parameter that this rank owns
+    uint64_t param_index;  // the number of the parameter
+    int64_t used;          // used_elements() of architecture.h
+    uint64_t seed;
+};
+// Writes the initial values of this rank's shard of the parameter p to w, from element `at` of the rank's
+// order on.
+void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
+                cudaStream_t stream);
+
+// Whether this GPU can run the program's kernels; else the reason.
+cudaError_t find_kernels();
+
+// ===========================================================================================================
+// 2. The norm of all gradients, and steps that are skipped
+
+// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
+// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count): sums[0] =
+// *loss, or 0 if loss is null. The loss travels with the sums, so that a loss that is not finite on one rank
+// skips the step on all. Then follows the sum of each of these shard units; 0 where the shard unit is another
+// rank's.
+void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
+                              double* sums, cudaStream_t stream);
+// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
+// the norm, the factor that clips it, and whether the step is skipped because the norm or the loss of a rank
+// is not finite. For each shard unit the largest of the ranks' sums counts: of a matrix one rank has it, and
+// the others have 0; of a vector all ranks have the same. clip is the limit of the norm; with 0 there is
+// none.
+void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+                           GradientState* state, cudaStream_t stream);
+
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because an FP8 code would hide that. Once it
+// is NaN, it stays NaN for the rest of the step.
+void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+                       cudaStream_t stream);
+
+// ===========================================================================================================
+// 3. Several GPUs: sums of gradients, the amaxes of whole weights, and weights that arrive as codes
+
+// The gradients that all ranks have of n elements.
+struct GradientsOfRanks {
+    const void* own;       // (n) this rank's
+    const void* received;  // (ranks - 1, n) the other ranks', in their order, with no gap for this rank
+    Format format;
+    int64_t n, rank, ranks;
+};
+// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
+// `overwrite`, without the old sum. sum (n) has the format of the gradients.
+void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
+
+// mine (n): amax = the largest of all ranks, whose entries are theirs (ranks, n); scale = amax / FMAX, or the
+// delayed scale.
+void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
+                    cudaStream_t stream);
+
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream);
+
+}  // namespace coat::gpu
