@@ -241,7 +241,7 @@ struct FieldOfLane {
         return in_memory ? get<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
     }
     __device__ void store(int first, float value) const {
-        if (in_memory && first + span < shard_spans) put(in_memory + first + span, value);
+        if (in_memory && first + span < shard_spans) store_word(in_memory + first + span, value);
     }
 };
 
@@ -311,8 +311,8 @@ template <class W, class M, class V> struct ElementsOfThread {
         if (is_wide_or_small<V>(new_v)) new_codes_v = encode_moments<V, Path::Careful>(new_v, v);
         weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top_bits);
         if (!live) return;
-        put(codes_m + i, new_codes_m);
-        put(codes_v + i, new_codes_v);
+        store_word(codes_m + i, new_codes_m);
+        store_word(codes_v + i, new_codes_v);
     }
 };
 
@@ -455,7 +455,7 @@ template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_trai
     using V = MomentTraits<WhichMoment::Second, OF_V, EXPANSION>;
     f.template operator()<M, V>();
 }
-// The same for an optimizer whose moments are in FP8 groups.
+// The same for an optimizer whose moments are in FP8 moment groups.
 template <class F> void with_moment_traits(const MomentFormats& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
@@ -480,7 +480,7 @@ void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const Sh
     const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
-            "moments in groups must both be in FP8");
+            "moments in moment groups must both be in FP8");
     const AdamWArguments arguments{.constants = adamw_constants(options),
                                    .fmax_m = info(optimizer.m).max,
                                    .fmax_v = info(optimizer.v).max,

@@ -9,7 +9,8 @@
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
 //   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and its
 //                   value is decode(code) * s
-//   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token
+//   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token.
+//                   The word alone means this scale group, never a moment group
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
 //   moment scaling  (max, k), which is stored for a moment group: max is its amax, and k is the exponent of
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX

@@ -59,7 +59,34 @@ struct ResidualNorm {
     size_t weight_index;  // the index of its weight in Parameters::params
     LinearLayer* reader;  // null for the final norm, whose output is not quantized: the head reads it
 
+    bool saves_groups() const { return norm.in.storage.fp8(); }
     AmaxAndScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
+};
+
+// The residual stream (N, C) in forward. It is written for the norm that reads it next: as the saved input of
+// this norm, and, if that is in groups, also into a buffer, in the compute dtype. In recipes that do not save
+// groups the saved inputs are the stream, and there is no buffer.
+struct ResidualStream {
+    TensorRef buffer;          // (N, C), or no tensor
+    bool forward_reads_saved;  // of the recipe (formats.h)
+
+    // Where the stream goes that the norm `next` is to read.
+    ResidualOutput output_for(const ResidualNorm& next) const {
+        return {.x_out = next.saves_groups() ? buffer : TensorRef{},
+                .next = next.norm,
+                .forward_reads_saved = norm_reads_saved(next),
+                .y_amax_out = next.output_amax_out()};
+    }
+    // The stream before the norm n, in the compute dtype.
+    TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
+    // The output of the norm n. It is computed from the norm's saved input; or, if that is in groups which
+    // only backward is to read (coat-saved), from the buffer.
+    LazyTensor normed_by(const ResidualNorm& n) const {
+        Norm norm = n.norm;
+        if (!norm_reads_saved(n)) norm.in = buffer;
+        return lazy_norm(norm);
+    }
+    bool norm_reads_saved(const ResidualNorm& n) const { return forward_reads_saved || !n.saves_groups(); }
 };
 
 // What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt.
@@ -450,11 +477,8 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
         const Arena::Scope scope(arena_);
-        // The residual stream (N, C) in the compute dtype, in recipes that save the inputs of norms in
-        // groups. In other recipes the saved inputs are the residual stream (residual_before()), and this is
-        // no tensor
-        TensorRef residual_buffer{};
-        if (recipe_.saved_inputs.fp8()) residual_buffer = allocate_tensor(pass.N, config_.C);
+        ResidualStream residual{.buffer = {}, .forward_reads_saved = recipe_.forward_reads_saved};
+        if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!scales_.delayed()) scales_.clear_operand_amaxes();
         // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
@@ -464,19 +488,19 @@ private:
             rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
         embed(sharding_->gathered_weight(embedding_index_), positions, memory_.tokens, pass.T,
-              residual_output(first_norm, residual_buffer), stream_);
-        add_norm_input_errors(first_norm, residual_buffer);
+              residual.output_for(first_norm), stream_);
+        add_norm_input_errors(residual, first_norm);
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
-            attention_block_forward(pass, layers_[l], residual_buffer);
-            mlp_block_forward(pass, layers_[l], residual_buffer,
+            attention_block_forward(pass, layers_[l], residual);
+            mlp_block_forward(pass, layers_[l], residual,
                               last ? final_norm(pass) : norm1_of(pass, layers_[l + 1]));
         }
     }
 
     // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle, is
     // attention alone.
-    void attention_block_forward(const Pass& pass, Layer& layer, const TensorRef& residual_buffer) {
+    void attention_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
         const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
@@ -485,7 +509,7 @@ private:
         const TensorRef out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). x is not computed yet: fprop() does
         // it, while it makes x's codes
-        const LazyTensor x = norm_output_in_forward(norm1, residual_buffer);
+        const LazyTensor x = residual.normed_by(norm1);
         layer.qkv_proj.fprop(x, qkv);
         // rotary positions. (In Qwen3 they come after norms of the heads: attention_input())
         if (rope_at_projection())
@@ -502,12 +526,11 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.attention_out_proj.fprop(stored(saved_out), branch);
         // residual sum, which saves the input of norm 2
-        save_residual_sum(residual_before(norm1, residual_buffer), branch, residual_buffer,
-                          norm2_of(pass, layer));
+        save_residual_sum(residual, norm1, branch, norm2_of(pass, layer));
     }
 
     // The second half of a layer. next: the norm that reads the residual stream after this layer.
-    void mlp_block_forward(const Pass& pass, Layer& layer, const TensorRef& residual_buffer,
+    void mlp_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual,
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(pass, layer);
@@ -515,7 +538,7 @@ private:
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. x is not computed yet:
         // fprop() does it, while it makes x's codes. Each of the three branches computes gate and up, saves
         // them, and leaves the amax of the activation's output
-        const LazyTensor x = norm_output_in_forward(norm2, residual_buffer);
+        const LazyTensor x = residual.normed_by(norm2);
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
         if (!saved_gate_up.storage.fp8()) {
             // The projection writes what is saved
@@ -537,7 +560,7 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
-        save_residual_sum(residual_before(norm2, residual_buffer), branch, residual_buffer, next);
+        save_residual_sum(residual, norm2, branch, next);
     }
     // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is
     // computed from the groups if forward reads them, else from the values.
@@ -547,40 +570,18 @@ private:
                                   context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
-    // The residual stream (N, C) as it is before a norm, in the compute dtype: the norm's saved input, or, if
-    // that is in groups, in the buffer.
-    TensorRef residual_before(const ResidualNorm& n, const TensorRef& residual_buffer) const {
-        return n.norm.in.storage.fp8() ? residual_buffer : n.norm.in;
-    }
-    // The output of a norm as the forward pass computes it: from the saved input, or, if that is in groups
-    // which only backward is to read (coat-saved), from the residual stream.
-    LazyTensor norm_output_in_forward(const ResidualNorm& n, const TensorRef& residual_buffer) const {
-        Norm read = n.norm;
-        if (!reads_saved_in_forward(n)) read.in = residual_before(n, residual_buffer);
-        return lazy_norm(read);
-    }
-    bool reads_saved_in_forward(const ResidualNorm& n) const {
-        return recipe_.forward_reads_saved || !n.norm.in.storage.fp8();
-    }
-    // The new residual stream, x + branch: saves it as the input of the next norm, and leaves the amax of
-    // that norm's output.
-    void save_residual_sum(const TensorRef& x, const TensorRef& branch, const TensorRef& residual_buffer,
+    // The residual sum at the end of a block, which begins with the norm `first`: the stream before this norm
+    // + branch. Saves it as the input of the norm `next`, and leaves the amax of that norm's output.
+    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& first, const TensorRef& branch,
                            const ResidualNorm& next) {
-        residual_add(x, branch, residual_output(next, residual_buffer), stream_);
-        add_norm_input_errors(next, residual_buffer);
-    }
-    // Where the residual stream goes that the norm `next` reads.
-    ResidualOutput residual_output(const ResidualNorm& next, const TensorRef& residual_buffer) const {
-        return {.x_out = next.norm.in.storage.fp8() ? residual_buffer : TensorRef{},
-                .next = next.norm,
-                .forward_reads_saved = reads_saved_in_forward(next),
-                .y_amax_out = next.output_amax_out()};
+        residual_add(residual.before(first), branch, residual.output_for(next), stream_);
+        add_norm_input_errors(residual, next);
     }
     // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
     // BF16, which is stored.
-    void add_norm_input_errors(const ResidualNorm& next, const TensorRef& residual_buffer) {
-        if (next.norm.in.storage.fp8())
-            add_quant_errors(stored(residual_buffer), {next.norm.in},
+    void add_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
+        if (next.saves_groups())
+            add_quant_errors(stored(residual.buffer), {next.norm.in},
                              context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
@@ -627,8 +628,8 @@ private:
         // bucket, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
         begin_bucket(pass, bucket);
-        update_dresidual(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
-                         layers_.back().down_proj.g_amax_out());
+        residual_norm_backward(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
+                               layers_.back().down_proj.g_amax_out());
         finish_bucket(pass, bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
@@ -782,17 +783,17 @@ private:
         const TensorRef dy = allocate_tensor(pass.N, config_.C);
         n.reader->dgrad(g_operand, dy);
         const LazyTensor x =
-            update_dresidual(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
+            residual_norm_backward(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
         until_dresidual.end();
         n.reader->wgrad(g_operand, x, pass.overwrites_gradients);
     }
-    // The backward pass of a norm: dresidual() = dresidual_in + the gradient of the norm's input. dy: the
-    // gradient of the norm's output. dresidual_in: dresidual(), too; no tensor at the head, where the
-    // residual stream ends. Returns the norm's output. It is computed from row statistics that
-    // norm_backward() has just written, so it must be read before the next norm writes its own to the same
-    // place.
-    LazyTensor update_dresidual(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
-                                const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
+    // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
+    // norm's input. dy: the gradient of the norm's output. dresidual_in: dresidual(), too; no tensor at the
+    // head, where the residual stream ends. Returns the norm's output. It is computed from row statistics
+    // that norm_backward() has just written, so it must be read before the next norm writes its own to the
+    // same place.
+    LazyTensor residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
+                                      const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))

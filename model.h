@@ -28,7 +28,7 @@ struct Setup {
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
     // Whether weights have FP32 masters. If not (--master none), the BF16 weights are rounded stochastically.
-    bool has_master = true;
+    bool keep_masters = true;
     // Whether the gradients of a whole step exist at the same time. If not (--gradients none), a GPU updates
     // each bucket within backward.
     bool keep_gradients = true;
@@ -54,7 +54,7 @@ inline void require_supported(const Setup& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::FP32 && (s.recipe.saved_attention.fp8() || !s.has_master))
+    if (s.recipe.compute == Format::FP32 && (s.recipe.saved_attention.fp8() || !s.keep_masters))
         throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
                     " computes in FP32; leave them out, or choose --recipe coat.");
     if (!s.keep_gradients && s.micro_batches_per_rank > 1)
@@ -133,7 +133,7 @@ struct StateTensor {
 // The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Its
 // name is the longest prefix of the tensor's name among all parameters. ("layers.0.qkv.bias" follows
 // "layers.0.qkv" in the table, so the last match is the longest.)
-inline size_t param_of(const std::vector<Param>& params, const std::string& tensor) {
+inline size_t param_index_of(const std::vector<Param>& params, const std::string& tensor) {
     size_t best = params.size();
     for (size_t i = 0; i < params.size(); i++)
         if ((tensor + ".").starts_with(params[i].name + ".")) best = i;
@@ -191,15 +191,15 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
                              .param = p,
                              .shared_by = shared_by});
         };
-        if (s.has_master) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
+        if (s.keep_masters) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t groups = s.optimizer.moment_group_count(f, p.size());
+            const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
             add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
-            if (groups) add(moment + ".max", "F32", 4, {groups}, shared_by);
-            if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {groups}, shared_by);
+            if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
+            if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);
         }
     }
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe)) table.push_back(t);

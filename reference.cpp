@@ -359,7 +359,7 @@ void Moment::init(Format f, bool expansion, int64_t n, bool per_tensor) {
 float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
     if (!moments_need_scaling(format)) return y;
-    const int64_t g = i / group_size();
+    const int64_t g = i / moment_group_size();
     if (expanded) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
 }
@@ -371,7 +371,8 @@ void Moment::load(float* x) const {
 
 // Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
 // codes.
-void Moment::store_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment) {
+void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const float* x,
+                                bool is_second_moment) {
     float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` is that of the smallest but zeros
     for (int64_t i = first; i < end; i++) {
         largest = std::max(largest, std::abs(x[i]));
@@ -399,10 +400,10 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
         for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
         return;
     }
-    const int64_t size = group_size();
+    const int64_t size = moment_group_size();
 #pragma omp parallel for if (n > MIN_PARALLEL)
     for (int64_t first = 0; first < n; first += size)
-        store_group(first / size, first, std::min(n, first + size), x, is_second_moment);
+        store_moment_group(first / size, first, std::min(n, first + size), x, is_second_moment);
     for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
 }
 

@@ -95,11 +95,11 @@ struct Moment {
     // least the smallest positive code: if it became zero, the next update would explode.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
-    int64_t group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
+    int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
 
 private:
     float value(int64_t i) const;
-    void store_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment);
+    void store_moment_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment);
 };
 
 struct AdamWConstants {

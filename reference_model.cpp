@@ -123,7 +123,7 @@ public:
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_backward_and_add("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         add_embedding_gradients(tokens, dresidual);
         return loss;
@@ -193,7 +193,7 @@ public:
         const Tensor norm2_input = load_saved(s.norm2_input);
         const Tensor norm2 = norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, norm_backward_and_add(prefix + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, norm_backward(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
         // below, reads it rounded to the compute dtype.
@@ -223,7 +223,7 @@ public:
         const Tensor norm1_input = load_saved(s.norm1_input);
         const Tensor norm1 = norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, norm_backward_and_add(prefix + "norm1", norm1_input, dnorm1)));
+        return rounded(add(dresidual, norm_backward(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- What a layer saves for backward ---
@@ -336,11 +336,11 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_backward_and_add(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
-        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
-                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                            dbias.data());
+        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
+                                       weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                                       dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
@@ -455,7 +455,7 @@ public:
             for (int64_t e = 0; e < p.size(); e++) {
                 const float first = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
-                if (!setup.has_master) s.remainder[e] = 0;
+                if (!setup.keep_masters) s.remainder[e] = 0;
                 weights_[i][e] = weight_of(s, e);
             }
         }
@@ -545,7 +545,7 @@ private:
         s.v.store(v.data(), /*is_second_moment=*/true, stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
-            if (setup_.has_master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            if (setup_.keep_masters) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
         }
     }
@@ -597,7 +597,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        gather_weight(param_of(params_, name));
+        gather_weight(param_index_of(params_, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -676,14 +676,14 @@ private:
 
     // The memory of the tensor with this name. Gradients can only be read.
     Memory find(const std::string& name, bool to_write = false) {
-        const size_t i = param_of(params_, name);
+        const size_t i = param_index_of(params_, name);
         const Range own = owned(setup_, params_[i]);
         ParamState& s = states_[i];
         std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
                                                 {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
                                                 {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
-        if (setup_.has_master) places[".remainder"] = part(s.remainder, own);
+        if (setup_.keep_masters) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients_[i], own);
         for (WhichOperand o : LINEAR_OPERANDS) {
             DelayedScale& d = delayed_scales_[i][int(o)];

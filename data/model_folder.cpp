@@ -269,7 +269,7 @@ static void write_parameter(Model& model, const Param& p, const Safetensors& fil
     }
     const int64_t mine = owned(setup, p).first;
     model.write(p.name, weight.data() + mine);
-    if (setup.has_master) model.write(p.name + ".remainder", remainder.data() + mine);
+    if (setup.keep_masters) model.write(p.name + ".remainder", remainder.data() + mine);
 }
 
 // Buffers are tensors of a file that are not learned.

@@ -13,7 +13,7 @@ namespace coat {
 // The shape of the model in a folder; Error if its architecture is none of architecture.h.
 ModelConfig read_model_config(const std::string& folder);
 
-// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::has_master
+// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::keep_masters
 // also the remainders of the FP32 values. Every rank reads the files and writes what it keeps.
 void load_weights(const std::string& folder, const ModelConfig& config, Model* model);
 // Error unless load_weights() can read the files of the folder. This function is called before a model is

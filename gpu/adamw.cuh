@@ -99,13 +99,13 @@ template <bool MASTER> struct Bf16Weights {
             top_bits = max(top_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
-        put(weights + i, sixteen_bits_of(sums, UPPER));
+        store_word(weights + i, sixteen_bits_of(sums, UPPER));
         if (!MASTER) return;
         // sum = bits + 0x8000, of which the weight is the upper half. So the remainder, which is bits minus
         // the weight << 16, is the lower half minus 0x8000. In 16 bits that only flips the highest bit.
         const uint4 lower = sixteen_bits_of(sums, LOWER);
-        put(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u, lower.z ^ 0x80008000u,
-                                       lower.w ^ 0x80008000u));
+        store_word(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
+                                              lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));
     }
 };
 
@@ -163,8 +163,8 @@ struct AdamWArguments {
     }
 };
 
-// Updates the shards whose moments are not in FP8 groups (other_optimizers.cu). has_fp8_moment_groups:
-// whether the moments of the other shards are in FP8 groups. Then only the small shards, norm weights and
+// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu).
+// has_fp8_moment_groups: whether those of the other shards are. Then only the small shards, norm weights and
 // biases, are updated here.
 void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream);
 

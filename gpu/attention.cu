@@ -30,7 +30,7 @@ using namespace flash;
 template <class Real> struct Head {
     Real* data;
     int64_t stride;
-    __device__ Real* at(int t, int d) const { return data + t * stride + d; }
+    __device__ Real* address(int t, int d) const { return data + t * stride + d; }
 };
 
 // Where the heads of a tensor are. b is the number of a sequence, h that of a query head, kv that of a
@@ -62,7 +62,7 @@ template <class Real_, int COLS_> struct Tile {
     static constexpr int THREADS = ROWS / 16 * WARP;              // a warp owns 16 rows of a tile
     static constexpr int CHUNK = 16 / int(sizeof(Real));          // elements of a chunk
     uint32_t base;
-    __device__ uint32_t at(int row, int col) const {
+    __device__ uint32_t address(int row, int col) const {
         return base + row * ROW_BYTES + (((col / CHUNK) ^ (row & 7)) * 16) +
                col % CHUNK * uint32_t(sizeof(Real));
     }
@@ -79,7 +79,7 @@ template <class T> __device__ void load_tile(T tile, const Dims& d, Head<typenam
     for (int i = threadIdx.x; i < T::ROWS * CHUNKS; i += T::THREADS) {
         const int row = i / CHUNKS, col = i % CHUNKS * T::CHUNK;
         const bool live = first + row < d.T && col < d.HS;
-        cp_async16(tile.at(row, col), live ? head.at(first + row, col) : head.data, live);
+        cp_async16(tile.address(row, col), live ? head.address(first + row, col) : head.data, live);
     }
 }
 
@@ -112,12 +112,12 @@ template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
 // A left operand or, transposed, a right one from a tile (k, n).
 template <bool TRANSPOSED, class T> __device__ Fragment load(T tile, int row, int col) {
     const int lane = threadIdx.x % WARP;
-    return ldmatrix<TRANSPOSED>(tile.at(row + lane % 16, col + lane / 16 * 8));
+    return ldmatrix<TRANSPOSED>(tile.address(row + lane % 16, col + lane / 16 * 8));
 }
 // A right operand from a tile (n, k).
 template <class T> __device__ Fragment load_right(T tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
-    return ldmatrix<false>(tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
+    return ldmatrix<false>(tile.address(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
 
 // c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns.
@@ -144,10 +144,10 @@ template <int COLS, int R>
 __device__ void scores(Tile<float, COLS> x, int row, Tile<float, COLS> y, float (&s)[R]) {
     for (int k = 0; k < COLS; k += 4) {
         float4 a[2];
-        for (int i = 0; i < 2; i++) a[i] = shared<float4>(x.at(row + i * 8 + threadIdx.x % WARP / 4, k));
+        for (int i = 0; i < 2; i++) a[i] = shared<float4>(x.address(row + i * 8 + threadIdx.x % WARP / 4, k));
 #pragma unroll
         for (int i = 0; i < R / 2; i++) {  // each column of s that this lane holds
-            const float4 b = shared<float4>(y.at(i / 2 * 8 + fragment_col() + i % 2, k));
+            const float4 b = shared<float4>(y.address(i / 2 * 8 + fragment_col() + i % 2, k));
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 float& sum = s[i / 2 * 4 + j * 2 + i % 2];
@@ -177,7 +177,7 @@ __device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc
         for (int i = 0; i < 2; i++) a[i] = __shfl_sync(~0u, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
 #pragma unroll
         for (int n = 0; n < COLS; n += 8) {
-            const float2 b = shared<float2>(y.at(k, n + fragment_col()));
+            const float2 b = shared<float2>(y.address(k, n + fragment_col()));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float* const sum = &acc[n / 2 + i * 2];
@@ -197,8 +197,8 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
         const int t = row + threadIdx.x % WARP / 4 + i / 2 % 2 * 8, col = i / 4 * 8 + fragment_col();
         const float factor = i / 2 % 2 ? factor1 : factor0, x = acc[i] * factor, y = acc[i + 1] * factor;
         if (t >= d.T || col >= d.HS) continue;
-        if constexpr (sizeof(Real) == 4) *reinterpret_cast<float2*>(head.at(t, col)) = {x, y};
-        else *reinterpret_cast<uint32_t*>(head.at(t, col)) = pack_bf16(x, y);
+        if constexpr (sizeof(Real) == 4) *reinterpret_cast<float2*>(head.address(t, col)) = {x, y};
+        else *reinterpret_cast<uint32_t*>(head.address(t, col)) = pack_bf16(x, y);
     }
 }
 
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(T::THREADS)
     attention_forward_kernel(Heads<typename T::Real> d, const void* qkv, void* out, float* lse) {
     const uint32_t base = dynamic_shared_memory(1);
     const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
-    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
+    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.heads_per_kv();
     const int first = (gridDim.z - 1 - blockIdx.z) * T::ROWS, warp_row = threadIdx.x / WARP * 16;
     const int lane = threadIdx.x % WARP, row = first + warp_row + lane / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
@@ -269,29 +269,31 @@ __global__ void __launch_bounds__(T::THREADS)
                               QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
     const T own1{base}, own2{base + T::BYTES};  // the owned k and v, or q and dout
-    auto stage = [&](int step, int part) { return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES; };
-    const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
-    const int first_head = KEYS ? kv * d.group() : blockIdx.x;
+    auto stage_address = [&](int step, int part) {
+        return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES;
+    };
+    const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.heads_per_kv();
+    const int first_head = KEYS ? kv * d.heads_per_kv() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
     // The first row of this warp, and of this lane, in the owned tile.
     const int warp_row = threadIdx.x / WARP * 16, row = warp_row + threadIdx.x % WARP / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
-    auto stats = [&](int h, int query_tile) {
+    auto statistics_of = [&](int h, int query_tile) {
         return statistics.data + ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * T::ROWS;
     };
 
     // A step has one tile of the other side that the mask leaves, in one query head. If the block owns keys,
     // it goes through all query heads that share them.
     const int begin = KEYS ? tile : 0, count = KEYS ? gridDim.z - tile : tile + 1;
-    const int steps = count * (KEYS ? d.group() : 1);
+    const int steps = count * (KEYS ? d.heads_per_kv() : 1);
     auto load_stage = [&](int step) {
         if (step >= steps) return;
         const int h = first_head + step / count, from = begin + step % count;
-        load_tile(T{stage(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
-        load_tile(T{stage(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
-        float* const to = &shared<float>(stage(step, 2) + threadIdx.x * 4);
-        if (KEYS) __pipeline_memcpy_async(to, stats(h, from) + threadIdx.x, 4);
+        load_tile(T{stage_address(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
+        load_tile(T{stage_address(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
+        float* const to = &shared<float>(stage_address(step, 2) + threadIdx.x * 4);
+        if (KEYS) __pipeline_memcpy_async(to, statistics_of(h, from) + threadIdx.x, 4);
     };
     load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * T::ROWS);
     load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * T::ROWS);
@@ -300,8 +302,8 @@ __global__ void __launch_bounds__(T::THREADS)
 
     float own_lse[2] = {}, own_delta[2] = {};  // those of this lane, if queries are owned
     for (int r = 0; !KEYS && r < 2; r++) {
-        own_lse[r] = stats(first_head, tile)[row + 8 * r];
-        own_delta[r] = stats(first_head, tile)[T::ROWS + row + 8 * r];
+        own_lse[r] = statistics_of(first_head, tile)[row + 8 * r];
+        own_delta[r] = statistics_of(first_head, tile)[T::ROWS + row + 8 * r];
     }
     float acc1[T::COLS / 2] = {}, acc2[T::COLS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(T::THREADS)
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        const T in1{stage(step, 0)}, in2{stage(step, 1)};
+        const T in1{stage_address(step, 0)}, in2{stage_address(step, 1)};
         const bool diagonal = begin + step % count == tile;
         float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
@@ -319,9 +321,9 @@ __global__ void __launch_bounds__(T::THREADS)
         float2 lse[T::ROWS / 8], delta[T::ROWS / 8];
 #pragma unroll
         for (int n = 0; KEYS && n < T::ROWS / 8; n++) {
-            const uint32_t at = stage(step, 2) + (n * 8 + fragment_col()) * 4;
-            lse[n] = shared<float2>(at);
-            delta[n] = shared<float2>(at + T::ROWS * 4);
+            const uint32_t address = stage_address(step, 2) + (n * 8 + fragment_col()) * 4;
+            lse[n] = shared<float2>(address);
+            delta[n] = shared<float2>(address + T::ROWS * 4);
         }
 #pragma unroll
         for (int n = 0; n < T::ROWS / 8; n++) {
@@ -361,13 +363,13 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     launch("attention_backward", attention_prepare_kernel<typename T::Real, T::COLS, T::ROWS>,
            statistics.grid(s), PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout,
            tensors.lse, nullptr, 0);
-    auto pass = [&](auto kernel, int64_t heads) {
+    auto launch_pass = [&](auto kernel, int64_t heads) {
         const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
         launch("attention_backward", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s,
                tensors.qkv, tensors.dout, tensors.dqkv, statistics);
     };
-    pass(attention_backward_kernel<T, true>, s.NKV);
-    pass(attention_backward_kernel<T, false>, s.NH);
+    launch_pass(attention_backward_kernel<T, true>, s.NKV);
+    launch_pass(attention_backward_kernel<T, false>, s.NH);
     // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
     const TensorRef dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};

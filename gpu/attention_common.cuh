@@ -15,7 +15,7 @@ struct Dims {
     float scale;  // 1 / sqrt(HS)
     Dims(const AttentionShape& s)
         : T(int(s.T)), NH(int(s.NH)), NKV(int(s.NKV)), HS(int(s.HS)), scale(1.0f / std::sqrt(float(s.HS))) {}
-    __device__ int group() const { return NH / NKV; }  // query heads that share a key/value head
+    __device__ int heads_per_kv() const { return NH / NKV; }  // the query heads of a key/value head
 };
 
 // The value of type V that lies at an address in shared memory. Such addresses have 32 bits.

@@ -246,14 +246,15 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
         q_full.arrive_and_expect(F::Q_BYTES);
         load_tile<F::HS, F::QUERIES>(smem.q(q.stage), qkv, q_full, item.h * F::HS, item.first, item.b);
         for (int n = (item.end - 1) / F::KEYS; n >= 0; n--, kv.next()) {
-            auto load = [&](uint32_t to, int full, int empty, int column_head) {
+            auto load_keys_or_values = [&](uint32_t to, int full, int empty, int column_head) {
                 const Barrier arrived = smem.barrier(full, kv.stage);
                 smem.barrier(empty, kv.stage).wait(kv.parity ^ 1);
                 arrived.arrive_and_expect(F::KV_BYTES);
                 load_tile<F::HS, F::KEYS>(to, qkv, arrived, column_head * F::HS, n * F::KEYS, item.b);
             };
-            load(smem.k(kv.stage), F::K_FULL, F::K_EMPTY, d.NH + item.h / d.group());
-            load(smem.v(kv.stage), F::V_FULL, F::V_EMPTY, d.NH + d.NKV + item.h / d.group());
+            load_keys_or_values(smem.k(kv.stage), F::K_FULL, F::K_EMPTY, d.NH + item.h / d.heads_per_kv());
+            load_keys_or_values(smem.v(kv.stage), F::V_FULL, F::V_EMPTY,
+                                d.NH + d.NKV + item.h / d.heads_per_kv());
         }
     }
     __threadfence();
@@ -618,7 +619,7 @@ struct Walk {
     int end;          // the head after the last
     template <class F>
     __device__ Walk(const Dims& d, int number, const Order& order, int query_tiles, F) : tiles(query_tiles) {
-        const int heads = F::ONE_HEAD ? 1 : d.group(), before = order.units - order.spread;
+        const int heads = F::ONE_HEAD ? 1 : d.heads_per_kv(), before = order.units - order.spread;
         const int among_last = number - before * order.key_tiles;
         back = among_last >= 0;
         int unit = number / order.key_tiles;
@@ -630,7 +631,7 @@ struct Walk {
         const int first_head = unit * heads;  // its number among the heads of all sequences
         b = first_head / d.NH;
         h = first_head % d.NH;
-        kv = h / d.group();
+        kv = h / d.heads_per_kv();
         end = h + heads;
         const int diagonal = n * F::KEYS / F::QUERIES;
         first = back ? tiles - 1 : diagonal;
@@ -759,9 +760,10 @@ template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R /
 template <class F, int R>
 __device__ bool sum_heads(float (&dk)[R], float (&dv)[R], const Dims& d, const Walk& walk,
                           const Scratch& scratch) {
-    const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = walk.h % d.group(), last = d.group() - 1;
+    const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = walk.h % d.heads_per_kv(),
+              last = d.heads_per_kv() - 1;
     const int sum = (walk.b * d.NKV + walk.kv) * key_tiles + key_tiles - 1 - walk.n;  // the number of the sum
-    const int turn = sum / scratch.slots * d.group() + head;
+    const int turn = sum / scratch.slots * d.heads_per_kv() + head;
     const int part = sum % scratch.slots * 2 + this_warpgroup(), barrier = 2 + this_warpgroup();
     const int thread = threadIdx.x % WARPGROUP;
     int* const counter = scratch.head_parts + part;
@@ -908,7 +910,7 @@ template <class F> struct BackwardConsumer {
         for (int number = 0; !walk.done(); number++) step(number);
 
         if constexpr (F::ONE_HEAD)
-            if (d.group() > 1 && !sum_heads<F>(dk, dv, d, start, scratch)) return;
+            if (d.heads_per_kv() > 1 && !sum_heads<F>(dk, dv, d, start, scratch)) return;
         // k and v are no longer needed: dk and dv take their place in shared memory. TMA stores them from
         // there.
         sync_named(1, BOTH);
@@ -975,8 +977,8 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
             }
             if (epilogue.amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
             bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
-            put(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
-            put(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+            store_word(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
+            store_word(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
     if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, top);

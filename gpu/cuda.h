@@ -45,9 +45,9 @@ inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessor
 // What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// Calls put(), which puts work on the stream. In a dry run put() is not called.
-template <class Put> void enqueue(cudaStream_t stream, Put put) {
-    if (stream != DRY_RUN) put();
+// Calls put_work(), which puts work on the stream. In a dry run it is not called.
+template <class PutWork> void enqueue(cudaStream_t stream, PutWork put_work) {
+    if (stream != DRY_RUN) put_work();
 }
 
 inline void clear_async(void* p, int64_t bytes, cudaStream_t stream) {

@@ -205,8 +205,11 @@ inline __device__ float2 unpack_bf16(uint32_t two) {
     return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
 }
 
-// One store of 8 or 16 bytes. (An assignment through a cast pointer may become four small stores.)
-template <class Word> __device__ void put(void* to, Word value) { __stwb(static_cast<Word*>(to), value); }
+// A word is 8 or 16 bytes, which one instruction stores. (An assignment through a cast pointer may become
+// four small stores.)
+template <class Word> __device__ void store_word(void* to, Word value) {
+    __stwb(static_cast<Word*>(to), value);
+}
 
 // Values in BF16 or FP32, N of which are loaded and stored at once.
 template <class Element, int N = CHUNK> struct Dense {
@@ -239,14 +242,15 @@ template <class Element, int N = CHUNK> struct Dense {
             else raw.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         for (int j = 0; j < sizeof(Raw) / sizeof(Access); j++)
             if (live)
-                put(reinterpret_cast<Access*>(data + i) + j, reinterpret_cast<const Access*>(raw.words)[j]);
+                store_word(reinterpret_cast<Access*>(data + i) + j,
+                           reinterpret_cast<const Access*>(raw.words)[j]);
         unpack(raw, v);
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a multiple of
-// the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one group: both
-// must call round_in_place_and_store(), the first writes the scale.
+// E4M3 codes in scale groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a
+// multiple of the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one
+// group: both must call round_in_place_and_store(), the first writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
@@ -285,7 +289,7 @@ struct Groups {
         const float scale = group_scale(v);
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
-            put(codes + i, c);
+            store_word(codes + i, c);
             if (threadIdx.x % 2 == 0)
                 scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
@@ -525,10 +529,22 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
-// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). In place of a
-// chunk that is not live, the last row or the last chunk is read again, so that no load has a condition. If
-// the kernel writes over x, this thread may have overwritten what it reads again; then `values` are wrong,
-// but nobody uses them.
+// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). For example
+// thread 17, with four rows in flight, and x of two planes, such as [gate | up]:
+//
+//                 plane 0, `width` columns     plane 1, `width` columns
+//   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
+//   rows 0..7      t0    t1     t2              t0    t1     t2
+//   row  8         t16  [t17]   t18             t16  [t17]   t18         \
+//   row  9         t16  [t17]   t18             t16  [t17]   t18          | four loads of both planes; then
+//   row 10         t16  [t17]   t18             t16  [t17]   t18          | use(0, ...) to use(3)
+//   row 11         t16  [t17]   t18             t16  [t17]   t18         /
+//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18           the same: use(4, ...) to use(7)
+//                       values[0]                    values[1]
+//
+// A row or a chunk that lies outside the tensor is not live. In its place the last row or the last chunk is
+// read again, so that no load has a condition. If the kernel writes over x, this thread may have overwritten
+// what it reads again; then `values` are wrong, but nobody uses them.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

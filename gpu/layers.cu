@@ -202,7 +202,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int HS = static_cast<int>(n.HS);
     auto live = [&](int i) { return quad_column(i) < HS; };
     typename Dense<Element, QUAD>::Raw raw_x[HEAD_QUADS] = {}, raw_dy[HEAD_QUADS] = {};
-    auto fetch = [&](int64_t row) {
+    auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
             raw_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
@@ -214,7 +214,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
 
-    fetch(part);
+    fetch_row(part);
     // All threads of a warp take part in its sums, even those past the last row.
     for (int64_t first = first_part; first < rows; first += COLUMN_PARTIALS) {
         const int64_t row = first + head_of_block();
@@ -228,7 +228,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
                 products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
             }
         }
-        fetch(row + COLUMN_PARTIALS);
+        fetch_row(row + COLUMN_PARTIALS);
         const float r = inverse_rms(sum_of_head(squares), n);
         const float mean_d_normal = sum_of_head(products) * r / static_cast<float>(n.HS);
         for (int i = 0; i < HEAD_QUADS; i++) {
@@ -352,26 +352,27 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
         // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
-        const int live = target == NO_TARGET ? 0 : V;
-        auto mask = [&](int col, Values& x, float with) {  // replaces the columns that do not count
-            if (col + CHUNK <= live) return;
-            for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
+        const int live_cols = target == NO_TARGET ? 0 : V;
+        // Replaces, in a chunk, the columns that do not count.
+        auto replace_dead = [&](int col, Values& x, float with) {
+            if (col + CHUNK <= live_cols) return;
+            for (int j = 0; j < CHUNK; j++) x[j] = col + j < live_cols ? x[j] : with;
         };
         if (PLACES == 2) __pipeline_wait_prior(0);
         start_copy(row + gridDim.x, cached + (1 - place) * stride);
 
         Softmax mine{-INFINITY, 0};
-        for (int begin = first_col; begin < live; begin += IN_FLIGHT * COLS_OF_BLOCK) {
+        for (int begin = first_col; begin < live_cols; begin += IN_FLIGHT * COLS_OF_BLOCK) {
             Raw raw[IN_FLIGHT];
             for (int i = 0; i < IN_FLIGHT; i++)
-                if (begin + i * COLS_OF_BLOCK < live) raw[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
+                if (begin + i * COLS_OF_BLOCK < live_cols) raw[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const int col = begin + i * COLS_OF_BLOCK;
-                if (col >= live) break;
+                if (col >= live_cols) break;
                 if (PLACES == 1) *reinterpret_cast<Raw*>(in_place.data + col) = raw[i];
                 Values x;
                 logits.unpack(raw[i], x);
-                mask(col, x, -INFINITY);
+                replace_dead(col, x, -INFINITY);
                 float most = x[0];
                 for (int j = 1; j < CHUNK; j++) most = fmaxf(most, x[j]);
                 if (most > mine.most) mine.merge({most, 0.0f});
@@ -381,7 +382,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         }
         const Softmax all = block_softmax(mine, parts[place]);
         const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
-        if (threadIdx.x == 0) losses[row] = live > 0 ? lse - correct : 0.0f;
+        if (threadIdx.x == 0) losses[row] = live_cols > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
         // The gradients: (softmax - one_hot(target)) * weight
 #pragma unroll 4
@@ -391,7 +392,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
             if (static_cast<uint32_t>(target - col) < CHUNK)
                 for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
-            mask(col, x, 0.0f);
+            replace_dead(col, x, 0.0f);
             in_memory.round_in_place_and_store(col, x, true);
         }
     }
@@ -530,16 +531,16 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     return out;
 }
 
-// sum becomes the sum of the rows number_of(begin), ..., number_of(end - 1) of g, added in this order, in the
+// sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the
 // chunk that begins with column col.
-template <class NumberOf>
+template <class RowOf>
 static __device__ void sum_rows(const EitherDense& g, int64_t C, int64_t col, int begin, int end,
-                                NumberOf number_of, Values& sum) {
+                                RowOf row_of, Values& sum) {
     for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
         Values v;
-        g.load_values(number_of(i) * C + col, v);
+        g.load_values(row_of(i) * C + col, v);
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }
@@ -557,9 +558,9 @@ static __global__ void embedding_backward_rare_kernel(EitherDense g, int64_t C, 
     const TokenRows rows = tokens[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
-    auto number_of = [&](int i) -> int64_t { return order[i]; };
+    auto row_of = [&](int i) -> int64_t { return order[i]; };
     Values sum;
-    sum_rows(g, C, col, rows.first, rows.first + rows.count, number_of, sum);
+    sum_rows(g, C, col, rows.first, rows.first + rows.count, row_of, sum);
     add_to_gradient(gradient, rows.token * C + col, sum);
 }
 
@@ -574,13 +575,13 @@ static __global__ void __launch_bounds__(32 * RUNS)
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK;
-    auto number_of = [&](int i) -> int64_t { return order[i]; };
+    auto row_of = [&](int i) -> int64_t { return order[i]; };
     Values total = {};
     for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
         const int begin = first + warp * RUN_ROWS;
         const int end = col < C ? min(begin + RUN_ROWS, rows.count) : begin;
         Values sum;
-        sum_rows(g, C, col, rows.first + begin, rows.first + end, number_of, sum);
+        sum_rows(g, C, col, rows.first + begin, rows.first + end, row_of, sum);
         for (int j = 0; j < CHUNK; j++) sums[warp][lane][j] = sum[j];
         __syncthreads();
         const int runs = min(RUNS, static_cast<int>(ceil_div(rows.count - first, RUN_ROWS)));
@@ -597,9 +598,9 @@ static __global__ void positions_backward_kernel(EitherDense g, int64_t N, int64
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
-    auto number_of = [&](int sequence) { return sequence * T + t; };
+    auto row_of = [&](int sequence) { return sequence * T + t; };
     Values sum;
-    sum_rows(g, C, col, 0, static_cast<int>(ceil_div(N - t, T)), number_of, sum);
+    sum_rows(g, C, col, 0, static_cast<int>(ceil_div(N - t, T)), row_of, sum);
     add_to_gradient(gradient, t * C + col, sum);
 }
 

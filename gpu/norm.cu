@@ -227,7 +227,7 @@ __device__ void write_partials(const float4* sums_of_rows, int C, float* partial
         }
         // The four columns of entry i: of which half of its chunk, and the first of them
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
-        put(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
+        store_word(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
 }
 

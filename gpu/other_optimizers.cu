@@ -33,10 +33,10 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, V
         return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
-        return put(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
+        return store_word(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
     alignas(16) __half fp16[CHUNK];
     for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);
-    put(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
+    store_word(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
 // One pass over the shards; blockIdx.y is the number of the shard. find_maxima says that this is the first of

@@ -87,25 +87,25 @@ void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const M
     const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
     report.part_of_moments |= n < count;
     // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `unit` elements.
-    auto fetch = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
+    auto fetch_pieces = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
         const int64_t width = ceil_div(length, unit) * bytes, pitch = std::max(width, apart / unit * bytes);
         check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, stream),
               "Reading the moments failed");
     };
-    auto on_host = [&](const void* data, Format f, const float* max, const float* k) {
+    auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment x;
         x.init(f, k, n, o.per_tensor);
-        fetch(x.codes, data, 1, info(f).bytes);
+        fetch_pieces(x.codes, data, 1, info(f).bytes);
         if (max && o.per_tensor) copy_async(x.max.data(), max, sizeof(float), stream);
-        else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
-        if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
+        else if (max) fetch_pieces(x.max, max, MOMENT_GROUP, sizeof(float));
+        if (k) fetch_pieces(x.k, k, MOMENT_GROUP, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return x;
     };
-    reference::Moment old_m = on_host(m.data, m.format, m.max, m.k);
-    reference::Moment old_v = on_host(v.data, v.format, v.max, v.k);
+    reference::Moment old_m = moment_on_host(m.data, m.format, m.max, m.k);
+    reference::Moment old_v = moment_on_host(v.data, v.format, v.max, v.k);
     std::vector<float> g(n), w(n), new_m(n), new_v(n);
-    on_host(gradient, format, nullptr, nullptr).load(g.data());
+    moment_on_host(gradient, format, nullptr, nullptr).load(g.data());
     old_m.load(new_m.data());
     old_v.load(new_v.data());
     reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),

@@ -88,7 +88,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = first_row + piece * 16;
             if (col >= cols || row >= rows) continue;
-            put(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
+            store_word(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
         }
 }
 
@@ -120,7 +120,8 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
         for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
-                if (live && codes) put(first_row[p] + row_offset(i, PLANES * x.width), chunk.row_major);
+                if (live && codes)
+                    store_word(first_row[p] + row_offset(i, PLANES * x.width), chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
             }

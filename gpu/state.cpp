@@ -57,13 +57,13 @@ static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t groups = o.moment_group_count(f, places[i].own.count);
+            const int64_t moment_groups = o.moment_group_count(f, places[i].own.count);
             MomentRef moment{.data = arena.allocate(padded_count(places[i].own) * info(f).bytes),
                              .max = nullptr,
                              .k = nullptr,
                              .format = f};
-            if (moments_need_scaling(f)) moment.max = arena.allocate<float>(groups * maxima);
-            if (o.uses_expansion(f)) moment.k = arena.allocate<float>(groups);
+            if (moments_need_scaling(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
+            if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
             m.moments[second].push_back(moment);
         }
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
@@ -119,7 +119,7 @@ MemoryMap allocate_memory(GpuContext& context) {
 
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
-    if (s.has_master && s.recipe.compute != Format::FP32)
+    if (s.keep_masters && s.recipe.compute != Format::FP32)
         m.weights.remainder = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(int64_t(params.size()));
     m.scales = arena.allocate<AmaxAndScale>(scales);
@@ -209,14 +209,14 @@ void Parameters::register_state() {
         int16_t* const remainder =
             memory_.weights.remainder ? memory_.weights.remainder + places[i].rank_offset : nullptr;
         entries_[name] = {i, owned_weight_data(i), count * 2};
-        if (setup.has_master) entries_[name + ".remainder"] = {i, remainder, count * 2};
+        if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
             const MomentRef& m = memory_.moments[second][i];
-            const int64_t groups = setup.optimizer.moment_group_count(m.format, count);
+            const int64_t moment_groups = setup.optimizer.moment_group_count(m.format, count);
             const std::string of = name + (second ? ".v" : ".m");
             entries_[of] = {i, m.data, count * info(m.format).bytes};
-            if (m.max) entries_[of + ".max"] = {i, m.max, groups * 4};
-            if (m.k) entries_[of + ".k"] = {i, m.k, groups * 4};
+            if (m.max) entries_[of + ".max"] = {i, m.max, moment_groups * 4};
+            if (m.k) entries_[of + ".k"] = {i, m.k, moment_groups * 4};
         }
         if (scales_.delayed() && params[i].role.linear) register_delayed_scales(i);
     }
@@ -238,9 +238,10 @@ void Parameters::initialize_state() {
         clear_async(memory_.histories,
                     OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
     scales_.expect_empty_histories();
-    int64_t most_groups = 0;
-    for (const Param& p : params) most_groups = std::max(most_groups, p.padded_size() / MOMENT_GROUP);
-    const std::vector<float> ones(most_groups, 1.0f);
+    int64_t most_moment_groups = 0;
+    for (const Param& p : params)
+        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP);
+    const std::vector<float> ones(most_moment_groups, 1.0f);
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
@@ -251,7 +252,7 @@ void Parameters::initialize_state() {
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
-            if (k) copy_async(k, ones.data(), groups(i) * 4, stream_);
+            if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
         table.push_back({.rank_offset = at,
                          .size = own.count,
                          .m = m,
@@ -317,8 +318,8 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
         const float* const k = memory_.moments[second][i].k;
         if (!k) continue;
         const size_t before = all.size();
-        all.resize(before + size_t(groups(i)));
-        context_.copy_to_host(all.data() + before, k, groups(i) * 4);
+        all.resize(before + size_t(moment_groups(i)));
+        context_.copy_to_host(all.data() + before, k, moment_groups(i) * 4);
     }
     return all;
 }

@@ -328,7 +328,7 @@ private:
     void register_state();
     void register_delayed_scales(size_t i);
     void initialize_state();
-    int64_t groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
+    int64_t moment_groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
     void transfer(const std::string& name, void* out, const void* in) const;

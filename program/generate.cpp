@@ -130,7 +130,7 @@ static Setup setup_to_generate(Setup s, int64_t T) {
     s.B = 1;
     s.micro_batches_per_rank = 1;
     s.T = T;
-    s.has_master = s.recipe.compute == Format::FP32;
+    s.keep_masters = s.recipe.compute == Format::FP32;
     s.keep_gradients = s.ranks > 1;
     require_supported(s);
     return s;

@@ -31,7 +31,7 @@ static FormatTexts format_texts(const Setup& s) {
     const LinearFormats linear = linear_formats(s);
     const std::string compute = info(recipe.compute).name;
     const std::string saved_inputs = recipe.saved_inputs.text();
-    const bool has_remainder = s.has_master && recipe.compute != Format::FP32;
+    const bool has_remainder = s.keep_masters && recipe.compute != Format::FP32;
     return {
         .compute = compute,
         .saved_inputs = saved_inputs,
@@ -140,7 +140,7 @@ static Operator moment_operator(const Setup& s, const char* name, Format f) {
 static std::vector<Operator> update_operators(const Setup& s, const FormatTexts& f) {
     return {{.name = "AdamW, weights",
              .reads = f.weights,
-             .writes = f.weights + (s.has_master ? "" : ", stochastic")},
+             .writes = f.weights + (s.keep_masters ? "" : ", stochastic")},
             moment_operator(s, "AdamW, first moment", s.optimizer.m),
             moment_operator(s, "AdamW, second moment", s.optimizer.v)};
 }
@@ -214,7 +214,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_baseline(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    s.has_master = true;
+    s.keep_masters = true;
     s.keep_gradients = true;
     return s;
 }

@@ -45,7 +45,7 @@ void print_start(const Run& run) {
           run.weights_folder.empty() ? "random weights" : "weights of " + run.weights_folder);
     print("recipe: ", recipe_text(s));
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
-          s.has_master ? "; FP32 master weights" : "; no master weights, rounded stochastically");
+          s.keep_masters ? "; FP32 master weights" : "; no master weights, rounded stochastically");
     const std::string why =
         run.why_no_gpu.empty() ? "" : " (no GPU can be used here: " + run.why_no_gpu + ")";
     print("device: ", run.flags.device, why);

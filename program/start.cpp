@@ -67,7 +67,7 @@ Setup make_setup(const Setup& rank_setup, const std::string& why_no_gpu, Flags& 
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
     if (flags.attention == "groups") s.recipe.saved_attention = E4M3_1x16;
-    s.has_master = flags.master == "exact";
+    s.keep_masters = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");

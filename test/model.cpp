@@ -64,7 +64,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
                     first.push_back(initial_value(p.init_std, p.role.starts_at_one, used, s.seed, index, i));
-                    if (!s.has_master) first.back() = reference::round_to(Format::BF16, first.back());
+                    if (!s.keep_masters) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);
                 index++;
@@ -106,13 +106,13 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
                 const auto rounded = reference::round_stochastically(w[i], key, p.flat_offset + int64_t(i));
-                const float wanted = s.has_master ? w[i] : reference::from_bf16(rounded),
+                const float wanted = s.keep_masters ? w[i] : reference::from_bf16(rounded),
                             size = std::fabs(w[i]);
                 const float bound = 1e-3f * (t.adamw.lr + std::fabs(w[i] - old[i])) + 0x1p-22f * size;
-                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.has_master ? 0 : bound));
+                wrong += !(std::fabs(got[i] - wanted) <= (exact || !s.keep_masters ? 0 : bound));
                 padding += int64_t(i) >= used && got[i] != 0;
             }
-            CHECK(wrong <= (exact || s.has_master ? 0 : p.size() / 100));
+            CHECK(wrong <= (exact || s.keep_masters ? 0 : p.size() / 100));
             CHECK(padding == 0);
             for (int v : {0, 1}) {
                 update.store(v);
@@ -136,7 +136,7 @@ PROPERTY("the same bits every time with any number of threads and after a resume
     FOR_EACH_SETUP(s, list) {
         Setup other = s;
         other.seed = 99;
-        Training whole(make, s), again(make, s), resumed(make, s.has_master ? other : s);
+        Training whole(make, s), again(make, s), resumed(make, s.keep_masters ? other : s);
         const Doubles losses = whole.losses(2);
         CHECK(Training(make, other).losses(1)[0] != losses[0]);
         const Snapshot state = snapshot(*whole.model);
@@ -483,7 +483,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 CHECK(!std::isfinite(r.grad_norm));
             const Snapshot after = snapshot(*t.model);
             const std::vector<Param> params = t.params();
-            const int64_t bucket = params[param_of(params, "layers.1.gate_up")].bucket;
+            const int64_t bucket = params[param_index_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
             const char* moment = moments_need_scaling(t.setup().optimizer.m) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {

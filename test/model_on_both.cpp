@@ -20,7 +20,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 = s.recipe.x.fp8() || s.recipe.saved_attention.fp8() ||
-                     moments_need_scaling(s.optimizer.m) || !s.has_master;
+                     moments_need_scaling(s.optimizer.m) || !s.keep_masters;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));
@@ -57,7 +57,7 @@ static void check_step(Random& rng, const Setup& s) {
     INFO(text(s));
     Setup in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
-    in_fp32.has_master = in_fp32.keep_gradients = true;
+    in_fp32.keep_masters = in_fp32.keep_gradients = true;
     Training gpu(make_gpu, s), cpu(make_reference, s), exact(make_reference, in_fp32);
     // fp32 computes with master weights, other recipes with these rounded to BF16: both are equal here.
     for (const Param& p : parameters(s.config)) {
@@ -157,7 +157,7 @@ GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
         for (auto* x : {&t.tokens, &t.targets})
             for (int64_t i = T; i < 256 * accumulate * T; i++) x->push_back((*x)[size_t(i - T)]);
         t.again();
-        gradients.push_back(gradient(*t.model, t.params()[param_of(t.params(), "head")]));
+        gradients.push_back(gradient(*t.model, t.params()[param_index_of(t.params(), "head")]));
     }
     CHECK(relative_error(gradients[0], gradients[1]) > 0);
     CHECK(relative_error(gradients[0], gradients[1]) <= 0x1p-8);

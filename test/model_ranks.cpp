@@ -104,7 +104,8 @@ RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
             const std::unique_ptr<Model> model = make(own);
             const Tokens fine(own.B * own.T, 3), bad(fine.size(), 0), none(fine.size(), NO_TARGET);
             Snapshot state = snapshot(*model), good = state;
-            const Param p = parameters(own.config)[param_of(parameters(own.config), "layers.1.gate_up")];
+            const Param p =
+                parameters(own.config)[param_index_of(parameters(own.config), "layers.1.gate_up")];
             const Range rows = owned(own, p);
             if (hidden) {  // gates are 0 and ups are large: the gradients of gates are infinite
                 const int64_t gates = std::clamp<int64_t>(p.size() / 2 - rows.first, 0, rows.count);

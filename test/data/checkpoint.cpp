@@ -75,7 +75,7 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes with
             INFO(std::string(arch.name), " ", std::string(optimizer), " ", master);
             Folder folder;
             Setup s = small_setup(arch, master, optimizer);
-            s.has_master = master;
+            s.keep_masters = master;
             if (!master) s.recipe = find_row(recipes(), "te", "");  // with delayed scales
             if (arch.rope && master)
                 s.config.head_size = 16, s.config.rope_scaling = {RopeScaling::Llama3, 8.1f, 1.1f, 4.1f, 77};

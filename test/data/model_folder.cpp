@@ -148,7 +148,7 @@ static HuggingFace without_prefix(bool tied) {
 static MemoryModel model_of(const std::string& folder, bool master = true) {
     Setup setup = small_setup(LLAMA);
     setup.config = read_model_config(folder);
-    setup.has_master = master;
+    setup.keep_masters = master;
     return MemoryModel(setup, 9);
 }
 

@@ -234,7 +234,7 @@ fs.writeFileSync("plans.json", JSON.stringify(plans));
         s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
         s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
         if (p["groups"]) s.recipe.saved_attention = s.recipe.saved_inputs;
-        s.has_master = p["master"];
+        s.keep_masters = p["master"];
         s.B = p["B"];
         s.T = p["T"];
         s.micro_batches_per_rank = p["accumulate"];

@@ -305,7 +305,7 @@ TEST_CASE("dev/README.md: which model fits in a GPU" * doctest::skip(NO_CUDA)) {
         Setup s = setup_with_coat(name);
         const std::string by_default = gigabytes(total_bytes(gpu_memory_plan(s)));
         s.recipe.saved_attention = E4M3_1x16;
-        s.has_master = s.keep_gradients = false;
+        s.keep_masters = s.keep_gradients = false;
         const std::string leanest = gigabytes(total_bytes(gpu_memory_plan(s)));
         const std::string row = concat("| `", name, "` | ", by_default, " | ", leanest, " |");
         CHECK_MESSAGE(contains(page, row), row);

@@ -41,7 +41,7 @@ inline Setup with_modes(Setup s, const std::string& flags) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
     if (has("attention")) s.recipe.saved_attention = E4M3_1x16;
-    s.has_master = !has("master");
+    s.keep_masters = !has("master");
     s.keep_gradients = !has("gradients");
     return s;
 }
@@ -81,7 +81,7 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
         const int64_t B = 1 + rng.below(5), T = 1 + rng.below(40);
         Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
         s.optimizer = any(optimizers());
-        s.has_master = rng.below(2);
+        s.keep_masters = rng.below(2);
         s.keep_gradients = rng.below(2);
         if (rng.below(2)) s.recipe.saved_attention = E4M3_1x16;
         if (!supported(s)) continue;
@@ -94,7 +94,7 @@ inline std::string text(const Setup& s) {
     return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
                   s.optimizer.name, ", ", s.micro_batches_per_rank, "x", s.B, "x", s.T,
                   s.recipe.saved_attention.fp8() ? ", attention groups" : "",
-                  s.has_master ? "" : ", master none", s.keep_gradients ? "" : ", gradients none");
+                  s.keep_masters ? "" : ", master none", s.keep_gradients ? "" : ", gradients none");
 }
 #define FOR_EACH_SETUP(s, list) \
     for (const Setup& s : list) \
@@ -146,7 +146,7 @@ inline void write_weights(Model& model, const std::string& name, const Floats& x
     std::vector<int16_t> lower(x.size());
     for (size_t i = 0; i < x.size(); i++) reference::split_master(x[i], &upper[i], &lower[i]);
     model.write(name, upper.data());
-    if (model.setup().has_master) model.write(name + ".remainder", lower.data());
+    if (model.setup().keep_masters) model.write(name + ".remainder", lower.data());
 }
 inline Floats gradient(Model& model, const Param& p) {
     return read_as<float>(model, p.name + ".gradient", p.size());
