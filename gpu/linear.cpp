@@ -42,6 +42,10 @@ void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
+    // In coat-saved forward has computed x from other values, whose amax may be smaller
+    const bool forward_had_other_x =
+        !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
+    if (forward_had_other_x) compute_x_amax_if_needed(x);
     const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
     context_.gemms.run(Gemm::Wgrad, g_operand, x_operand, dw, stream(), {.accumulate = !overwrite});

@@ -10,7 +10,7 @@
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad
 //               makes the operand again from these. (In coat-saved, wgrad computes x from the saved groups,
 //               but forward did not. So an x of wgrad may exceed forward's amax by the rounding error of a
-//               group, and saturates. The CPU takes a new amax there.)
+//               group. A pass over x raises the amax to what wgrad needs.)
 //   w_operand   for one GEMM; or, in a cache, for a step.
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
