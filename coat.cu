@@ -76,7 +76,7 @@ template <class Producer, Also ALSO>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, AmaxAndScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace at;
+    const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
     // writes back would be a race.
     //   - The two owners of a group end together.
@@ -84,12 +84,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //     CUDA lets a mask name lanes that have exited.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
-    if (!at.inside(rows, x.width)) return;
+    if (!place.inside(rows, x.width)) return;
     float top = 0;
-    for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, Values(&v)[PLANES], bool live) {
         if (ALSO == Also::ActivationAmaxOfX) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
-            const int64_t first = (at.row * PLANES + p) * x.width + at.col;
+            const int64_t first = (place.row * PLANES + p) * x.width + place.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first).round_in_place_and_store(offset, v[p], live);
@@ -225,11 +225,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     store_values_kernel(Producer x, int64_t rows, EitherDense out) {
-    const TilePlace at;
-    if (!at.inside(rows, x.width)) return;
-    for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
+    const TilePlace place;
+    if (!place.inside(rows, x.width)) return;
+    for_each_row(x, place, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
-            out.round_in_place_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p],
+            out.round_in_place_and_store(((place.row + i) * Producer::PLANES + p) * x.width + place.col, v[p],
                                          live);
     });
 }

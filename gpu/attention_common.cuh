@@ -102,10 +102,10 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     typename Dense<Real>::Raw o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
-        const int64_t at = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
+        const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
         const bool live = t < d.T && lane * CHUNK < d.HS;
-        o[i] = live ? dense<Real>(out).load(at) : typename Dense<Real>::Raw{};
-        g[i] = live ? dense<Real>(dout).load(at) : typename Dense<Real>::Raw{};
+        o[i] = live ? dense<Real>(out).load(element) : typename Dense<Real>::Raw{};
+        g[i] = live ? dense<Real>(dout).load(element) : typename Dense<Real>::Raw{};
     }
     float* const stats = statistics.data + tile * 2 * QUERIES;
     for (int i = 0; i < ROWS; i++) {

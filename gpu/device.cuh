@@ -429,30 +429,31 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
     LazyTensor lazy;   // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor at;
+        Cursor cursor;
         for (int p = 0; p < INPUT_PLANES; p++)
-            at.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) at.dact = dense<Compute>(lazy.dact.data).starting_at(row * width + col);
+            cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
+        if (BACKWARD) cursor.dact = dense<Compute>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
-            at.statistics = lazy.norm.row_statistics + row;
-            load_parameters<Compute>(lazy.norm, col, at.weight, at.bias);
+            cursor.statistics = lazy.norm.row_statistics + row;
+            load_parameters<Compute>(lazy.norm, col, cursor.weight, cursor.bias);
         }
-        return at;
+        return cursor;
     }
-    __device__ Raw load(const Cursor& at, int i) const {
+    __device__ Raw load(const Cursor& cursor, int i) const {
         Raw raw;
-        for (int p = 0; p < INPUT_PLANES; p++) raw.in[p] = at.in[p].load(row_offset(i, INPUT_PLANES * width));
-        if (BACKWARD) raw.dact = at.dact.load(row_offset(i, width));
-        if (NORM) raw.statistics = at.statistics[i];
+        for (int p = 0; p < INPUT_PLANES; p++)
+            raw.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
+        if (BACKWARD) raw.dact = cursor.dact.load(row_offset(i, width));
+        if (NORM) raw.statistics = cursor.statistics[i];
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
+    __device__ void compute(const Raw& raw, const Cursor& cursor, Values (&v)[PLANES]) const {
         Values x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) in.unpack(raw.in[p], x[p]);
-        if (BACKWARD) at.dact.unpack(raw.dact, d);
+        if (BACKWARD) cursor.dact.unpack(raw.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], raw.statistics, at.weight[j], at.bias[j]);
+                v[0][j] = norm_output(x[0][j], raw.statistics, cursor.weight[j], cursor.bias[j]);
             } else if constexpr (ACTIVATION && GATED) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -535,25 +536,25 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
 //   rows 0..7      t0    t1     t2              t0    t1     t2
-//   row  8         t16  [t17]   t18             t16  [t17]   t18         \
-//   row  9         t16  [t17]   t18             t16  [t17]   t18          | four loads of both planes; then
-//   row 10         t16  [t17]   t18             t16  [t17]   t18          | use(0, ...) to use(3)
-//   row 11         t16  [t17]   t18             t16  [t17]   t18         /
-//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18           the same: use(4, ...) to use(7)
+//   row  8         t16  [t17]   t18             t16  [t17]   t18         | four loads of both planes, and
+//   row  9         t16  [t17]   t18             t16  [t17]   t18         | then use(0, ...) to use(3)
+//   row 10         t16  [t17]   t18             t16  [t17]   t18         |
+//   row 11         t16  [t17]   t18             t16  [t17]   t18         |
+//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
 // A row or a chunk that lies outside the tensor is not live. In its place the last row or the last chunk is
 // read again, so that no load has a condition. If the kernel writes over x, this thread may have overwritten
 // what it reads again; then `values` are wrong, but nobody uses them.
 template <class Producer, class Use>
-__device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+__device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    const int64_t row = at.row < rows ? at.row : rows - 1;
-    const int64_t col = at.col < x.width ? at.col : x.width - CHUNK;
+    const int64_t row = place.row < rows ? place.row : rows - 1;
+    const int64_t col = place.col < x.width ? place.col : x.width - CHUNK;
     const auto cursor = x.cursor(row, col);
-    const int64_t rows_left = max(rows - at.row, static_cast<int64_t>(0));
+    const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
     const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
-    const int live_rows = at.col < x.width ? rows_inside : 0;
+    const int live_rows = place.col < x.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
         typename Producer::Raw raw[IN_FLIGHT];
@@ -571,12 +572,12 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
 // are combined in the order of the rows, beginning with 0. Then take(column, result) is called once for each
 // column of the block. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& x, const TilePlace& at,
+__device__ void combine_columns(const Producer& x, const TilePlace& place,
                                 const Number (&mine)[Producer::PLANES][CHUNK],
                                 Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
     for (int p = 0; p < Producer::PLANES; p++) {
         __syncthreads();
-        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
+        for (int j = 0; j < CHUNK; j++) columns[place.down][place.across * CHUNK + j] = mine[p][j];
         __syncthreads();
         const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
         if (threadIdx.x >= TILE || col >= x.width) continue;

@@ -54,12 +54,12 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float top = 0;
     if (row < rows) {
-        const Dense<Element, 4> at = qkv.starting_at(row * cols + first * rope.HS + angle);
+        const Dense<Element, 4> pairs = qkv.starting_at(row * cols + first * rope.HS + angle);
         typename Dense<Element, 4>::Raw raw[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) continue;
-            raw[h][0] = at.load(h * rope.HS);
-            raw[h][1] = at.load(h * rope.HS + half);
+            raw[h][0] = pairs.load(h * rope.HS);
+            raw[h][1] = pairs.load(h * rope.HS + half);
         }
         const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
         float cosines[4], sines[4];
@@ -73,12 +73,12 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
             float x[4], y[4];
-            at.unpack(raw[h][0], x);
-            at.unpack(raw[h][1], y);
+            pairs.unpack(raw[h][0], x);
+            pairs.unpack(raw[h][1], y);
             if (first + h < rotated_heads) {
                 for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
-                at.round_in_place_and_store(h * rope.HS, x, true);
-                at.round_in_place_and_store(h * rope.HS + half, y, true);
+                pairs.round_in_place_and_store(h * rope.HS, x, true);
+                pairs.round_in_place_and_store(h * rope.HS + half, y, true);
             }
             if (amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
         }

@@ -5,13 +5,13 @@ namespace coat {
 
 std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
-    int64_t at = 0, unit = 0;
+    int64_t rank_offset = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({.own = owned(s, p), .rank_offset = at, .first_shard_unit = unit});
-        at += padded_count(table.back().own);
+        table.push_back({.own = owned(s, p), .rank_offset = rank_offset, .first_shard_unit = unit});
+        rank_offset += padded_count(table.back().own);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
-    table.push_back({.own = {}, .rank_offset = at, .first_shard_unit = unit});
+    table.push_back({.own = {}, .rank_offset = rank_offset, .first_shard_unit = unit});
     return table;
 }
 

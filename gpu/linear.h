@@ -47,7 +47,7 @@
 //                                                    make_g_operand_and_dbias()
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w for dgrad. It
-// also quantizes x a second time, for wgrad, with the amax that forward has left.
+// also quantizes x a second time, for wgrad, with the amax that forward has left (but see x_operand above).
 #pragma once
 #include <optional>
 

@@ -243,9 +243,9 @@ struct Weights {
     Format format;
 };
 
-// One moment of one parameter. In groups: codes, and the moment scaling of each moment group (formats.h).
-// With one scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next.
-// FP32 and BF16: no scale.
+// One moment of one parameter. In moment groups: codes, and the moment scaling of each (formats.h). With one
+// scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
+// BF16: no scale.
 struct MomentRef {
     void* data;  // (padded_size) of format; padding stays zero
     float* max;
@@ -286,7 +286,7 @@ struct ShardGradients {
 };
 
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
-// that of this step (formats.h), for weights without a master. The shards' amaxes become those of the new
+// that of this step (step.h), for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
 void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);

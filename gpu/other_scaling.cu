@@ -54,9 +54,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
-    const TilePlace at;
+    const TilePlace place;
     uint32_t tops[PLANES][CHUNK] = {};
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, const Values(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             uint32_t top_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
@@ -65,14 +65,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 tops[p][j] = max(tops[p][j], bits);
             }
             if (row_major_grid.scales && live)
-                update_block_amax(row_major_grid.at(at.row + i, p * x.width + at.col), top_bits);
+                update_block_amax(row_major_grid.address(place.row + i, p * x.width + place.col), top_bits);
         }
     });
     if (!transposed_grid.scales) return;
     combine_columns(
-        x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        x, place, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t top_bits) {
-            update_amax(transposed_grid.at(static_cast<int64_t>(blockIdx.y) * TILE, col), top_bits);
+            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE, col), top_bits);
         });
 }
 
@@ -107,32 +107,31 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid,
                               bool e5m2, uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace at;
+    const TilePlace place;
     // For the transposed codes: 1 / scale of each of the thread's columns.
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
     Values inverse_of_columns[PLANES] = {};
-    if (TRANSPOSED && at.inside(rows, x.width))
+    if (TRANSPOSED && place.inside(rows, x.width))
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK; j++) {
-                const int64_t col = p * x.width + at.col + j;
-                inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.at(first_row, col));
+                const int64_t col = p * x.width + place.col + j;
+                inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
-    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
-                            [&](int row, int plane, const Values& v, bool live) {
-                                ChunkCodes chunk{};
-                                if (live && codes) {
-                                    const float inverse_of_row =
-                                        __frcp_rn(*row_major_grid.at(at.row + row, plane * x.width + at.col));
-                                    chunk.row_major = encode(e5m2, v, inverse_of_row);
-                                }
-                                if (TRANSPOSED) {
-                                    Values scaled;
-                                    for (int j = 0; j < CHUNK; j++)
-                                        scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
-                                    chunk.transposed = encode(e5m2, scaled, 1.0f);
-                                }
-                                return chunk;
-                            });
+    store_codes<TRANSPOSED>(
+        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const Values& v, bool live) {
+            ChunkCodes chunk{};
+            if (live && codes) {
+                const float inverse_of_row =
+                    __frcp_rn(*row_major_grid.address(place.row + row, plane * x.width + place.col));
+                chunk.row_major = encode(e5m2, v, inverse_of_row);
+            }
+            if (TRANSPOSED) {
+                Values scaled;
+                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
+                chunk.transposed = encode(e5m2, scaled, 1.0f);
+            }
+            return chunk;
+        });
 }
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,

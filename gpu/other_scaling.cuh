@@ -5,14 +5,14 @@
 
 namespace coat::gpu {
 
-// The scales of an operand's codes, in the layout that cuBLASLt expects (operators.h, Operand). at() maps an
-// element of the tensor to the scale of its block.
+// The scales of an operand's codes, in the layout that cuBLASLt expects (operators.h, Operand). address()
+// maps an element of the tensor to the scale of its scale block.
 struct ScaleGrid {
     float* scales;             // null if the operand has no such codes
     int row_shift, col_shift;  // log2 of the rows and of the columns of a scale block
     int64_t down, across;  // the distance from a block's scale to that of the block below, or to the right
     int64_t count;         // how many scales there are
-    __device__ float* at(int64_t row, int64_t col) const {
+    __device__ float* address(int64_t row, int64_t col) const {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
 };

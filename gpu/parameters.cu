@@ -25,11 +25,11 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
     if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitialValues& values,
                 cudaStream_t stream) {
     const int64_t n = padded_count(values.own);
-    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, at, values.own, n,
-           p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, rank_offset,
+           values.own, n, p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
 }
 
 cudaError_t find_kernels() {
@@ -60,10 +60,10 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
                                          int64_t stop) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK;
     double sum = 0;
-    for (int64_t at = from + threadIdx.x % 32 * CHUNK; at < stop; at += WARP_ELEMENTS * NORM_UNROLL) {
+    for (int64_t i = from + threadIdx.x % 32 * CHUNK; i < stop; i += WARP_ELEMENTS * NORM_UNROLL) {
         EitherDense::Raw raw[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
-            if (at + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + at + u * WARP_ELEMENTS);
+            if (i + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
             Values v;
             gradients.unpack(raw[u], v);
@@ -208,12 +208,12 @@ void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, i
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
-    const TilePlace at;
+    const TilePlace place;
     uint2 raw[THREAD_ROWS / 4][4] = {};
     for (int i = 0; i < THREAD_ROWS; i++)
-        if (at.row + i < rows && at.col < cols)
-            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
+        if (place.row + i < rows && place.col < cols)
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (place.row + i) * cols + place.col);
+    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(place, h, raw[h]);
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 

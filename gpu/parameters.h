@@ -28,9 +28,9 @@ struct InitialValues {
     int64_t used;          // used_elements() of architecture.h
     uint64_t seed;
 };
-// Writes the initial values of this rank's shard of the parameter p to w, from element `at` of the rank's
-// order on.
-void initialize(const Weights& w, int64_t at, const Param& p, const InitialValues& values,
+// Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
+// rank's order on.
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitialValues& values,
                 cudaStream_t stream);
 
 // Whether this GPU can run the program's kernels; else the reason.

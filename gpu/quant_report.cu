@@ -16,10 +16,10 @@ template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     add_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks,
                             bool e5m2, float fmax, QuantStats* quant_stats) {
-    const TilePlace at;
+    const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
             if (amax_and_scale) {
@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float value = v[p][j];
-                if (blocks.scales) scale = *blocks.at(at.row + i, p * x.width + at.col + j);
+                if (blocks.scales) scale = *blocks.address(place.row + i, p * x.width + place.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;

@@ -51,13 +51,13 @@ struct TransposeTile {
 
     // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
     // (half 1).
-    __device__ void write(const TilePlace& at, int half, const uint2 (&codes)[4]) {
+    __device__ void write(const TilePlace& place, int half, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int word = 2 * at.down + half;  // it has rows 4 * word ... + 3
-        const int bank = word ^ (2 * at.across) ^ (at.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[at.across * CHUNK + j][bank] = columns[j / 4][j % 4];
+        const int word = 2 * place.down + half;  // it has rows 4 * word ... + 3
+        const int bank = word ^ (2 * place.across) ^ (place.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
     // Rows 16 * piece ... + 15 of a column. Columns 0 - 7, 16 - 23, ... have the four words of a piece in the
     // order 0-3, 4-7, 12-15, 8-11; the other columns in the order 12-15, 8-11, 0-3, 4-7. Here they get back
@@ -109,21 +109,21 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
                             uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace at(tile_row);
+    const TilePlace place(tile_row);
     uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
-    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (at.row * PLANES + p) * x.width + at.col;
+    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (place.row * PLANES + p) * x.width + place.col;
     uint2 four_rows[PLANES][4];
 
     // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
     // reading while another thread writes is a race.
-    if (at.inside(rows, x.width))
-        for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    if (place.inside(rows, x.width))
+        for_each_row(x, place, rows, [&](int i, const Values(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
                 if (live && codes)
                     store_word(first_row[p] + row_offset(i, PLANES * x.width), chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
-                if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four_rows[p]);
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
             }
         });
     if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);

@@ -52,7 +52,7 @@ public:
         return mapped;
     }
     // The place at another rank that corresponds to this address at this rank.
-    template <class T> T* at(int64_t rank, T* here) const {
+    template <class T> T* address_at(int64_t rank, T* here) const {
         const ptrdiff_t offset = reinterpret_cast<uint8_t*>(here) - mine_;
         return reinterpret_cast<T*>(static_cast<uint8_t*>(others_[size_t(rank)]) + offset);
     }
@@ -107,14 +107,14 @@ public:
         exchange_number_++;
         const int64_t me = setup_.rank, count = setup_.ranks;
         auto other = [&](int64_t i) { return (me + i) % count; };  // each rank begins with another one
-        for (int64_t i = 1; i < count; i++) flag(write_, memory_->at(other(i), ready_ + me), 0);
+        for (int64_t i = 1; i < count; i++) flag(write_, memory_->address_at(other(i), ready_ + me), 0);
         for (int64_t i = 1; i < count; i++) {
             const int64_t to = other(i);
             flag(wait_, ready_ + to, AT_LEAST);
             for (const Transfer& t : transfers)
                 if (t.with == to && t.send_bytes)
-                    copy_async(memory_->at(to, t.there), t.send, t.send_bytes, comm_stream_);
-            flag(write_, memory_->at(to, arrived_ + me), 0);
+                    copy_async(memory_->address_at(to, t.there), t.send, t.send_bytes, comm_stream_);
+            flag(write_, memory_->address_at(to, arrived_ + me), 0);
         }
         for (int64_t i = 1; i < count; i++) flag(wait_, arrived_ + other(i), AT_LEAST | flush_);
     }
@@ -136,8 +136,8 @@ private:
         library_function<StreamFlag>(DRIVER, "cuStreamWriteValue32_v2", CURE_OLD_DRIVER);
     StreamFlag* const wait_ = library_function<StreamFlag>(DRIVER, "cuStreamWaitValue32_v2", CURE_OLD_DRIVER);
 
-    void flag(StreamFlag* operation, uint32_t* at, unsigned options) const {
-        if (operation(comm_stream_, reinterpret_cast<CUdeviceptr>(at), exchange_number_, options) !=
+    void flag(StreamFlag* operation, uint32_t* address, unsigned options) const {
+        if (operation(comm_stream_, reinterpret_cast<CUdeviceptr>(address), exchange_number_, options) !=
             CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }

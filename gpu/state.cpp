@@ -245,21 +245,21 @@ void Parameters::initialize_state() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [own, at, first_unit] = places[i];
+        const auto& [own, rank_offset, first_unit] = places[i];
         const InitialValues values{
             .own = own, .param_index = i, .used = used_elements(setup.config, p), .seed = setup.seed};
-        initialize(memory_.weights, at, p, values, stream_);
+        initialize(memory_.weights, rank_offset, p, values, stream_);
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
-        table.push_back({.rank_offset = at,
+        table.push_back({.rank_offset = rank_offset,
                          .size = own.count,
                          .m = m,
                          .v = v,
                          .decays = p.role.decays,
                          .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
-                         .to_flat_order = p.flat_offset + own.first - at,
+                         .to_flat_order = p.flat_offset + own.first - rank_offset,
                          .first_owned_unit = first_unit + own.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
