@@ -124,15 +124,16 @@ struct Param {
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
     float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
-    // The place of its first element in the flat order: all parameters one after the other, each padded to a
-    // multiple of 128 elements. The GPU stores the gradients of a bucket in this order, and stochastic
-    // rounding counts its random bits by it.
+    // The next two can wait. flat_offset is the place of the first element in the flat order: all parameters
+    // one after the other, each padded to a multiple of 128 elements. The GPU stores the gradients of a
+    // bucket in this order, and stochastic rounding counts its random bits by it.
     int64_t flat_offset;
     // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
     // backward completes at the same time: the GPU sends or updates them together, while backward goes on.
     int64_t bucket;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
 
+    bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
     // The format in which this parameter's first or second moments are stored. of_optimizer is the

@@ -34,7 +34,7 @@
 
 #include "text.h"
 
-// Before a function that both the CPU and a GPU's kernels call.
+// Marks a function that both the CPU and a GPU's kernels call.
 #ifdef __CUDACC__
 #define COAT_HD __host__ __device__
 #else
@@ -154,27 +154,28 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // of 1x16 this would happen too often, so they are no operands of GEMMs.
 //
 // The Granularity of an operand in recipes(), below, is that of the matrix as the GEMM reads it: its columns
-// run along the reduction. Two GEMMs read each operand, and one of them reads the transpose: fprop reads x,
-// and wgrad reads x^T.
-//   - Symmetric scale blocks (a tensor, 128x128) are the same in the transpose, and so are the codes.
-//   - Others (a row, 1x128) are not. So fprop and wgrad read different codes of x; dgrad and
-//     wgrad, of g; and, if its blocks are rows, fprop and dgrad, of w.
-// This program keeps no codes of x from forward to backward: it computes them twice in any case. It computes
-// symmetric codes of g once, and dgrad and wgrad both read them.
+// run along the reduction. Two GEMMs read each operand, and one of them reads the transpose:
+//
+//   operand   read as it is by   transposed by   codes
+//   x         fprop              wgrad           not kept from forward to backward: each GEMM has its own
+//   w         fprop              dgrad           made once for both GEMMs, if weights are cached (on a GPU)
+//   g         dgrad              wgrad           made once for both GEMMs
+//
+// This needs symmetric scale blocks (a tensor, 128x128), which are the same in the transpose, and so are the
+// codes. Others (a row, 1x128) are not: then each of the two GEMMs reads codes that are made for it.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
-// amaxes of earlier steps, as many as Recipe::history_steps. While the history of
-// a tensor is empty, as in the first step, its scale comes from the largest amax of the step so far, over the
-// micro-batches.
+// largest amax of the last Recipe::history_steps steps. While there is no history, as in the first step, it
+// comes from the largest amax of the step so far, over its micro-batches.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
 // cores of a Hopper GPU, which keep about 14 bits of it. If not, partial sums are added up in FP32, which
 // takes longer. The CPU reference has no fast accumulation: it always sums in FP32.
 using FastAccumulation = std::array<bool, 3>;
-inline constexpr FastAccumulation IN_NO_GEMM{false, false, false};
-inline constexpr FastAccumulation IN_FPROP{true, false, false};
-inline constexpr FastAccumulation IN_ALL_GEMMS{true, true, true};
+inline constexpr FastAccumulation FAST_IN_NO_GEMM{false, false, false};
+inline constexpr FastAccumulation FAST_IN_FPROP{true, false, false};
+inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 
 struct Recipe {
     const char* name;
@@ -189,7 +190,7 @@ struct Recipe {
     // the table sets groups: the flag --attention groups does.
     Storage saved_attention = PLAIN_BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
-    FastAccumulation fast_accumulation = IN_NO_GEMM;
+    FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether forward computes with the inputs of norms and activation functions as they are saved, like
     // backward (the paper), or with the values before quantization (coat-saved). In coat-saved the x of fprop
@@ -208,24 +209,24 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "bf16",
          .about = "BF16 tensors; GEMMs sum in FP32"},
         {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
-         .saved_inputs = E4M3_1x16, .fast_accumulation = IN_FPROP, .optimizer = "coat",
+         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
         {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR,
-         .saved_inputs = E4M3_1x16, .fast_accumulation = IN_FPROP, .optimizer = "coat",
+         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .optimizer = "coat",
          .forward_reads_saved = false,
          .about = "as coat, with E4M3 gradients; only backward reads the saved FP8 activations"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
-         .fast_accumulation = IN_FPROP,
+         .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per tensor, taken from earlier steps (TransformerEngine)"},
         {.name = "colossal", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
-         .fast_accumulation = IN_ALL_GEMMS,
+         .fast_accumulation = FAST_IN_ALL_GEMMS,
          .about = "FP8 GEMMs, one scale per tensor; all sums keep about 14 bits on a GPU (Colossal-AI)"},
         {.name = "tensorwise", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
-         .fast_accumulation = IN_FPROP,
+         .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per tensor (torchao's tensorwise)"},
         // torchao's rowwise also rounds scales up to powers of two, and accumulates fast in all GEMMs.
         {.name = "rowwise", .x = E4M3_ROW, .w = E4M3_ROW, .g = E4M3_ROW,
-         .fast_accumulation = IN_FPROP,
+         .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per row, not rounded to powers of two"},
         {.name = "deepseek", .x = E4M3_1x128, .w = E4M3_128x128, .g = E4M3_1x128,
          .about = "FP8 GEMMs, one scale per 1x128 block, of weights per 128x128 (DeepSeek-V3)"},
@@ -265,13 +266,6 @@ template <class Formats> const Storage& storage_of(const Formats& formats, Which
 
 inline constexpr int MOMENT_GROUP = 128;
 
-// The number of moment scalings of n elements of a moment in format f: one for each moment group, none if the
-// format is not scaled.
-constexpr int64_t moment_group_count(Format f, bool per_tensor, int64_t n) {
-    if (!moments_need_scaling(f)) return 0;
-    return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
-}
-
 struct MomentFormats {
     const char* name;
     Format m, v;              // of first and of second moments
@@ -280,8 +274,11 @@ struct MomentFormats {
     const char* about = "";   // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
+    // The number of moment scalings of n elements of a moment in format f: one for each moment group, none if
+    // the format is not scaled.
     int64_t moment_group_count(Format f, int64_t n) const {
-        return coat::moment_group_count(f, per_tensor, n);
+        if (!moments_need_scaling(f)) return 0;
+        return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
     }
     // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. In every row of
     // the table both moments are, or none is.

@@ -207,9 +207,9 @@ public:
     // Forward and backward of each micro-batch, then the update. (With --gradients none, finish_bucket()
     // updates the weights within backward.)
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
-        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
-        if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-        begin_step_or_evaluation(static_cast<double>(counted));
+        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
+        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
+        begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
             const Pass pass{.B = setup_.B,
                             .T = setup_.T,
@@ -228,16 +228,16 @@ public:
 
         const StepOutcome found = fetch_outcome();
         const bool skipped = found.gradients.skip != 0;
-        if (!skipped && found.empty_histories == 0) scales_.any_empty_history = false;
+        if (!skipped) scales_.note_empty_histories(found.empty_histories);
         first_step_done_ = true;
         return {.loss = sum_of_ranks(found.loss),
                 .grad_norm = found.gradients.norm,
                 .skipped = skipped,
-                .target_count = counted};
+                .target_count = target_count};
     }
 
 private:
-    int64_t step_tokens() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
+    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
     template <class Value> Value sum_of_ranks(const Value& mine) const {
         if (!setup_.communicator) return mine;
         Value sum{};
@@ -541,17 +541,18 @@ private:
         const LazyTensor x = residual.normed_by(norm2);
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
         if (!saved_gate_up.storage.fp8()) {
-            // The projection writes what is saved
+            // The recipes that save no groups: the projection writes what is saved
             layer.gate_up_proj.fprop(x, gate_up);
             layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         } else if (recipe_.forward_reads_saved) {
-            // The projection's output is the widest tensor of a layer: it exists until its groups are saved
+            // coat. The projection's output is the widest tensor of a layer: it exists until its groups are
+            // saved
             const Arena::Scope until_saved(arena_);
             const TensorRef values = allocate_tensor(pass.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, values);
             save_gate_up_in_groups(layer, values, saved_gate_up);
         } else {
-            // Only backward is to read the groups (coat-saved): the output stays until this block ends
+            // coat-saved, where only backward is to read the groups: the output stays until this block ends
             gate_up = allocate_tensor(pass.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, gate_up);
             save_gate_up_in_groups(layer, gate_up, saved_gate_up);
@@ -642,7 +643,7 @@ private:
                       memory_.losses + first, stream_);
         const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = pass.overwrites_gradients && first == 0;
-        gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.accumulate = !overwrites});
+        gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
         gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_index_)},
                    row_slice(dy, first, y.rows), stream_);
     }
@@ -775,8 +776,7 @@ private:
     }
 
     // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
-    // output, from g_operand. norm_backward() follows, which also returns the norm's output x, and wgrad,
-    // which needs x.
+    // output; the norm's backward pass uses dy, and returns the norm's output x; wgrad reads x.
     void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g_operand,
                                   AmaxAndScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
@@ -874,7 +874,7 @@ public:
         report.k_v = parameters_.expansion_factors(/*second=*/true);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report.kinds[static_cast<int>(ReportKind::Weight)];
-        weights = sharding_->weight_quant_stats(weights);
+        weights = sharding_->sum_weight_quant_stats(weights);
         return report;
     }
 
@@ -894,7 +894,7 @@ public:
     // Runs a step, if this is a dry run. Returns the bytes that the whole allocation needs: for what lasts,
     // and for what a step allocates besides.
     int64_t dry_step() {
-        const std::vector<int32_t> tokens(static_cast<size_t>(step_tokens()));
+        const std::vector<int32_t> tokens(static_cast<size_t>(tokens_of_rank()));
         step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
         return arena_.peak();
     }

@@ -71,7 +71,8 @@ inline void require_supported(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank adds up all ranks' gradients
 // of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
-// just before it is used. A vector is small: every rank owns the whole of it, and all compute the same.
+// just before it is used. A vector is small: every rank owns the whole of it, and all compute the same. With
+// one rank all of this is trivial: what follows, up to gradient_format(), can wait.
 
 // A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
 // first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
@@ -84,7 +85,7 @@ struct Range {  // consecutive elements
 
 // The elements of a parameter that a rank owns.
 inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
-    if (p.rows == 1) return {.first = 0, .count = p.size()};
+    if (p.is_vector()) return {.first = 0, .count = p.size()};
     const int64_t units = ceil_div(p.size(), SHARD_UNIT);
     const int64_t begin = std::min(p.size(), units * rank / ranks * SHARD_UNIT);
     const int64_t end = std::min(p.size(), units * (rank + 1) / ranks * SHARD_UNIT);
@@ -125,9 +126,9 @@ struct StateTensor {
     int64_t total_bytes() const { return size() * bytes; }
 };
 
+// Only a mistake in the code that calls Model::read() or write() leads here.
 [[noreturn]] inline void no_such_tensor(const std::string& name) {
-    throw Error("The model has no tensor ", name,
-                ": use a name from weight_tensors() or optimizer_tensors().");
+    throw Error("The model has no tensor ", name, ".");
 }
 
 // The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Its

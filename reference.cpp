@@ -47,9 +47,10 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
 //   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
-// The exponent field of a normal value is e + bias. Its steps have M + 1 bits. The first of them is 1 and
-// lies in the place of the exponent field, to which it adds 1: so the sum begins with e + bias - 1. In the
-// second row rounding carries to 16 = 10000 in binary. This adds 2, and the code has the next exponent.
+// The exponent field of a normal value is e + bias. Its number of steps has M + 1 bits, of which the highest
+// is 1. In the sum this bit falls on the lowest bit of the exponent field and adds 1 to it: so the field
+// begins with e + bias - 1. In the second row rounding carries to 16 = 10000 in binary. This adds 2, and the
+// code has the next exponent.
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
@@ -134,9 +135,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
 // If amax is not finite, codes would hide this, because they saturate. So the scale is NaN, and so is every
-// value that is decoded with it. A whole tensor does not need such a mark: on CPU and GPU a training step
-// checks its amax, and changes nothing if it is not finite. Then the scale may be any number. It is 1, as for
-// zeros. (The GPU takes no amax of a whole tensor where scale blocks are smaller.)
+// value that is decoded with it. A whole tensor needs no NaN: a training step checks its amax, and changes
+// nothing if it is not finite. Its scale is 1 then.
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -312,8 +312,8 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. k is rounded because the GPU's
-// logarithms differ in their last bits: most of its k are still the same. (The released code rounds down to a
+// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. Rounding hides that the logarithms
+// of CPU and GPU differ in their last bits: most k are the same on both. (The released code rounds down to a
 // multiple of 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact:
 // every code is that of FMAX or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
@@ -349,10 +349,10 @@ void Moment::init(Format f, bool expansion, int64_t n, bool per_tensor) {
     expanded = expansion && is_fp8(f);
     this->n = n;
     this->per_tensor = per_tensor;
-    const int64_t groups = moment_group_count(f, per_tensor, n);
+    const int64_t moment_groups = moments_need_scaling(f) ? ceil_div(n, moment_group_size()) : 0;
     codes.assign(n * info(f).bytes, 0);
-    max.assign(groups, 0.0f);
-    k.assign(expanded ? groups : 0, 1.0f);
+    max.assign(moment_groups, 0.0f);
+    k.assign(expanded ? moment_groups : 0, 1.0f);
 }
 
 // Element i, decoded.
@@ -380,7 +380,7 @@ void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const flo
     }
     max[g] = largest;
     if (expanded) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
-    const float inverse = expanded ? 0.0f : 1.0f / moment_scale(format, largest);
+    const float inverse = 1.0f / moment_scale(format, largest);  // only for moments without expansion
     for (int64_t i = first; i < end; i++) {
         const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
@@ -407,10 +407,14 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
 }
 
+float clip_factor(const AdamWOptions& options, double grad_norm) {
+    const bool clips = options.clip > 0 && grad_norm > options.clip;
+    return clips ? float(options.clip / grad_norm) : 1.0f;
+}
+
 // The constants of one AdamW step. Powers of beta are computed in double.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
     const double step = double(options.step);
-    const bool clips = options.clip > 0 && grad_norm > options.clip;
     return {.lr = options.lr,
             .beta1 = options.beta1,
             .beta2 = options.beta2,
@@ -420,7 +424,7 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
             .decay = decays ? options.weight_decay : 0.0f,
             .bias_correction1 = float(1 - std::pow(double(options.beta1), step)),
             .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), step))),
-            .clip_factor = clips ? float(options.clip / grad_norm) : 1.0f};
+            .clip_factor = clip_factor(options, grad_norm)};
 }
 
 // One AdamW step in FP32, with the clipped gradient g:

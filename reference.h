@@ -110,7 +110,8 @@ struct AdamWConstants {
     float bias_correction1, bias_correction2_sqrt;  // 1 - beta1^t and sqrt(1 - beta2^t)
     float clip_factor;                              // below 1 if the gradients are clipped
 };
-// grad_norm: of all gradients, before clipping.
+// grad_norm: of all gradients, before clipping. clip_factor(): what clipping multiplies the gradients by.
+float clip_factor(const AdamWOptions& options, double grad_norm);
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
 // gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,

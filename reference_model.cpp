@@ -25,13 +25,17 @@ using Floats = std::vector<float>;
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Four results are quantized as they are computed, in FP32: the residual sum, the outputs of norms, the
-// output of the activation function, and the gradient of its input. All others are rounded to BF16 first.
+// Four results are quantized as they are computed, in FP32:
+//   residual sums                           residual_sum and residual_sum2 in layer_forward()
+//   outputs of norms                        norm()
+//   output of the activation function       activation()
+//   gradient of the activation's input      dgate_up in layer_backward()
+// All others are rounded to BF16 first.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward takes each derivative at the values with which
 // forward computed. It treats rounding as the identity. (In coat-saved forward reads other values: see
-// read_in_forward().)
+// input_in_forward().)
 
 namespace {
 
@@ -83,13 +87,14 @@ public:
     }
 
     // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
-    void forget_observations() {
+    void reset_finite_and_amaxes() {
         finite_ = true;
         for (auto& operands : delayed_scales_)
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    // tokens (B, T) -> input of the final norm (N, C). The embedding is not quantized, as in the paper:
+    // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_, which all functions of a
+    // pass read. The embedding is not quantized, as in the paper:
     // residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t sequences, int64_t length) {
         B_ = sequences;
@@ -143,9 +148,9 @@ public:
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
-        const Tensor norm1 = norm(prefix + "norm1", read_in_forward(residual_sum, s.norm1_input));
+        const Tensor norm1 = norm(prefix + "norm1", input_in_forward(residual_sum, s.norm1_input));
         Tensor qkv = linear_forward(prefix + "qkv", norm1);
-        if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), false);
+        if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
         s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.saved_attention,
                                   ReportKind::Attention);
 
@@ -165,13 +170,13 @@ public:
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(prefix + "norm2", read_in_forward(residual_sum2, s.norm2_input));
+        const Tensor norm2 = norm(prefix + "norm2", input_in_forward(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
         s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                       ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(read_in_forward(gate_up, s.gate_up));
+        const Tensor act = activation(input_in_forward(gate_up, s.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
@@ -208,7 +213,7 @@ public:
                            s.lse.data(), dattention_output.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config_.arch.rope) {
-            rope(config_, B_, T_, dqkv.data(), true);
+            rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
         }
         if (config_.arch.qk_norm) {
@@ -242,7 +247,7 @@ public:
         }
     }
     // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
-    Tensor read_in_forward(const Tensor& x, const SavedActivation& saved) const {
+    Tensor input_in_forward(const Tensor& x, const SavedActivation& saved) const {
         return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
     }
     static Tensor load_saved(const SavedActivation& saved) {
@@ -265,13 +270,13 @@ public:
             const float amax = compute_amax(x.data(), rows * cols);
             check_finite(amax);
             if (storage.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, storage, over, stats);
-            const float scale = tensor_scale(which, i, amax);
+            const float scale = record_amax_and_choose_scale(which, i, amax);
             return fake_quantize(x, rows, cols, storage, over, stats, &scale);
         }
     }
     // The scale of an operand that has a single one. amax: of its values. With delayed scaling the amax goes
     // into the operand's history, and the scale comes from there.
-    float tensor_scale(WhichOperand which, size_t i, float amax) {
+    float record_amax_and_choose_scale(WhichOperand which, size_t i, float amax) {
         const Storage& storage = storage_of(formats_, which);
         if (recipe_.scaling == Scaling::JustInTime) return scale_of(storage, amax);
         DelayedScale& delayed = delayed_scales_[i][int(which)];
@@ -312,8 +317,8 @@ public:
         if (again) g_operand_wgrad = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g_operand_wgrad.data(), 1, out}, {x_operand.data(), in, 1}, dw.data());
         add_gradient(name, dw);
-        // dbias is the sum of dy over tokens, without the rounding of FP8. (If the operand is not in FP8, it
-        // is summed: dy in the compute dtype.)
+        // dbias is the sum of dy over tokens, without the rounding of FP8. Without FP8 it sums g_operand,
+        // which is dy rounded to the compute dtype.
         if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g_operand;
@@ -359,7 +364,7 @@ public:
         if (!config_.arch.qk_norm) return qkv;
         qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config_, B_, T_, qkv.data(), false);
+        rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
 
@@ -453,8 +458,8 @@ public:
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
-                split_master(first, &s.weight[e], &s.remainder[e]);
+                const float initial = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
+                split_master(initial, &s.weight[e], &s.remainder[e]);
                 if (!setup.keep_masters) s.remainder[e] = 0;
                 weights_[i][e] = weight_of(s, e);
             }
@@ -462,34 +467,33 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        forget_observations();
+        reset_finite_and_amaxes();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
-        int64_t counted = 0;  // targets of the step that count
-        for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) counted += theirs;
-        if (counted == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
+        int64_t target_count = 0;  // targets of the step that count
+        for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) target_count += theirs;
+        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
-        const double loss = forward_and_backward(tokens, targets, counted) / double(counted);
+        const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
         // No rank updates if one has met a value that is not finite. (Ranks send a char, because vector<bool>
         // has no array of its elements.)
         for (char theirs : all_gather(char(finite_))) finite_ = finite_ && theirs;
         // The norm after clipping. Below 2^62 the square of a gradient fits every format of v. NaN is
         // skipped, too.
-        const double clipped_norm =
-            grad_norm * adamw_constants(options, /*decays=*/false, grad_norm).clip_factor;
+        const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
         const bool skipped = !finite_ || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(options, grad_norm);
-        return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = counted};
+        return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
 private:
     // All micro-batches of the step. Afterwards gradients_ has the gradients of the mean loss over the
-    // `counted` targets. Returns the sum of the losses of all ranks. Losses are added in the order of the
-    // micro-batches: number a of rank r is number a * ranks + r of the step.
-    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t counted) {
+    // target_count targets that count. Returns the sum of the losses of all ranks. Losses are added in the
+    // order of the micro-batches: number a of rank r is number a * ranks + r of the step.
+    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t batch_tokens = setup_.B * setup_.T;
         const int64_t micro_batches = setup_.micro_batches_per_rank;
-        const double loss_weight = 1.0 / double(counted);
+        const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < micro_batches; a++) {
             // One rank adds up all micro-batches in gradients_. Several ranks have one micro-batch each in
@@ -498,7 +502,7 @@ private:
             const int64_t first = a * batch_tokens;
             losses.push_back(run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T, loss_weight,
                                              /*backward=*/true));
-            if (setup_.communicator) reduce_gradients(a == 0);
+            if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/a == 0);
         }
         if (setup_.communicator) gradients_.swap(sums_);
         const auto of_ranks = all_gather(losses);
@@ -527,7 +531,7 @@ private:
         const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped);
         for (size_t i = 0; i < params_.size(); i++) {
             update(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
-            gather_weight(i);
+            refresh_weight(i);
         }
         update_delayed_scales();
     }
@@ -552,7 +556,7 @@ private:
 
 public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        forget_observations();
+        reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
         const double sum =
             run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
@@ -560,7 +564,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        forget_observations();
+        reset_finite_and_amaxes();
         const auto x = forward(tokens, 1, n);
         const Floats last(x.end() - config_.C, x.end());
         const auto row = head_forward(rounded(norm("final_norm", last)));
@@ -568,7 +572,7 @@ public:
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        forget_observations();
+        reset_finite_and_amaxes();
         clear_gradients();
         QuantReport report;
         stats_ = report.kinds;
@@ -591,13 +595,13 @@ public:
     }
 
     void read(const std::string& name, void* out) override {
-        const auto [data, bytes] = find(name);
+        const auto [data, bytes] = memory_of(name);
         if (bytes) std::memcpy(out, data, bytes);
     }
     void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = find(name, /*to_write=*/true);
+        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        gather_weight(param_index_of(params_, name));
+        refresh_weight(param_index_of(params_, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -622,10 +626,10 @@ private:
 
     // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
     // additions are in FP32 and in the order of the ranks.
-    void reduce_gradients(bool first) {
+    void reduce_gradients(bool is_first_micro_batch) {
         for (size_t i = 0; i < params_.size(); i++) {
             Floats& sum = sums_[i];
-            if (first) sum.assign(params_[i].size(), 0.0f);
+            if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
             const std::vector<Floats> of_ranks = all_gather(gradients_[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
@@ -636,12 +640,12 @@ private:
 
     // Renews the weights of a parameter, with which the network computes, after an update or write() has
     // changed its state. Each rank sends those of the part that it owns to all.
-    void gather_weight(size_t i) {
+    void refresh_weight(size_t i) {
         const ParamState& s = states_[i];
         const Range own = owned(setup_, params_[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
-        const bool is_sharded = params_[i].rows > 1;  // a vector is whole on every rank
+        const bool is_sharded = !params_[i].is_vector();  // a vector is whole on every rank
         auto to = weights_[i].begin();
         for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
@@ -675,7 +679,7 @@ private:
     }
 
     // The memory of the tensor with this name. Gradients can only be read.
-    Memory find(const std::string& name, bool to_write = false) {
+    Memory memory_of(const std::string& name, bool to_write = false) {
         const size_t i = param_index_of(params_, name);
         const Range own = owned(setup_, params_[i]);
         ParamState& s = states_[i];

@@ -13,11 +13,10 @@ namespace coat {
 struct AdamWOptions {
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    // The largest global norm of the gradients; 0: no clipping. With --gradients none it is 0, because parts
-    // of the parameters are updated before the norm of all gradients is known.
+    // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
-    // How many steps before this one were skipped. A step that is skipped half-way (--gradients none) has
-    // used its random bits of stochastic rounding. Counting it gives the next step new ones.
+    // How many steps before this one were skipped. They count in the random bits of stochastic rounding, so
+    // that no two steps round with the same ones.
     int64_t skipped = 0;
 };
 

@@ -331,7 +331,7 @@ private:
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
         const double bytes = size(a.tensor) + size(b.tensor) + (accumulate ? 2 : 1) * size(out);
         add(group, name, count, bytes, flops, gemm_ceiling(kind, a.tensor.storage, r_),
-            [&] { gemms_.run(kind, a, b, out, nullptr, {.accumulate = accumulate, .bias = bias}); });
+            [&] { gemms_.run(kind, a, b, out, nullptr, {.overwrite = !accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
         Setup run = setup_;

@@ -184,7 +184,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const Tens
     // The status of the last launch. A candidate may fail; an algorithm that has been chosen may not.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
     auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
-        const float one = 1, beta = options.accumulate ? 1 : 0;
+        const float one = 1, beta = options.overwrite ? 0 : 1;
         status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
                                 &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
                                 SCRATCH, stream);

@@ -24,7 +24,7 @@ namespace coat::gpu {
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 struct GemmOptions {
-    bool accumulate = false;     // out += the product; otherwise out = the product
+    bool overwrite = true;       // out = the product; otherwise out += the product
     const void* bias = nullptr;  // (out) in the format of the output: added to each of its rows
 };
 

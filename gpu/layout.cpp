@@ -42,7 +42,7 @@ ReceivedBytes received_bytes(const Setup& s) {
         int64_t elements = 0, gathered = 0;
         for (size_t i = b.first; i < b.last; i++) {
             const int64_t units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
-            elements += params[i].rows > 1 ? units * SHARD_UNIT : params[i].padded_size();
+            elements += params[i].is_vector() ? params[i].padded_size() : units * SHARD_UNIT;
             gathered += gathered_bytes(s, params[i]);
         }
         most.gradients = std::max(most.gradients, (s.ranks - 1) * elements * info(gradient_format(s)).bytes);

@@ -48,7 +48,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
     if (forward_had_other_x) compute_x_amax_if_needed(x);
     const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(Gemm::Wgrad, g_operand, x_operand, dw, stream(), {.accumulate = !overwrite});
+    context_.gemms.run(Gemm::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@
 //     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
-//   - The same input gives the same bits every time: every sum has a fixed order, but for those of the
-//     quantization report. The only atomics are maxima and sums of integers, whose order does not matter.
+//   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
+//     which may depend on the number of multiprocessors. (Not so those of the quantization report.) The only
+//     atomics are maxima and sums of integers, whose order does not matter.
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:
@@ -51,9 +52,10 @@ namespace coat::gpu {
 // several ranks, combine_amaxes() (gpu/parameters.h) writes the amax and the scale of a weight on all of
 // them.
 struct alignas(16) AmaxAndScale {
-    float scale;         // codes are multiplied by it
-    float amax;          // the largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN
-                         // come last
+    float scale;  // codes are multiplied by it
+    // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are
+    // above those of all numbers, and those of NaN are above infinity's.
+    float amax;
     float from_history;  // delayed: the scale from earlier amaxes; 0 while that history is empty
     float unused;
 };
@@ -174,11 +176,11 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
 // anyway updates the amax itself, which saves the first pass. Each function below reads x; "any" is any
-// LazyTensor. "Both forms" are row-major codes, transposed codes, or both, as the Operand says.
+// LazyTensor. "Codes" are row-major, transposed, or both: those whose pointers in the Operand are not null.
 //
 //   function                         x                       writes
 //   compute_amax()                   any                     the amax of x
-//   quantize()                       any                     FP8 codes, in both forms; or groups
+//   quantize()                       any                     FP8 codes; or groups
 //   store_values()                   any                     values in BF16 or FP32
 //   convert()                        stored                  values in BF16 or FP32
 //   write_operand()                  any                     what quantize() or store_values() writes
@@ -188,7 +190,7 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //
 // The tensor that is written may be x itself, or what x is computed from, if an element has as many bytes in
 // both: a thread loads its elements before it stores what it makes of them. It may also have more rows than
-// x: these are left as they are. quant_stats: what quantizing loses is added to it; it may be null.
+// x: the other rows keep what they hold. quant_stats: what quantizing loses is added to it; it may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
@@ -205,7 +207,7 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
-// The same for a tensor x that is stored in groups, BF16 or FP32.
+// The same for a stored tensor: store_values(stored(x), out).
 void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream);
 
 // Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
@@ -271,8 +273,8 @@ struct GradientState {
     double sum_of_squares;  // of all buckets so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
-    // Not 0: something was not finite, on any rank. Then no rank updates anything from this bucket on, and
-    // the next step has the same bias correction.
+    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then no rank updates anything
+    // from this bucket on, and the next step has the same bias correction.
     uint32_t skip;
 };
 

@@ -32,7 +32,7 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
            values.own, n, p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
 }
 
-cudaError_t find_kernels() {
+cudaError_t check_kernels() {
     cudaFuncAttributes unused;
     const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
     cudaGetLastError();

@@ -21,7 +21,7 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. First values
 
-// What the first values of a parameter follow from, beside its Param (architecture.h, initial_value()).
+// The arguments of initialize() that are not in Param (architecture.h, initial_value()).
 struct InitialValues {
     Range own;             // the elements of the parameter that this rank owns
     uint64_t param_index;  // the number of the parameter
@@ -34,7 +34,7 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
                 cudaStream_t stream);
 
 // Whether this GPU can run the program's kernels; else the reason.
-cudaError_t find_kernels();
+cudaError_t check_kernels();
 
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
@@ -47,10 +47,10 @@ cudaError_t find_kernels();
 void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
-// the norm, the factor that clips it, and whether the step is skipped because the norm or the loss of a rank
-// is not finite. For each shard unit the largest of the ranks' sums counts: of a matrix one rank has it, and
-// the others have 0; of a vector all ranks have the same. clip is the limit of the norm; with 0 there is
-// none.
+// the norm, the factor that clips it, and whether the step is skipped: because the loss of a rank or the norm
+// is not finite, or the clipped norm is 2^62 or more. A shard unit of a matrix has its sum on one rank, and 0
+// on the others; one of a vector has the same sum on all. Either way the largest is the sum. clip is the
+// limit of the norm; with 0 there is none.
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t stream);
 

@@ -243,7 +243,7 @@ public:
     void wait_for_transfers() override {}
 
     void all_gather(void*, int64_t) override {}
-    QuantStats weight_quant_stats(const QuantStats& mine) const override { return mine; }
+    QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
 };
 
 // A run on several GPUs. Transfers are put on a stream of their own.
@@ -268,10 +268,10 @@ public:
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
     TensorRef gathered_weight(size_t i) const override {
-        return parameters_.params[i].rows > 1 ? gathered_[i] : parameters_.whole_weight(i);
+        return parameters_.params[i].is_vector() ? parameters_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.tensor_count;
+        const int64_t n = scales_.delayed() ? scales_.count() : scales_.param_count;
         const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
         AmaxAndScale* const all = memory_.amaxes_of_ranks;
         copy_async(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
@@ -281,7 +281,7 @@ public:
     void forget_gathered_weights() override {
         for (int64_t& stage : in_buffer_) stage = NONE;
     }
-    QuantStats weight_quant_stats(const QuantStats& mine) const override {
+    QuantStats sum_weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
         QuantStats sum;
         for (const QuantStats& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
@@ -413,7 +413,7 @@ private:
     void list_matrices() {
         for (size_t i = 0; i < parameters_.params.size(); i++) {
             const Param& p = parameters_.params[i];
-            if (p.rows == 1) continue;
+            if (p.is_vector()) continue;
             int64_t stage = EMBEDDING_STAGE;
             if (p.role.linear) stage = stage_of(parameters_.linear_layer_index(i));
             else if (p.name == "head") stage = head_stage();

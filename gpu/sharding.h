@@ -69,7 +69,7 @@ public:
     // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
     virtual void all_gather(void* blocks, int64_t bytes) = 0;
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
-    virtual QuantStats weight_quant_stats(const QuantStats& mine) const = 0;
+    virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const = 0;
 
 protected:
     Parameters& parameters_;
@@ -83,7 +83,7 @@ protected:
 struct Transfer {
     int64_t with;         // the other rank
     const uint8_t* send;  // what the other rank gets
-    uint8_t* there;       // its destination there, named by the address that this place has at this rank
+    uint8_t* there;       // its destination there: the address of the same place on this rank
     int64_t send_bytes;
     uint8_t* receive;  // where this rank gets what the other one sends
     int64_t receive_bytes;

@@ -114,7 +114,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
     m.received_gradients = arena.allocate(received.gradients);
     for (uint8_t*& stage : m.gathered_weights) stage = arena.allocate(received.weights);
-    m.squares = arena.allocate<double>(s.ranks * (1 + places.back().first_shard_unit));
+    m.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().first_shard_unit));
     m.amaxes_of_ranks = arena.allocate<AmaxAndScale>(several ? s.ranks * scales : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
@@ -154,13 +154,13 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
 // Scales
 
 Scales::Scales(const GpuContext& context, const MemoryMap& memory)
-    : tensor_count(int64_t(parameters(context.setup.config).size())),
+    : parameter_count(int64_t(parameters(context.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
       stream_(context.stream), scales_(memory.scales), histories_(memory.histories) {}
 
 void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[tensor_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scales_[param_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
@@ -230,7 +230,8 @@ void Parameters::register_delayed_scales(size_t i) {
     }
 }
 
-// Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every group.
+// Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every moment
+// group.
 void Parameters::initialize_state() {
     clear_async(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
@@ -289,11 +290,11 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
     StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
     GradientState* const state = &outcome->gradients;
 
-    double* const own_squares = memory_.squares + setup.rank * (1 + units);
+    double* const own_loss_and_squares = memory_.loss_and_squares + setup.rank * (1 + units);
     compute_gradient_squares(gradients, {.first = first_unit, .count = units}, &outcome->loss_or_nan,
-                             own_squares, stream_);
-    sharding.all_gather(memory_.squares, (1 + units) * int64_t(sizeof(double)));
-    update_gradient_state(memory_.squares, units, setup.ranks, a.clip, state, stream_);
+                             own_loss_and_squares, stream_);
+    sharding.all_gather(memory_.loss_and_squares, (1 + units) * int64_t(sizeof(double)));
+    update_gradient_state(memory_.loss_and_squares, units, setup.ranks, a.clip, state, stream_);
     adamw(a, setup.optimizer, gradients, memory_.weights, rounding_key(setup.seed, a.step + a.skipped), state,
           stream_);
 }

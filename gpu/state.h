@@ -121,7 +121,8 @@ struct Scalars {
 // In the last two cases the gradients of a tied embedding have another place of their own, because the head
 // writes them before all others.
 //
-// Tensors that replace each other in one place, from left to right in the order of a step:
+// Tensors that replace each other in one place, from left to right in the order of a step (come back to this
+// table when you read model.cu):
 //
 //   place                forward             head                  backward, layer by layer
 //   dresidual            final norm's input  gradient of that  ->  gradient of the residual stream
@@ -138,11 +139,11 @@ struct MemoryMap {
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
     // What other ranks write here, if there are several. Each place, counted from the beginning of the
-    // allocation, is the same on all ranks. One rank needs `squares` alone.
+    // allocation, is the same on all ranks. One rank needs `loss_and_squares` alone.
     uint32_t* flags;                // two for each rank
     uint8_t* received_gradients;    // the other ranks' gradients of a bucket, as far as this rank owns it
     uint8_t* gathered_weights[2];   // the matrices of an even stage, and of an odd one
-    double* squares;                // (ranks, 1 + shard units): the loss, and sums of squares of gradients
+    double* loss_and_squares;       // (ranks, 1 + shard units): the loss, and sums of squares of gradients
     AmaxAndScale* amaxes_of_ranks;  // (ranks, number of scales): see Scales
 
     // What this rank owns, in the rank's order
@@ -206,23 +207,23 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 //
 //   one for each parameter | one for the x of each linear layer | w of each | g of each
 //
-// An update leaves the amax of a parameter's weights in its entry. With delayed scaling, where scales come
-// from a history of amaxes, the weight of a linear layer uses the entry of its operand w instead.
+// An update leaves the amax of a linear layer's weight in the entry of this parameter. With delayed scaling,
+// where scales come from a history of amaxes, the weight uses the entry of the operand w instead.
 
 class Scales {
 public:
     Scales(const GpuContext& context, const MemoryMap& memory);
 
-    const int64_t tensor_count;  // of the parameters: how many tensors they are
+    const int64_t param_count;  // of all parameters: Parameters::params has so many
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
 
-    int64_t count() const { return tensor_count + OPERAND_COUNT * linear_layer_count; }
+    int64_t count() const { return param_count + OPERAND_COUNT * linear_layer_count; }
     AmaxAndScale* all() const { return scales_; }
     AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
     AmaxAndScale* of_operand(WhichOperand o, int64_t linear_layer) const {
-        return scales_ + tensor_count + index_of(o, linear_layer);
+        return scales_ + param_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
@@ -238,6 +239,10 @@ public:
     void clear_operand_amaxes() const;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
+    // To be called after a step that was not skipped. count: how many histories are still empty.
+    void note_empty_histories(uint32_t count) {
+        if (count == 0) any_empty_history = false;
+    }
     // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 have no amaxes:
     // then histories and scales stay as they are. outcome: on the device.
     void update_from_histories(StepOutcome* outcome) const;
@@ -299,8 +304,9 @@ public:
         return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_storage};
     }
 
-    // Updates the weights of the buckets [first, last), whose gradients are complete, and leaves the amaxes
-    // of the new weights. Nothing is updated if something in the step was not finite so far.
+    // Updates the buckets [first, last), whose gradients are complete: exchanges sums of squares with the
+    // other ranks, computes the norm, decides whether the step is skipped (GradientState), and, if it is not,
+    // runs AdamW, which leaves the amaxes of the new weights.
     void update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding);
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors

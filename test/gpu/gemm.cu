@@ -62,7 +62,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, S
     Tensor out({p.M(), p.N()}, Storage{out_format});
     if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).codes);
     gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr,
-              {.accumulate = accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
+              {.overwrite = !accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 
     Doubles exact = operands.product();
     for (Doubles* x : {&operands.left, &operands.right})
