@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "../gpu/operators.h"
+#include "../gpu/parameters.h"
 
 namespace coat::dev {
 

@@ -269,9 +269,7 @@ __global__ void __launch_bounds__(T::THREADS)
                               QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
     const T own1{base}, own2{base + T::BYTES};  // the owned k and v, or q and dout
-    auto stage_address = [&](int step, int part) {
-        return base + (2 + part) * T::BYTES + step % 2 * T::STAGE_BYTES;
-    };
+    auto stage_part = [&](int s, int part) { return base + (2 + part) * T::BYTES + s % 2 * T::STAGE_BYTES; };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.heads_per_kv();
     const int first_head = KEYS ? kv * d.heads_per_kv() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
@@ -290,9 +288,9 @@ __global__ void __launch_bounds__(T::THREADS)
     auto load_stage = [&](int step) {
         if (step >= steps) return;
         const int h = first_head + step / count, from = begin + step % count;
-        load_tile(T{stage_address(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
-        load_tile(T{stage_address(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
-        float* const to = &shared<float>(stage_address(step, 2) + threadIdx.x * 4);
+        load_tile(T{stage_part(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
+        load_tile(T{stage_part(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
+        float* const to = &shared<float>(stage_part(step, 2) + threadIdx.x * 4);
         if (KEYS) __pipeline_memcpy_async(to, statistics_of(h, from) + threadIdx.x, 4);
     };
     load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * T::ROWS);
@@ -311,7 +309,7 @@ __global__ void __launch_bounds__(T::THREADS)
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        const T in1{stage_address(step, 0)}, in2{stage_address(step, 1)};
+        const T in1{stage_part(step, 0)}, in2{stage_part(step, 1)};
         const bool diagonal = begin + step % count == tile;
         float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
@@ -321,7 +319,7 @@ __global__ void __launch_bounds__(T::THREADS)
         float2 lse[T::ROWS / 8], delta[T::ROWS / 8];
 #pragma unroll
         for (int n = 0; KEYS && n < T::ROWS / 8; n++) {
-            const uint32_t address = stage_address(step, 2) + (n * 8 + fragment_col()) * 4;
+            const uint32_t address = stage_part(step, 2) + (n * 8 + fragment_col()) * 4;
             lse[n] = shared<float2>(address);
             delta[n] = shared<float2>(address + T::ROWS * 4);
         }

@@ -154,7 +154,7 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
 // Scales
 
 Scales::Scales(const GpuContext& context, const MemoryMap& memory)
-    : parameter_count(int64_t(parameters(context.setup.config).size())),
+    : param_count(int64_t(parameters(context.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
       stream_(context.stream), scales_(memory.scales), histories_(memory.histories) {}
 

@@ -8,14 +8,14 @@ namespace ladder {
 // What a kernel is given. cols is a multiple of 16.
 struct Tensors {
     int64_t rows, cols;
-    const uint8_t* in;        // (rows, cols) codes
-    const uint16_t* scales;   // (rows, cols / 16) BF16
-    const bf16* weight;       // (cols)
-    float* x;                 // (rows, cols) the input, dequantized: for rungs 1 and 2
-    float* y;                 // (rows, cols) the normalized values: for rungs 1 to 3
-    float* inverse;           // (rows) 1 / rms: from rung 4 on
+    const uint8_t* in;         // (rows, cols) codes
+    const uint16_t* scales;    // (rows, cols / 16) BF16
+    const bf16* weight;        // (cols)
+    float* x;                  // (rows, cols) the input, dequantized: for rungs 1 and 2
+    float* y;                  // (rows, cols) the normalized values: for rungs 1 to 3
+    float* inverse;            // (rows) 1 / rms: from rung 4 on
     gpu::AmaxAndScale* scale;  // of the output; its amax is 0 at the start
-    uint8_t* codes;           // (rows, cols) the output
+    uint8_t* codes;            // (rows, cols) the output
 };
 
 constexpr float EPS = 1e-5f;

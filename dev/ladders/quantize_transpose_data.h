@@ -8,10 +8,10 @@ namespace ladder {
 // What a kernel is given. rows and cols are multiples of 16.
 struct Matrix {
     int64_t rows, cols;
-    const bf16* x;            // (rows, cols)
+    const bf16* x;             // (rows, cols)
     gpu::AmaxAndScale* scale;  // has the amax
-    uint8_t* codes;           // (rows, cols)
-    uint8_t* transposed;      // (cols, rows)
+    uint8_t* codes;            // (rows, cols)
+    uint8_t* transposed;       // (cols, rows)
 };
 
 using Rung = RungOf<const Matrix&>;

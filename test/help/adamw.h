@@ -22,7 +22,7 @@ struct Group {
 };
 inline std::vector<Group> groups(const Moment& m) {
     std::vector<Group> all;
-    const int64_t size = m.group_size();
+    const int64_t size = m.moment_group_size();
     for (int64_t first = 0; first < m.n; first += size)
         all.push_back({first, std::min(m.n, first + size), all.size()});
     return all;

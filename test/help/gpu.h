@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../gpu/operators.h"
+#include "../../gpu/parameters.h"
 #include "../../reference.h"
 #include "random.h"
 
