@@ -53,10 +53,10 @@ def bf16(x):
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
-# --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format. For GEMM
-# operands the block is the whole tensor: a GPU adds up products of decoded codes, and multiplies the sum by
-# both scales. (Here operands are scaled first: the same but for rounding.) Norms and activation functions
-# decode every value they read, so their inputs can have a scale for each 1x16 group.
+# --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format; FMAX is its
+# largest value. For GEMM operands the block is the whole tensor: a GPU adds up products of decoded codes, and
+# multiplies the sum by both scales. (Here operands are scaled first: the same but for rounding.) Norms and
+# activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
