@@ -167,7 +167,8 @@ static const char* const GUESSES = R"(
   });
   const [number, now, play] = ["number", "now", "play"].map(id => document.getElementById(id));
   const roundings = {"1.0625": "lies between 1 and 1.125; a tie: this code is even", "-1.1": "between -1.125 and -1",
-                     "448": "neighbours: 416 and none", "460": "rounds to the largest", "465": "saturates", "nan": "NaN"};
+                     "448": "neighbours: 416 and none", "460": "rounds to the largest",
+                     "465": "saturates; error: 3.7%", "-inf": "saturates", "nan": "NaN"};
   for (const [typed, wanted] of Object.entries(roundings)) {
     number.value = typed;
     moved(number);
