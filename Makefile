@@ -7,7 +7,8 @@
 # make ladders    kernels built up step by step (dev/ladders), to be run on a GPU; make build/ladder_adamw is one
 # make all        every program and exercise; it runs none
 # make exercise N=3   what the judge says of dev/exercises/03-...; HINT=1 adds a hint
-# make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page
+# make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page;
+#                 build/ladders.html: the ladders (dev/ladders), rung by rung
 # make figures    draws the figures of the course again, into build/figures/drawn (needs Python's matplotlib)
 # make clean      removes what was built
 #

@@ -3,6 +3,7 @@ const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const nav = document.querySelector("nav"), search = nav.querySelector("input"), tip = document.getElementById("tip");
 const menu = document.getElementById("menu"), sections = all("section");
 const entries = all("nav ol > li");
+const at_first = menu.textContent;
 let here = -1;
 
 // Where the reader is: the last lesson whose title has gone past the upper quarter of the window.
@@ -12,7 +13,7 @@ function follow() {
   here = last;
   entries.forEach((li, i) => li.classList.toggle("here", i === here));
   entries[here]?.scrollIntoView({block: "nearest"});
-  menu.textContent = here < 0 ? "Lessons" : `${sections[here].querySelector("h2").textContent}`;
+  menu.textContent = here < 0 ? at_first : `${sections[here].querySelector("h2").textContent}`;
 }
 addEventListener("scroll", () => requestAnimationFrame(follow), {passive: true});
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes build/read.html, one page that shows the course beside the code: `make read`. Standard library only.
+"""Writes build/read.html, which shows the course beside the code, and build/ladders.html, which shows dev/ladders rung
+by rung: `make read`. Standard library only.
 
 The text is that of dev/WALK.md and dev/WALK2.md. A lesson names its functions, types and tests in a comment below
 its title, one file a line:
@@ -9,8 +10,12 @@ its title, one file a line:
 
 The kind that is named first is open at first. Their code is cut out of the sources here, from the comment above a
 definition to its closing brace. A name that is missing, or that two definitions have, is an error; name#2 is the
-second of several, and the name of a test may be cut short. The page's style and script are dev/read.css and
-dev/read.js.
+second of several, and the name of a test may be cut short. The style and the script of both pages are dev/read.css
+and dev/read.js.
+
+A ladder is one file, which lines of ==== divide into parts. A part begins with its title, such as "Rung 2: ...", and
+the comment below it; the rest is its code. What a part says is shown beside its code. The part "Answer to rung 2" is
+folded below that rung, and so are "Hints for your rung" and "Answers on paper" below "Your rung" and "On paper".
 """
 import base64
 import collections
@@ -20,7 +25,11 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COURSE = {"WALK.md": "top", "WALK2.md": "lesson-10"}  # its two files, and where each begins on the page
+COURSE = ["WALK.md", "WALK2.md"]
+LADDERS = ["quantize_transpose", "adamw", "norm_to_fp8", "attention"]  # in the order in which to read them
+# Where a file of dev/ is shown.
+SHOWN = {"WALK.md": "read.html#top", "WALK2.md": "read.html#lesson-10", "ladders/README.md": "ladders.html#top",
+         **{f"ladders/{name}.cu": f"ladders.html#{name}" for name in LADDERS}}
 KINDS = {"cpu": "CPU reference", "gpu": "GPU", "test": "Test"}
 Definition = collections.namedtuple("Definition", "name first last test is_type")  # lines from 0
 SEPARATOR = re.compile(r"\s*// *[-=]{9}")
@@ -111,21 +120,11 @@ def definitions(source):
     return sorted(found)
 
 class Cut:
-    """A definition on the page."""
-    def __init__(self, kind, path, wanted, station):
-        source = (ROOT / path).read_text()
-        test, (name, _, number) = wanted[0] == '"', wanted.strip('"').partition("#")
-        fits = [d for d in definitions(source) if d.test == test and
-                (d.name.startswith(name) if test else d.name == name)]
-        fits = fits[int(number) - 1:int(number)] if number else fits
-        if len(fits) != 1:
-            where = ", ".join(str(d.first + 1) for d in fits) or "none"
-            sys.exit(f"{station}: {path} must have one definition of {wanted}; in lines: {where}")
-        d = fits[0]
-        self.kind, self.path, self.test, self.first, self.last = kind, path, test, d.first + 1, d.last + 1
-        self.name, self.is_type = d.name if test else name, d.is_type
-        self.scope, _, self.short = d.name.rpartition("::") if not test else ("", "", "")
-        lines = source.split("\n")[d.first:d.last + 1]
+    """A definition on the page, with the lines of the file that are shown for it."""
+    def __init__(self, kind, path, d, lines):
+        self.kind, self.path, self.test, self.first, self.last = kind, path, d.test, d.first + 1, d.last + 1
+        self.name, self.is_type = d.name, d.is_type
+        self.scope, _, self.short = d.name.rpartition("::") if not d.test else ("", "", "")
         dent = min(len(x) - len(x.lstrip()) for x in lines if x.strip() and x[0] != "#")
         self.lines = [x if x[:1] == "#" else x[dent:] for x in lines]
         self.id = f"{kind}-" + re.sub(r"\W+", "-", self.name.lower())[:44].strip("-")
@@ -149,6 +148,17 @@ class Cut:
         comment, code = self.rows()[0]
         text = " ".join([re.sub(r"^\s*// ?", "", x) for x in comment] or code[:2])
         return re.split(r"(?<=[.:;])\s", text.strip(), maxsplit=1)[0][:220]
+
+def find_cut(kind, path, wanted, station):
+    source = (ROOT / path).read_text()
+    test, (name, _, number) = wanted[0] == '"', wanted.strip('"').partition("#")
+    fits = [d for d in definitions(source) if d.test == test and
+            (d.name.startswith(name) if test else d.name == name)]
+    fits = fits[int(number) - 1:int(number)] if number else fits
+    if len(fits) != 1:
+        where = ", ".join(str(d.first + 1) for d in fits) or "none"
+        sys.exit(f"{station}: {path} must have one definition of {wanted}; in lines: {where}")
+    return Cut(kind, path, fits[0], source.split("\n")[fits[0].first:fits[0].last + 1])
 
 # --- HTML
 
@@ -297,8 +307,9 @@ def link(match):
         return f'<a href="{to}">{words}</a>'
     path, _, place = to.partition("#")
     place = re.sub(r"^(\d+)-.*", r"lesson-\1", place)  # on GitHub the title of a lesson
-    if not path or path in COURSE:
-        return f'<a href="#{place or COURSE[path]}">{words}</a>'
+    if path in SHOWN or not path:
+        page, _, begin = SHOWN.get(path, "").partition("#")
+        return f'<a href="{page}#{place or begin}">{words}</a>'
     target = (ROOT / "dev" / path).resolve()
     if not target.exists():
         sys.exit(f"The course links to {path}, which does not exist")
@@ -346,7 +357,7 @@ def prose(text, places):
     for i, part in enumerate(re.split(r"^```(.*)\n((?:.*\n)*?)```$", text, flags=re.M)):
         if i % 3 == 1:
             source = part.removeprefix("cpp ").strip()
-            out.append(f"<p class=from>{html.escape(source)}</p>" if source not in ("", "text") else "")
+            out.append(f"<p class=from>{html.escape(source)}</p>" if source not in ("", "text", "cpp") else "")
         elif i % 3 == 2:
             out.append(pre("quoted", part))
         else:
@@ -379,48 +390,167 @@ def columns(page, mine):
     whole = '<button class=whole title="key 1">code alone</button>'
     return f'<div class=cols data-open={mine[0].kind}>{"".join(out)}{whole}</div>' if out else ""
 
-def main(out):
+def course():
+    """The title, the introduction, and for each lesson its entry in the list of lessons and its section."""
     part_one, part_two = ((ROOT / "dev" / name).read_text() for name in COURSE)
     text = part_one + "\n" + part_two[part_two.index("## "):]
     all_lessons, cuts = [], []
     for title, fields, words in lessons(text):
-        mine = [Cut(kind, path, name, title) for kind, value in fields if kind in KINDS
+        mine = [find_cut(kind, path, name, title) for kind, value in fields if kind in KINDS
                 for path, names in [value.split(": ", 1)] for name in re.findall(r'"[^"]*"|[^\s,][^,]*', names)]
         all_lessons.append((title, dict(fields).get("paper", ""), words, mine))
         cuts += mine
-    for cut in cuts:
-        for number, other in enumerate([c for c in cuts if c.id == cut.id][1:], 2):
-            other.id += f"-{number}"
+    distinguish(cuts)
     page = Page(cuts)
-    nav, body = [], []
+    entries, sections = [], []
     for title, paper, words, mine in all_lessons:
         number, name = re.match(r"(?:(\d+)\. )?(.*)", title).groups()
         place = f"lesson-{number}" if number else re.sub(r"\W+", "-", name.lower())  # as on GitHub
         places = {c.short: c.id for c in mine[::-1] if not c.test}
-        names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{breakable(c.short or c.name)}</a></li>' for c in mine)
-        nav.append(f'<li><a href="#{place}"><b>{number or ""}</b>{name}</a><ul>{names}</ul></li>')
         paper = f"<p class=paper>Paper: section {paper}</p>" if paper[:1].isdigit() else ""
-        body.append(f'<section id="{place}"><header><span class=no>{number or ""}</span><h2>{name}</h2>{paper}</header>'
-                    f"<div class=idea><div class=say>{prose(words, places)}</div></div>{columns(page, mine)}</section>")
+        entries.append(entry(place, number or "", name, mine))
+        sections.append(section(place, number or "", name, paper, prose(words, places), columns(page, mine)))
     heading, intro = re.match(r"# ([^\n]*)\n\n(.*?)\n\n## ", text, re.S).groups()
-    legend = " ".join(f"<span class={kind}>{name}</span>" for kind, name in KINDS.items())
+    return heading, prose(intro, {}), entries, sections
+
+def distinguish(cuts):
+    """Gives every definition an id of its own."""
+    for cut in cuts:
+        for number, other in enumerate([c for c in cuts if c.id == cut.id][1:], 2):
+            other.id += f"-{number}"
+
+def entry(place, number, name, cuts):
+    names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{breakable(c.short or c.name)}</a></li>' for c in cuts)
+    return f'<li><a href="#{place}"><b>{number}</b>{name}</a><ul>{names}</ul></li>'
+
+def section(place, number, name, below_title, text, code):
+    return (f'<section id="{place}"><header><span class=no>{number}</span><h2>{name}</h2>{below_title}</header>'
+            f"<div class=idea><div class=say>{text}</div></div>{code}</section>")
+
+# --- Ladders
+
+class Part:
+    """What stands between two lines of ====: a title, what it says, and code."""
+    def __init__(self, path, source, first, last, title):
+        lines = source.split("\n")[first:last]
+        says = next((i for i, line in enumerate(lines) if line[:2] != "//"), len(lines))
+        self.title = title or lines[0].removeprefix("// ")
+        self.words = [line[3:] for line in lines[0 if title else 1:says]]
+        self.cuts, begin = [], first + says
+        inside = [d for d in definitions(source) if begin <= d.last < last]
+        outer = [d for d in inside if not any(o.first < d.first and d.last < o.last for o in inside)]
+        for d in sorted(outer, key=lambda d: d.last):  # what stands above a definition is shown with it
+            while not lines[begin - first]:
+                begin += 1
+            self.cuts.append(Cut("gpu", path, d._replace(first=begin), lines[begin - first:d.last + 1 - first]))
+            begin = d.last + 1
+        rest = [line for line in lines[begin - first:] if line and not line.startswith("}")]
+        if self.cuts and rest:
+            sys.exit(f"{path}: what stands after the last definition of a part is not shown: {rest[0]}")
+
+def parts_of(name):
+    path = f"dev/ladders/{name}.cu"
+    source = (ROOT / path).read_text()
+    lines = source.split("\n")
+    borders = [i for i, line in enumerate(lines) if SEPARATOR.match(line)] + [len(lines)]
+    head = Part(path, source, 0, borders[0], f"{name}.cu")
+    return [head] + [Part(path, source, a + 1, b, "") for a, b in zip(borders, borders[1:])]
+
+def spoken(words, page):
+    """HTML of what a part says: paragraphs, lists, and tables and drawings, which are indented."""
+    text = re.sub(r"(?<=\S)\n(?=  - )", "\n\n", "\n".join(words))
+    out = []
+    for lines in (chunk.split("\n") for chunk in re.split(r"\n\s*\n", text.strip("\n"))):
+        joined = " ".join(" ".join(lines).split())
+        if lines[0].startswith("  - "):
+            out.append("<ul>" + "".join(f"<li>{page.words(item)}" for item in joined[2:].split(" - ")) + "</ul>")
+        elif lines[0].startswith("  "):
+            out.append(pre("quoted", "\n".join(line[2:] for line in lines)))
+        elif re.match(r"\d+\. ", lines[0]):  # hints, each of which is opened by itself
+            for number, hint in enumerate(re.split(r"(?:^| )\d\. ", joined)[1:], 1):
+                out.append(f"<details><summary>Hint {number}</summary><p>{page.words(hint)}</p></details>")
+        else:
+            css = " class=try" if joined.startswith("Predict:") else ""
+            lead, rest = re.match(r"(What changes:|Counted:|Predict:|Why:|(?:What|Who)(?: \w+){1,3}\.)?(.*)", joined).groups()
+            rest = re.sub(r"\*(\w+)\*", r"<em>\1</em>", page.words(rest))
+            out.append(f"<p{css}>{f'<b>{lead}</b>' if lead else ''}{rest}</p>")
+    return "\n".join(out)
+
+def ladder(name):
+    """For each part of a ladder that is not folded below another: its entry and its section."""
+    parts = parts_of(name)
+    cuts = [cut for part in parts for cut in part.cuts]
+    for cut in cuts:
+        cut.id = f"{name}-{cut.id}"
+    distinguish(cuts)
+    page = Page(cuts)
+    below = {}  # by the title of the part below which it is folded, in lower case
+    for part in parts:
+        if found := re.match(r"(Answer to|Answers|Hints for) (.*)", part.title):
+            below[found[2]] = (found[1].split()[0], part)
+    entries, sections = [], []
+    for part in parts:
+        if re.match("(Answer|Hints) ?", part.title) and not part.cuts:
+            continue
+        rung = re.match(r"Rung (\d+): (.*)", part.title)
+        number, title = rung.groups() if rung else ("", part.title)
+        title = title[:1].upper() + title[1:] if rung else title
+        folded = below.pop(part.title.split(":")[0].lower(), None)
+        if rung and not folded:
+            sys.exit(f"dev/ladders/{name}.cu: rung {number} has no part \"Answer to rung {number}\"")
+        text = spoken(part.words, page)
+        if folded:
+            kind, answer = folded
+            inside = spoken(answer.words, page)
+            text += inside if kind == "Hints" else f"<details><summary>{kind}</summary>{inside}</details>"
+        place = name if part is parts[0] else name + "-" + re.sub(r"\W+", "-", part.title.split(":")[0].lower())
+        entries.append(entry(place, number, title if rung else breakable(title), part.cuts))
+        where = f"<p class=paper>{name}.cu, rung {number}</p>" if rung else ""
+        sections.append(section(place, number, html.escape(title), where, text, columns(page, part.cuts)))
+    if below:
+        sys.exit(f"dev/ladders/{name}.cu has answers or hints for parts that it does not have: {', '.join(below)}")
+    return entries, sections
+
+def ladders():
+    """As course(): CUDA on one page, then each ladder."""
+    text = re.sub(r"\]\((?:\.\./)?([\w.]+)\)", lambda m: f"]({m[1] if m[0][2:5] == '../' else 'ladders/' + m[1]})",
+                  (ROOT / "dev/ladders/README.md").read_text())
+    heading, intro = re.match(r"# ([^\n]*)\n\n(.*?)\n\n## ", text, re.S).groups()
+    entries, sections = [], []
+    for title, _, words in lessons(text):
+        place = re.sub(r"\W+", "-", title.lower())
+        entries.append(entry(place, "", title, []))
+        sections.append(section(place, "", title, "", prose(words, {}), ""))
+    for name in LADDERS:
+        more_entries, more_sections = ladder(name)
+        entries += more_entries
+        sections += more_sections
+    return heading, prose(intro, {}), entries, sections
+
+# --- The pages
+
+def write_page(out, menu, legend, heading, intro, entries, sections):
     css, js = ((ROOT / "dev" / name).read_text() for name in ("read.css", "read.js"))
     out.parent.mkdir(exist_ok=True)
-    out.write_text(f"""<!DOCTYPE html>
+    text = f"""<!DOCTYPE html>
 <html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">
 <title>{heading}</title><style>{css}</style>
-<button id=menu aria-label="lessons">Lessons</button>
+<button id=menu aria-label="contents">{menu}</button>
 <nav><h1><a href="#top">{heading}</a></h1><input type=search placeholder="Search functions  /" aria-label="search functions">
 <p class=legend>{legend}</p>
-<ol>{"".join(nav)}</ol>
+<ol>{"".join(entries)}</ol>
 <p class=keys><kbd>j</kbd> <kbd>k</kbd> next, previous <br><kbd>f</kbd> fold a lesson <br><kbd>1</kbd> <kbd>2</kbd>
 <kbd>3</kbd> <kbd>4</kbd> text, CPU, GPU, test</p></nav>
-<main id=top><div class=intro><h1>{heading}</h1>{prose(intro, {})}</div>{"".join(body)}</main>
+<main id=top><div class=intro><h1>{heading}</h1>{intro}</div>{"".join(sections)}</main>
 <div id=tip hidden></div><script>{js}</script></html>
-""")
-    numbered = sum(title[0].isdigit() for title, *_ in all_lessons)
-    print(f"{out}: {numbered} lessons, {len(cuts)} definitions, {out.stat().st_size // 1000} KB. "
-          "Open it in a browser.")
+"""
+    out.write_text(text.replace(f'href="{out.name}#', 'href="#'))
+
+def main(out):
+    legend = " ".join(f"<span class={kind}>{name}</span>" for kind, name in KINDS.items())
+    write_page(out, "Lessons", legend, *course())
+    write_page(out.with_name("ladders.html"), "Ladders", "", *ladders())
+    print(f"{out}: the course. {out.with_name('ladders.html')}: the ladders. Open them in a browser.")
 
 if __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build/read.html")

@@ -403,14 +403,16 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 // What changes: the arithmetic around the powers. A division in FP32 is a reciprocal, some multiplications
 // that correct it, and a branch for what is not normal: ten instructions. Rung 3 has five for each element.
 //   - 1 / max and 1 / k are computed once for the lane's elements of a group, and then they are multiplied;
-//   - AdamW needs one reciprocal. With c1 = bias_correction1 and c2 = the square of bias_correction2_sqrt,
-//     m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps). The host computes
-//     root_factor = c1 / sqrt(c2) and scaled_eps = c1 eps;
+//   - AdamW needs one reciprocal in place of three divisions: see below;
 //   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0;
 //   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
 //     instructions.
 //
-// A group of zeros needs no branch either: see the note after the code.
+// In AdamW's update let c1 be bias_correction1, and c2 the square of bias_correction2_sqrt. Then
+//
+//   m / c1 / (sqrt(v) / sqrt(c2) + eps)  =  m / (sqrt(v) root_factor + scaled_eps)
+//   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps          computed by the host, once for all parameters
+//
 //
 // Counted: 100 instructions for an element, and 12.5 special functions:
 //
@@ -424,6 +426,21 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 //
 // Predict: the times of all three resources. How well do they overlap? And how many special functions will
 // rung 5 have, where N is 8, and rung 6, which looks up two of the logarithms?
+
+// Zeros need no branch. This is what a group of zeros computes:
+//
+//   largest magnitude     0
+//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
+//   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
+//   within_limits         64           because 1 / log_ratio is infinite
+//   k                     1            because max is 0
+//   1 / max               2^100        because 2^-100 takes the place of max there
+//   codes                 0            2^(k log2 0) is 2^-infinity
+//
+// A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
+// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
+// fast_log2_of_normal make it 0. For such groups the kernel that trains has a second, careful path; the rungs
+// have none.
 struct Reciprocals {
     static __device__ MomentScaling scaling(float max, float min_nonzero) {
         const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
@@ -459,21 +476,6 @@ struct Reciprocals {
 void launch_rung4(const State& s, const Constants& c) {
     rungs4_to_6<Reciprocals, 4><<<blocks_with(s.n, 4 * THREADS), THREADS>>>(s, c);
 }
-
-// A note on zeros. This is what a group of zeros computes without a branch:
-//
-//   largest magnitude     0
-//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
-//   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
-//   within_limits         64           because 1 / log_ratio is infinite
-//   k                     1            because max is 0
-//   1 / max               2^100        because 2^-100 takes the place of max there
-//   codes                 0            2^(k log2 0) is 2^-infinity
-//
-// A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
-// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
-// fast_log2_of_normal make it 0. For such groups the kernel that trains has a second, careful path; the rungs
-// have none.
 
 // ===========================================================================================================
 // Rung 5: half a warp for a group, eight elements a lane

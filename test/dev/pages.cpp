@@ -127,7 +127,7 @@ addEventListener("load", () => setTimeout(() => {
 }
 static const bool NO_BROWSER = std::system("command -v chromium >/dev/null 2>&1") != 0;
 
-// Writes the page of make read to read.html in the folder.
+// Writes the pages of make read to the folder: read.html and ladders.html.
 static void make_read(const Folder& folder) {
     const std::string command =
         "python3 dev/read.py " + folder / "read.html" + " > " + folder / "out" + " 2>&1";
@@ -144,11 +144,12 @@ TEST_CASE("make read: the course beside its code; every name in WALK.md has one 
     CHECK(!contains(page, "&lt;/"));  // a tag that stands in a paragraph is shown as text
 }
 
-TEST_CASE("make read: its page opens without an error in any width" * doctest::skip(NO_BROWSER)) {
+TEST_CASE("make read: its pages open without an error in any width" * doctest::skip(NO_BROWSER)) {
     const Folder folder;
     make_read(folder);
     for (int width : {360, 1024, 1200, 1440, 1920})
-        CHECK(opened_in_browser(folder / "read.html", width) == "opened: ");
+        for (const char* page : {"read.html", "ladders.html"})
+            CHECK(opened_in_browser(folder / page, width) == "opened: ");
 }
 
 // Whatever was set before, a guess sets the controls to its question, and says what its section shows then. A

@@ -1,5 +1,5 @@
-// plot.cpp - dev/plot.py: what it draws of logs, and the figures of dev/RESULTS.md; and dev/ladders/banks.py.
-// Without Python the tests are skipped.
+// plot.cpp - dev/plot.py: what it draws of logs, and the figures of dev/RESULTS.md. Without Python the tests
+// are skipped.
 #include "../help/program.h"
 
 #include <cmath>
@@ -182,37 +182,4 @@ for point, extreme in zip(corners, (0.01, 0.02, -0.01, 0.0)):
     const Ended ended = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
     require_success(ended);
     CHECK(ended.out.empty());
-}
-
-// The answers on paper at the end of dev/ladders/quantize_transpose.cu, and what its rungs 6 and 7 write.
-TEST_CASE("banks.py: it counts what the exercises on paper ask" * doctest::skip(NO_PYTHON)) {
-    const Folder folder;
-    auto run = [&](const std::string& access) {
-        CAPTURE(access);
-        const Ended ended = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error '" +
-                                              fs::absolute("dev/ladders/banks.py").string() + "' " + access);
-        require_success(ended);
-        return ended.out;
-    };
-    auto prints = [&](const std::string& access, int sectors, int clocks) {
-        CAPTURE(access);
-        const std::string out = run(access);
-        CHECK(contains(out, concat("memory: ", sectors, " sectors of 32 bytes\n")));
-        CHECK(contains(out, concat("shared memory: ", clocks, clocks == 1 ? " clock\n" : " clocks\n")));
-    };
-    prints("lane", 4, 1);
-    prints("'lane + 1'", 5, 1);
-    prints("'8 * lane'", 32, 8);
-    prints("'31 - lane'", 4, 1);
-    prints("'2 * lane'", 8, 2);
-    prints("'32 * lane'", 32, 32);
-    prints("'33 * lane'", 32, 1);
-    prints("'lane // 4'", 1, 1);
-    prints("'32 * lane + (lane ^ 5)'", 32, 1);
-    prints("'36 * lane' --bytes 1", 32, 1);
-    prints("'lane % 4 + 512 * (lane // 4)' --bytes 1", 8, 8);
-    prints("lane --bytes 16", 16, 4);
-    prints("'256*(lane%16) + 2*(lane//16)'", 16, 16);
-    prints("'256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2'", 16, 1);
-    CHECK(contains(run("'32 * lane'"), "bank  0   word 0: lane 0   word 32: lane 1"));
 }
