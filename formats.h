@@ -156,13 +156,14 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // The Granularity of an operand in recipes(), below, is that of the matrix as the GEMM reads it: its columns
 // run along the reduction. Two GEMMs read each operand, and one of them reads the transpose:
 //
-//   operand   read as it is by   transposed by   codes
-//   x         fprop              wgrad           not kept from forward to backward: each GEMM has its own
-//   w         fprop              dgrad           made once for both GEMMs, if weights are cached (on a GPU)
-//   g         dgrad              wgrad           made once for both GEMMs
+//   operand   read as it is by   transposed by   codes are made
+//   x         fprop              wgrad           for each GEMM (they are not kept from forward to backward)
+//   w         fprop              dgrad           once for both GEMMs, if a GPU caches weights
+//   g         dgrad              wgrad           once for both GEMMs
 //
-// This needs symmetric scale blocks (a tensor, 128x128), which are the same in the transpose, and so are the
-// codes. Others (a row, 1x128) are not: then each of the two GEMMs reads codes that are made for it.
+// Codes can be made once for both GEMMs only if the scale blocks are symmetric (a tensor, 128x128): then they
+// are the same in the transpose, and so are the codes. With others (a row, 1x128) each of the two GEMMs reads
+// codes that are made for it.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
 // largest amax of the last Recipe::history_steps steps. While there is no history, as in the first step, it
