@@ -33,8 +33,11 @@
 // Which bytes move. An element takes 14.25 bytes. Read and written are its BF16 weight (2 bytes), the
 // remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. Only
 // read is the gradient: 2 if it is in BF16. An H200 does that at 87% of its copy bandwidth.
-// dev/ladders/adamw.cu is the way there, with what each idea wins. (Its best kernels reach 91%: they update
-// one parameter, and none of its moment groups needs care.)
+//
+// dev/ladders/adamw.cu builds such a kernel up, idea by idea, for a single parameter whose moment groups need
+// no care (part 1). It says group for a span, and scales for its fields. There rung 6, without bundles and
+// without loads ahead, reaches 91%, and rung 8, with both, no more. Whether rung 6's manner would be faster
+// here too has not been measured.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -102,10 +105,10 @@ __device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_e
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path, for the few moment groups that are so wide or so small that what the equations above
-// compute on the way leaves the normal numbers of FP32. The fast path computes these groups like all others,
-// so that it has no branch, and the compiler can interleave what m and v need. Then the careful path computes
-// these groups again, and its results replace the first ones. (As a function that is called, or in a loop
-// that is not unrolled, the careful path would make the fast one up to 24% slower.)
+// compute on the way leaves the normal numbers of FP32. The fast path computes them like all others, so that
+// it has no branch, and the compiler can interleave what m and v need. Then the careful path computes them
+// again, and its results replace the first ones. (As a function that is called, or in a loop that is not
+// unrolled, the careful path would make the fast one up to 24% slower.)
 enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
@@ -259,8 +262,6 @@ __device__ float field_of_pair(float kept, int pair, int which) {
 
 constexpr int WARPS = 8;          // warps of a block
 constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may then have 128 registers
-// With so many spans, the start and the end of a block take little of its time.
-constexpr int64_t LEAST_SPANS = 16384;
 
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {
@@ -300,15 +301,10 @@ template <class W, class M, class V> struct ElementsOfThread {
                 a.gradients.load(start - a.first_element + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void encode_and_store(int span, Values& w, const Values& m, const Values& v,
-                                     const MomentScaling& new_m, const MomentScaling& new_v,
-                                     uint32_t& top_bits) const {
+    __device__ void store(int span, Values& w, uint2 new_codes_m, uint2 new_codes_v,
+                          uint32_t& top_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
-        uint2 new_codes_m = encode_moments<M, Path::Fast>(new_m, m);
-        uint2 new_codes_v = encode_moments<V, Path::Fast>(new_v, v);
-        if (is_wide_or_small<M>(new_m)) new_codes_m = encode_moments<M, Path::Careful>(new_m, m);
-        if (is_wide_or_small<V>(new_v)) new_codes_v = encode_moments<V, Path::Careful>(new_v, v);
         weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top_bits);
         if (!live) return;
         store_word(codes_m + i, new_codes_m);
@@ -321,8 +317,8 @@ template <class W, class M, class V> struct ElementsOfThread {
 // warp computes it a second time and stores nothing. Returns the bits of the largest magnitude of this lane's
 // new weights.
 //
-// Rung 6 of dev/ladders/adamw.cu is the skeleton of this function: it decodes, updates and encodes a pair.
-// Rung 7 adds the loads ahead, and rung 8 the bundles. The careful path is here alone.
+// In dev/ladders/adamw.cu rung 6 decodes, updates and encodes a pair in this way. Rung 7 adds the loads
+// ahead, which there cost 13%, and rung 8 the bundles, which win that back. The careful path is here alone.
 template <class W, class M, class V>
 __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span, int end_span,
                                    const float* table_m, const float* table_v) {
@@ -334,7 +330,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t top_bits = 0;
     // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
-    // bundle is known by the number of its first span.
+    // bundle is known by the number of its first span. (What the last pair of the warp loads is some other
+    // span, which nobody uses.)
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
     for (int bundle_start = first_span; bundle_start < end_span; bundle_start += WARPS * BUNDLE) {
@@ -362,18 +359,26 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             if (is_wide<V>(old_v)) factor_v = decode_moments<V, Path::Careful>(old_v, now.v, table_v, v);
 
             // Update: AdamW.
-            const float keep_m = a.constants.beta1 * factor_m, keep_v = a.constants.beta2 * factor_v;
+            const float beta1_times_factor = a.constants.beta1 * factor_m;
+            const float beta2_times_factor = a.constants.beta2 * factor_v;
             for (int j = 0; j < CHUNK; j++)
-                adamw_element(a.constants, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+                adamw_element(a.constants, beta1_times_factor, beta2_times_factor, decay, g[j] * clip, m[j],
+                              v[j], w[j]);
 
-            // Encode, and store. The new fields are stored later, with those of the bundle's other spans.
+            // The new fields. They are stored later, with those of the bundle's other spans.
             const MomentScaling new_m = scaling_of_new_moments<M>(m);
             const MomentScaling new_v = scaling_of_new_moments<V>(v);
             if (pair == mine.pair) {
                 const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
                 new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
             }
-            elements.encode_and_store(span, w, m, v, new_m, new_v, top_bits);
+
+            // Encode, and store.
+            uint2 codes_m = encode_moments<M, Path::Fast>(new_m, m);
+            uint2 codes_v = encode_moments<V, Path::Fast>(new_v, v);
+            if (is_wide_or_small<M>(new_m)) codes_m = encode_moments<M, Path::Careful>(new_m, m);
+            if (is_wide_or_small<V>(new_v)) codes_v = encode_moments<V, Path::Careful>(new_v, v);
+            elements.store(span, w, codes_m, codes_v, top_bits);
         }
         mine.store(bundle_start, new_field);
     }
@@ -425,18 +430,21 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
 // ===========================================================================================================
 // 5. The launch
 
+// With so many spans, the start and the end of a block take little of its time.
+constexpr int64_t LEAST_SPANS = 16384;
+
 // The number of blocks: those that the GPU runs at once; or several times as many, if each block still has
-// LEAST_SPANS spans. A small parameter has fewer blocks, so that each warp has a pair of spans. Spans that
-// take the careful path are slow, and they are neighbours: the embeddings of tokens that no longer occur.
-// More blocks share them out better.
+// LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the embeddings of
+// tokens that no longer occur. More blocks share them out better. A small update has a block for each bundle,
+// because a bundle keeps one warp busy, wherever that warp is.
 unsigned blocks_of(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));
-    const int64_t useful = ceil_div(spans, WARPS * PAIR);
-    return static_cast<unsigned>(std::min(useful, at_once * rounds));
+    const int64_t bundles = ceil_div(spans, BUNDLE);
+    return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
 
-AdamWConstants adamw_constants(const AdamWOptions& options) {
+AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
     const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), static_cast<double>(options.step));
     const double bias2 = 1 - std::pow(static_cast<double>(options.beta2), static_cast<double>(options.step));
     return {.lr = options.lr,
@@ -481,7 +489,7 @@ void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const Sh
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
     require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in moment groups must both be in FP8");
-    const AdamWArguments arguments{.constants = adamw_constants(options),
+    const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .fmax_m = info(optimizer.m).max,
                                    .fmax_v = info(optimizer.v).max,
                                    .per_tensor = optimizer.per_tensor,

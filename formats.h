@@ -78,7 +78,7 @@ constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 // Whether moments in this format have moment scalings. FP8 and FP16 have too little range for moments as they
 // are.
-constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
+COAT_HD constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all

@@ -21,20 +21,28 @@ namespace coat::gpu {
 //   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps
 
 // The constants of a step. Bias corrections are computed in double on the host.
-struct AdamWConstants {
+struct AdamWKernelConstants {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, weight_decay;
     float root_factor, scaled_eps;
 };
 
-// Updates m, v and w. On entry the old first moment is factor * m, where the factor is the scale of a code or
-// the max of a moment group; keep_m is b1 * factor, so that one multiplication does both. On return m is the
-// new first moment. The same holds for v and keep_v. decay is weight_decay, or 0 for a parameter that does
-// not decay.
-inline __device__ void adamw_element(const AdamWConstants& constants, float keep_m, float keep_v, float decay,
-                                     float g, float& m, float& v, float& w) {
+// Updates one element, of which w is the weight and g the gradient. decay is weight_decay, or 0 for a
+// parameter that does not decay. An old moment comes as a product, factor * m, so that one multiplication
+// decodes it and lets it decay by b1:
+//
+//                         on entry                on return
+//   m                     old m / factor of m     new m
+//   v                     old v / factor of v     new v
+//   beta1_times_factor    b1 * factor of m
+//   beta2_times_factor    b2 * factor of v
+//
+// The factor is the scale of a code, the max of a moment group, or 1.
+inline __device__ void adamw_element(const AdamWKernelConstants& constants, float beta1_times_factor,
+                                     float beta2_times_factor, float decay, float g, float& m, float& v,
+                                     float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    m = __fmaf_rn(keep_m, m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
-    v = __fmaf_rn(keep_v, v, constants.one_minus_beta2 * (g * g));
+    m = __fmaf_rn(beta1_times_factor, m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
+    v = __fmaf_rn(beta2_times_factor, v, constants.one_minus_beta2 * (g * g));
     const float update =
         m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
     w = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w, update), w);
@@ -134,18 +142,12 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// Whether a moment has moment scalings: moments_need_scaling() of formats.h, for kernels. The FP32 moments of
-// norm weights and biases have none, in every optimizer.
-inline __device__ bool has_scales(const MomentRef& m) {
-    return m.format != Format::FP32 && m.format != Format::BF16;
-}
-
 // The number of spans that these elements of a parameter form. A span is 128 consecutive elements: where
-// moments are in FP8 groups, one moment group of m and one of v.
+// moments are in FP8 moment groups, one of m and one of v.
 inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
 
 struct AdamWArguments {
-    AdamWConstants constants;
+    AdamWKernelConstants constants;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     bool per_tensor;       // the optimizer has one scale for each moment of a parameter
     const Shard* shards;
@@ -159,7 +161,7 @@ struct AdamWArguments {
 
     // v is in moment groups where m is (formats.h, MomentFormats::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return has_scales(shard.m) && !per_tensor;
+        return moments_need_scaling(shard.m.format) && !per_tensor;
     }
 };
 

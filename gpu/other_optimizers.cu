@@ -1,6 +1,6 @@
 // gpu/other_optimizers.cu - AdamW with other moments than COAT's: in FP32 and BF16, or in FP8 and FP16 with
 // one scale per tensor, as FP8-LM has them. With the optimizer `coat` it updates only norms and biases, whose
-// moments are in FP32. (The kernel for moments in FP8 groups is in adamw.cu.)
+// moments are in FP32. (The kernel for FP8 moment groups is in adamw.cu.)
 //
 // A scale per tensor needs the largest new moment before any is encoded. So there are two passes, which both
 // compute the new moments. The first only finds the maxima and writes them to max[1], while max[0] still
@@ -12,7 +12,7 @@ namespace coat::gpu {
 // Decodes eight elements of a moment in two parts: x, and the factor that it returns. Element j is
 // factor * x[j], as adamw_element() wants it.
 static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
-    if (!has_scales(m)) {
+    if (!moments_need_scaling(m.format)) {
         EitherDense{m.data, m.format == Format::FP32}.load_values(i, x);
         return 1.0f;
     }
@@ -29,7 +29,7 @@ static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, V
 
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
-    if (!has_scales(m))
+    if (!moments_need_scaling(m.format))
         return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     update_other_formats_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
-    if (find_maxima && !has_scales(shard.m) && !has_scales(shard.v)) return;
+    if (find_maxima && !moments_need_scaling(shard.m.format) && !moments_need_scaling(shard.v.format)) return;
     const W weights(a.weights, shard.rank_offset);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t top_bits_w = 0, top_bits_m = 0, top_bits_v = 0;
@@ -56,10 +56,11 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         Values w = {}, g, m, v;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         a.gradients.load_values(shard.rank_offset - a.first_element + i, g);
-        const float keep_m = a.constants.beta1 * load_moment(shard.m, a.fmax_m, i, m);
-        const float keep_v = a.constants.beta2 * load_moment(shard.v, a.fmax_v, i, v);
+        const float beta1_times_factor = a.constants.beta1 * load_moment(shard.m, a.fmax_m, i, m);
+        const float beta2_times_factor = a.constants.beta2 * load_moment(shard.v, a.fmax_v, i, v);
         for (int j = 0; j < CHUNK; j++) {
-            adamw_element(a.constants, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+            adamw_element(a.constants, beta1_times_factor, beta2_times_factor, decay, g[j] * clip, m[j], v[j],
+                          w[j]);
             top_bits_m = max(top_bits_m, magnitude_bits(m[j]));
             top_bits_v = max(top_bits_v, magnitude_bits(v[j]));
         }
@@ -69,8 +70,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         store_moment(shard.v, a.fmax_v, i, v);
     }
     if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_bits_w);
-    if (find_maxima && has_scales(shard.m)) update_amax_by_warp(shard.m.max + 1, top_bits_m);
-    if (find_maxima && has_scales(shard.v)) update_amax_by_warp(shard.v.max + 1, top_bits_v);
+    if (find_maxima && moments_need_scaling(shard.m.format)) update_amax_by_warp(shard.m.max + 1, top_bits_m);
+    if (find_maxima && moments_need_scaling(shard.v.format)) update_amax_by_warp(shard.v.max + 1, top_bits_v);
 }
 
 // Before the first pass the new maxima are set to 0, because the pass only raises them.
@@ -78,8 +79,8 @@ static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
-    if (has_scales(shard.m)) shard.m.max[1] = 0;
-    if (has_scales(shard.v)) shard.v.max[1] = 0;
+    if (moments_need_scaling(shard.m.format)) shard.m.max[1] = 0;
+    if (moments_need_scaling(shard.v.format)) shard.v.max[1] = 0;
 }
 
 // After the second pass the new maxima take the place of the old ones.
@@ -87,8 +88,8 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
-    if (has_scales(shard.m)) shard.m.max[0] = shard.m.max[1];
-    if (has_scales(shard.v)) shard.v.max[0] = shard.v.max[1];
+    if (moments_need_scaling(shard.m.format)) shard.m.max[0] = shard.m.max[1];
+    if (moments_need_scaling(shard.v.format)) shard.v.max[0] = shard.v.max[1];
 }
 
 void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream) {
