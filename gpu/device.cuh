@@ -310,7 +310,7 @@ template <class F> void with_dense(const TensorRef& v, F f) {
     f(dense<bf16>(v.data));
 }
 // The same, or groups.
-template <class F> void with_storage(const TensorRef& v, F f) {
+template <class F> void with_layout(const TensorRef& v, F f) {
     if (v.storage != E4M3_1x16) return with_dense(v, f);
     f(groups_of(v));
 }
@@ -483,7 +483,7 @@ template <class ElementLayout, class F> void with_producer_of(const LazyTensor& 
 }
 // Calls f with the producer of a lazily computed tensor.
 template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_storage(x.input, [&](auto in) { with_producer_of(x, in, f); });
+    with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
 }
 // The same for kernels that serve FP8 alone: FP32 values are an Error.
 template <class F> void with_bf16_producer(const LazyTensor& x, F f) {

@@ -12,29 +12,29 @@ namespace coat::gpu {
 namespace {
 
 // ===========================================================================================================
-// How threads share out rows. One warp or several hold a row in registers. threadIdx.x is the number of a
-// thread within its row. threadIdx.y is the number of its row among those that the block has at a time.
+// How threads share out rows. A team, one warp or several, holds a row in registers. A block has one team or
+// several: threadIdx.y is the number of a team in its block, threadIdx.x that of a thread in its team.
 
 constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
-constexpr int ROW_WARPS = 16;  // the most warps that a row has
+constexpr int ROW_WARPS = 16;  // the most warps of a team
 
-// The shape of a block for rows of C columns. A row has as few warps as can hold it. (ROW_WARPS of them hold
-// 2^14 columns; require_supported() in architecture.h allows no more.) A row of one warp shares its block
-// with three others, a row of two warps with one other.
-dim3 row_block(int64_t C) {
+// The shape of a block for rows of C columns. A team has as few warps as can hold a row. (ROW_WARPS of them
+// hold 2^14 columns; require_supported() in architecture.h allows no more.) A block has four teams of one
+// warp, or two of two warps, or one larger team.
+dim3 block_shape(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
-// The first column of one of the thread's chunks. Neighbouring threads have neighbouring chunks.
-__device__ uint32_t row_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
+// The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
+__device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Adds numbers up over the threads of a row. Each sum uses one of two places in shared memory, and the next
-// sum the other: a thread may still be reading the parts of one sum when another thread writes those of the
-// next.
+// Adds numbers up over the threads of a team, which gives the sum over a row. Each sum uses one of two places
+// in shared memory, and the next sum the other: a thread may still be reading the parts of one sum when
+// another thread writes those of the next.
 struct RowSum {
     int place = 0;  // the place of the next sum
 
-    // x[i] becomes the sum of x[i] over all threads of a row. The order of additions is fixed, and all
+    // x[i] becomes the sum of x[i] over all threads of the team. The order of additions is fixed, and all
     // threads get the same bits. All threads of the block call it, because it synchronizes them.
     template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
         __shared__ float parts_of_sums[2][COUNT][ROW_WARPS];
@@ -52,8 +52,8 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
         }
     }
-    // Leaves out a sum, but uses its place. RMSNorm needs one sum fewer than LayerNorm; as both use as many
-    // places, `place` is a constant for the compiler.
+    // Leaves out a sum, but uses its place. RMSNorm needs one sum fewer than LayerNorm, and row_statistics()
+    // serves both: so `place` is the same after both branches there, and the compiler knows it.
     __device__ void skip() { place ^= 1; }
 };
 
@@ -65,8 +65,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // The statistics of a row. x: the thread's chunks of it; a chunk past the end of the row is zeros. The
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
-// the same bits. They must where both read the same input: wgrad quantizes the norm's output with the amax
-// that forward has computed, and a larger value would saturate. (coat-saved is the exception: gpu/linear.h.)
+// the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
+// computed, and a larger value would saturate. (coat-saved is the exception: gpu/linear.h.)
 __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
@@ -81,7 +81,7 @@ __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C
     float square[1] = {0};
     for (int c = 0; c < ROW_CHUNKS; c++)
         for (int j = 0; j < CHUNK; j++) {
-            const float deviation = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(deviation, deviation, square[0]);
         }
     sum_over_row(square);
@@ -100,7 +100,7 @@ __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], R
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
         Values weight, bias;
-        load_parameters<Element>(n, row_column(c), weight, bias);
+        load_parameters<Element>(n, first_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
             top_bits = max(top_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
     }
@@ -133,18 +133,18 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     using Raw = typename Dense<Element>::Raw;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
-    auto live = [&](int c) { return row < rows && row_column(c) < C; };
+    auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd from = rows_to_add(row, rows, tokens, T);
     Raw raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
-        raw_x[c] = x.load(from.x * C + row_column(c));
-        if (branch.data) raw_branch[c] = branch.load(from.branch * C + row_column(c));
+        raw_x[c] = x.load(from.x * C + first_column(c));
+        if (branch.data) raw_branch[c] = branch.load(from.branch * C + first_column(c));
     }
     Values v[ROW_CHUNKS] = {};  // what the norm reads
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        const int64_t i = row * C + row_column(c);
+        const int64_t i = row * C + first_column(c);
         Values sum, added;
         x.unpack(raw_x[c], sum);
         branch.unpack(raw_branch[c], added);
@@ -166,8 +166,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& branch, const int32_t* tokens,
                          int64_t T, const ResidualOutput& out, cudaStream_t stream) {
     const Norm& next = out.next;
-    const dim3 block = row_block(next.in.cols);
-    with_storage(next.in, [&](auto in) {
+    const dim3 block = block_shape(next.in.cols);
+    with_layout(next.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
         auto kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/false>;
         if (out.forward_reads_saved) kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/true>;
@@ -194,17 +194,12 @@ void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
 //   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
 //   both       dweight += dy xhat, dbias += dy
-// A block goes through many rows. In shared memory, each row of threads (those with the same threadIdx.y) has
-// sums of its own, dweight (C) and dbias (C), of the rows that it has had so far. The block adds them and
-// writes them out at its end. Then the sums of all blocks are added. The order is always the same.
+// A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
+// rows that it has had so far. At its end the block adds the sums of its teams and writes them out. Then the
+// sums of all blocks are added. The order depends only on the number of multiprocessors, so it is always the
+// same on GPUs of one kind.
 
 namespace {
-
-// The means over a row that dx needs.
-struct RowMeans {
-    float d;  // only LayerNorm needs it
-    float d_xhat;
-};
 
 // Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
 // and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
@@ -216,45 +211,18 @@ __device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
 
-// Adds up the sums of all rows of threads, (blockDim.y, C) as add_columns() arranges them, and writes the
-// result to row blockIdx.x of partials (blocks, C), with the columns in their usual order.
-__device__ void write_partials(const float4* sums_of_rows, int C, float* partials) {
+// Adds up the sums of all teams, (blockDim.y, C) as add_columns() arranges them, and writes the result to row
+// blockIdx.x of partials (blocks, C), with the columns in their usual order.
+__device__ void write_partials(const float4* sums_of_teams, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
         for (int y = 0; y < blockDim.y; y++) {
-            const float4 one = sums_of_rows[y * (C / 4) + i];
+            const float4 one = sums_of_teams[y * (C / 4) + i];
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
         // The four columns of entry i: of which half of its chunk, and the first of them
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
         store_word(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
-    }
-}
-
-// x becomes xhat.
-__device__ void to_xhat(Values& x, RowStatistics statistics) {
-    for (int j = 0; j < CHUNK; j++) x[j] = (x[j] - statistics.mean) * statistics.rstd;
-}
-
-// Adds a chunk's part to the two sums over a row that dx needs. Of LayerNorm they are the sums of d and of
-// d xhat; x is xhat. Of RMSNorm they are the sums of x^2 and of d x. The latter gives mean(d xhat) =
-// mean(d x) / rms once rms is known: so the threads of a row exchange both sums at once.
-template <bool RMS>
-__device__ void add_to_row_sums(const Values& x, const Values& dy, const Values& weight, float (&sum)[2]) {
-    for (int j = 0; j < CHUNK; j++) {
-        const float d = dy[j] * weight[j];
-        sum[0] = RMS ? __fmaf_rn(x[j], x[j], sum[0]) : sum[0] + d;
-        sum[1] += d * x[j];
-    }
-}
-
-// Adds a chunk's dx to sum, by the equations above.
-template <bool RMS>
-__device__ void add_dx(const Values& xhat, const Values& dy, const Values& weight, float rstd,
-                       const RowMeans& means, Values& sum) {
-    for (int j = 0; j < CHUNK; j++) {
-        const float d = dy[j] * weight[j];
-        sum[j] += rstd * ((RMS ? d : d - means.d) - xhat[j] * means.d_xhat);
     }
 }
 
@@ -265,26 +233,43 @@ template <class Layout> struct RawRow {
     RawGradient dy[ROW_CHUNKS], residual[ROW_CHUNKS];
 };
 
-// What happens to a row of the norm n: load(), then compute_means(), then write_gradients(). input is the
-// memory of n.in. The other tensors are those of NormGradients; residual_in may be no tensor. CHUNKS is 0, or
-// the number of chunks that each thread has of a row, all of them whole. Then no chunk has a condition, so
-// that the compiler can mix the instructions of all chunks.
+// A row as dx needs it: the thread's chunks of xhat, and three numbers of the whole row.
+struct NormedRow {
+    Values xhat[ROW_CHUNKS];
+    RowStatistics statistics;
+    float mean_d;  // RMSNorm: 0
+    float mean_d_xhat;
+
+    // Computes xhat from x, once the statistics are known.
+    __device__ void set_xhat(const Values (&x)[ROW_CHUNKS]) {
+        for (int c = 0; c < ROW_CHUNKS; c++)
+            for (int j = 0; j < CHUNK; j++) xhat[c][j] = (x[c][j] - statistics.mean) * statistics.rstd;
+    }
+};
+
+// What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
+// of n.in. The other tensors are those of NormGradients; residual_in may be no tensor. CHUNKS is 0, or the
+// number of chunks that each thread has of a row, all inside the row. Then no chunk has a condition, so that
+// the compiler can mix the instructions of all chunks.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::Compute;
     Norm n;
     Layout input;
     Dense<Element> dy_in, residual_in, residual_out;
 
-    __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : row_column(c) < n.in.cols; }
+    // Whether a chunk lies inside its row.
+    __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
 
+    // A row past the last one is zeros, and so is a chunk past the end of its row.
     __device__ RawRow<Layout> load(int64_t row) const {
         RawRow<Layout> raw{};
+        if (row >= n.in.rows) return raw;
         const int64_t first = row * n.in.cols;
-        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+        for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            raw.x[c] = input.starting_at(first).load(row_column(c));
-            raw.dy[c] = dy_in.starting_at(first).load(row_column(c));
-            if (residual_in.data) raw.residual[c] = residual_in.starting_at(first).load(row_column(c));
+            raw.x[c] = input.starting_at(first).load(first_column(c));
+            raw.dy[c] = dy_in.starting_at(first).load(first_column(c));
+            if (residual_in.data) raw.residual[c] = residual_in.starting_at(first).load(first_column(c));
         }
         return raw;
     }
@@ -293,49 +278,85 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     __device__ void get_dy_and_weight(const RawRow<Layout>& raw, int c, Values& dy, Values& weight) const {
         const Dense<Element> weights = dense<Element>(n.weight);
         dy_in.unpack(raw.dy[c], dy);
-        weights.unpack(weights.load(row_column(c)), weight);
+        weights.unpack(weights.load(first_column(c)), weight);
     }
 
-    // Computes the row statistics, too. x becomes what write_gradients() needs: of LayerNorm xhat, of RMSNorm
-    // the norm's input.
-    __device__ RowMeans compute_means(int64_t row, const RawRow<Layout>& raw, RowSum& sum_over_row,
-                                      Values (&x)[ROW_CHUNKS], RowStatistics& statistics) const {
-        const int64_t C = n.in.cols;
+    // All threads of the block call it, because it takes sums over rows.
+    __device__ NormedRow normalize(const RawRow<Layout>& raw, RowSum& sum_over_row) const {
+        Values x[ROW_CHUNKS];
         for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw.x[c], x[c]);
-        statistics = {};
-        if (!RMS) statistics = row_statistics(x, C, /*rms=*/false, n.eps, sum_over_row);
-        float sum[2] = {0, 0};
-        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+        if constexpr (RMS) return normalize_by_rms(raw, x, sum_over_row);
+        else return normalize_by_mean_and_std(raw, x, sum_over_row);
+    }
+
+    // LayerNorm: the statistics come first, and then the means, which need xhat.
+    __device__ NormedRow normalize_by_mean_and_std(const RawRow<Layout>& raw, const Values (&x)[ROW_CHUNKS],
+                                                   RowSum& sum_over_row) const {
+        NormedRow row;
+        row.statistics = row_statistics(x, n.in.cols, /*rms=*/false, n.eps, sum_over_row);
+        row.set_xhat(x);
+        float sum[2] = {0, 0};  // of d, and of d xhat
+        for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values dy, weight;
             get_dy_and_weight(raw, c, dy, weight);
-            if (!RMS) to_xhat(x[c], statistics);
-            add_to_row_sums<RMS>(x[c], dy, weight, sum);
+            for (int j = 0; j < CHUNK; j++) {
+                const float d = dy[j] * weight[j];
+                sum[0] += d;
+                sum[1] += d * row.xhat[c][j];
+            }
         }
         sum_over_row(sum);
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
-        if (!RMS) return {.d = sum[0] * inverse_C, .d_xhat = sum[1] * inverse_C};
-        statistics.rstd = inverse_root(sum[0], C, n.eps);
-        return {.d = 0, .d_xhat = sum[1] * inverse_C * statistics.rstd};
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
+        row.mean_d = sum[0] * inverse_C;
+        row.mean_d_xhat = sum[1] * inverse_C;
+        return row;
+    }
+
+    // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
+    __device__ NormedRow normalize_by_rms(const RawRow<Layout>& raw, const Values (&x)[ROW_CHUNKS],
+                                          RowSum& sum_over_row) const {
+        float sum[2] = {0, 0};  // of x^2, and of d x
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values dy, weight;
+            get_dy_and_weight(raw, c, dy, weight);
+            for (int j = 0; j < CHUNK; j++) {
+                const float d = dy[j] * weight[j];
+                sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+                sum[1] += d * x[c][j];
+            }
+        }
+        sum_over_row(sum);
+        NormedRow row;
+        row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], n.in.cols, n.eps)};
+        row.set_xhat(x);
+        row.mean_d = 0;
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
+        row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
+        return row;
     }
 
     // Writes residual_out = residual_in + dx, and adds the row to the sums dweight and dbias. top becomes the
     // largest magnitude of residual_out so far.
-    __device__ void write_gradients(int64_t row, const RawRow<Layout>& raw, Values (&x)[ROW_CHUNKS],
-                                    const RowStatistics& statistics, const RowMeans& means, float4* dweight,
-                                    float4* dbias, float& top) const {
+    __device__ void write_gradients(int64_t row, const RawRow<Layout>& raw, const NormedRow& normed,
+                                    float4* dweight, float4* dbias, float& top) const {
+        if (row >= n.in.rows) return;
         const uint32_t C = static_cast<uint32_t>(n.in.cols);
-        for (int c = 0; row < n.in.rows && c < ROW_CHUNKS; c++) {
+        for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
+            const Values& xhat = normed.xhat[c];
             Values dy, weight, residual, dweight_of_row;
             get_dy_and_weight(raw, c, dy, weight);
             residual_in.unpack(raw.residual[c], residual);
-            if (!RMS) add_columns(dbias, C, row_column(c), dy);
-            if (RMS) to_xhat(x[c], statistics);
-            for (int j = 0; j < CHUNK; j++) dweight_of_row[j] = dy[j] * x[c][j];
-            add_dx<RMS>(x[c], dy, weight, statistics.rstd, means, residual);
-            add_columns(dweight, C, row_column(c), dweight_of_row);
-            residual_out.starting_at(row * C).round_in_place_and_store(row_column(c), residual, true);
+            for (int j = 0; j < CHUNK; j++) {
+                const float d = dy[j] * weight[j];
+                residual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
+                dweight_of_row[j] = dy[j] * xhat[j];
+            }
+            add_columns(dweight, C, first_column(c), dweight_of_row);
+            if (!RMS) add_columns(dbias, C, first_column(c), dy);
+            residual_out.starting_at(row * C).round_in_place_and_store(first_column(c), residual, true);
             top = larger_magnitude(top, residual);
         }
     }
@@ -351,9 +372,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
                          float* partials) {
     const int64_t rows = norm.n.in.rows;
     const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
-    extern __shared__ float4 sums_of_rows[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
+    extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t float4s = C / 4;
-    float4* const dweight = sums_of_rows + threadIdx.y * float4s;
+    float4* const dweight = sums_of_teams + threadIdx.y * float4s;
     float4* const dbias = dweight + blockDim.y * float4s;
     for (uint32_t i = threadIdx.x; i < float4s; i += blockDim.x) {
         dweight[i] = float4{};
@@ -366,16 +387,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y;
         const RawRow<Layout> raw = norm.load(row);
-        Values x[ROW_CHUNKS];
-        RowStatistics statistics;
-        const RowMeans means = norm.compute_means(row, raw, sum_over_row, x, statistics);
-        if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = statistics;
-        norm.write_gradients(row, raw, x, statistics, means, dweight, dbias, top);
+        const NormedRow normed = norm.normalize(raw, sum_over_row);
+        if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = normed.statistics;
+        norm.write_gradients(row, raw, normed, dweight, dbias, top);
     }
     if (residual_amax_out) update_amax_by_warp(&residual_amax_out->amax, magnitude_bits(top));
     __syncthreads();
-    write_partials(sums_of_rows, C, partials);
-    if (!RMS) write_partials(sums_of_rows + blockDim.y * float4s, C, partials + gridDim.x * C);
+    write_partials(sums_of_teams, C, partials);
+    if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
 }
 
 // How many blocks there are decides in which order dweight and dbias are summed.
@@ -386,14 +405,14 @@ template <class Layout, bool RMS, int CHUNKS>
 void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
                           cudaStream_t stream) {
     using Element = typename Layout::Compute;
-    const dim3 block = row_block(n.in.cols);
+    const dim3 block = block_shape(n.in.cols);
     const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
                                                  .input = in,
                                                  .dy_in = dense<Element>(g.dy.data),
                                                  .residual_in = dense<Element>(g.residual_in.data),
                                                  .residual_out = dense<Element>(g.residual_out.data)};
-    const int sums_of_rows = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
-    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, sums_of_rows, stream,
+    const int sums_of_teams = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
+    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, sums_of_teams, stream,
            norm, g.residual_amax_out, workspace);
 }
 
@@ -401,11 +420,11 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
 template <class Layout, bool RMS>
 void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
                       cudaStream_t stream) {
-    const int64_t C = n.in.cols, chunk_of_each = row_block(C).x * CHUNK;
-    auto* launch_it = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
-    if (C == 3 * chunk_of_each) launch_it = launch_norm_backward<Layout, RMS, 3>;
-    if (C == 4 * chunk_of_each) launch_it = launch_norm_backward<Layout, RMS, 4>;
-    launch_it(n, in, g, workspace, grid, stream);
+    const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
+    auto* launch_variant = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
+    if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 3>;
+    if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 4>;
+    launch_variant(n, in, g, workspace, grid, stream);
 }
 
 }  // namespace
@@ -414,8 +433,8 @@ size_t norm_backward_workspace(int64_t C) { return sizeof(float) * 2 * most_norm
 
 LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
     const unsigned grid =
-        std::min(blocks(n.in.rows, row_block(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
-    with_storage(n.in, [&](auto in) {
+        std::min(blocks(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
+    with_layout(n.in, [&](auto in) {
         if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, grid, stream);
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);
     });
