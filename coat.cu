@@ -65,14 +65,14 @@ template <int PLANES> static __device__ float amax_of_activation(float top, cons
 }
 
 // What the kernel does besides quantizing x, while it has the values of x at hand.
-enum class Also : uint8_t {
+enum class ExtraTask : uint8_t {
     Nothing,
     WriteBack,               // writes to x what the groups hold, rounded to BF16
     ActivationAmaxOfX,       // finds the amax of the activation's output, computed from x
     ActivationAmaxOfGroups,  // likewise, but computed from what the groups hold
 };
 
-template <class Producer, Also ALSO>
+template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer x, int64_t rows, Groups groups, AmaxAndScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
@@ -87,22 +87,23 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     if (!place.inside(rows, x.width)) return;
     float top = 0;
     for_each_row(x, place, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        if (ALSO == Also::ActivationAmaxOfX) top = amax_of_activation(top, v);
+        if (TASK == ExtraTask::ActivationAmaxOfX) top = amax_of_activation(top, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (place.row * PLANES + p) * x.width + place.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first).round_in_place_and_store(offset, v[p], live);
-            if (ALSO == Also::WriteBack) x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
+            if (TASK == ExtraTask::WriteBack)
+                x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
         }
-        if (ALSO == Also::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
+        if (TASK == ExtraTask::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
     });
-    const bool finds_amax = ALSO == Also::ActivationAmaxOfX || ALSO == Also::ActivationAmaxOfGroups;
+    const bool finds_amax = TASK == ExtraTask::ActivationAmaxOfX || TASK == ExtraTask::ActivationAmaxOfGroups;
     if (finds_amax) update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(top));
 }
 
 // x is in one plane, or (GATED) in the two planes of [gate | up].
-template <Also ALSO, bool GATED = false>
+template <ExtraTask TASK, bool GATED = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
                                    cudaStream_t stream) {
@@ -111,27 +112,28 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
     add_quant_errors(stored(x), {groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
     const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
-    launch("quantize_groups", quantize_groups_kernel<P, ALSO>, tile_grid(x.rows, producer.width),
+    launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, 0, stream, producer, x.rows, groups_of(groups), activation_amax_out);
 }
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream) {
-    if (write_back) launch_quantize_groups<Also::WriteBack>(x, groups, nullptr, quant_stats, stream);
-    else launch_quantize_groups<Also::Nothing>(x, groups, nullptr, quant_stats, stream);
+    if (write_back) launch_quantize_groups<ExtraTask::WriteBack>(x, groups, nullptr, quant_stats, stream);
+    else launch_quantize_groups<ExtraTask::Nothing>(x, groups, nullptr, quant_stats, stream);
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream) {
     if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
-    using enum Also;
-    auto* launch_it = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/false>;
+    using enum ExtraTask;
+    auto* launch_variant = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/false>;
     if (forward_reads_saved && gated)
-        launch_it = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/true>;
-    else if (forward_reads_saved) launch_it = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/false>;
-    else if (gated) launch_it = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/true>;
-    launch_it(x, groups, amax_out, quant_stats, stream);
+        launch_variant = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/true>;
+    else if (forward_reads_saved)
+        launch_variant = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/false>;
+    else if (gated) launch_variant = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/true>;
+    launch_variant(x, groups, amax_out, quant_stats, stream);
 }
 
 // ===========================================================================================================
@@ -193,30 +195,6 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
     launch_quantizer("quantize", kernel, x, out, stream, amax_and_scale(out.tensor), info(FP8).max);
 }
 
-// The same for a gradient x whose column sums are wanted too: they are the gradient of a bias. A block goes
-// down every COLUMN_PARTIALS-th tile of its columns, as store_column_sums() (gpu/device.cuh) says; so the
-// sums equal those of add_column_sums() bit for bit.
-template <class Producer, Format FP8>
-static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
-                                         uint8_t* codes, uint8_t* transposed, float* partials) {
-    __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, amax_and_scale->amax);
-    const float inverse = __frcp_rn(scale);
-    Values sum[Producer::PLANES] = {};
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
-        __syncthreads();  // all codes of the tile before have left shared memory
-        store_codes<true>(x, tile, rows, codes, transposed,
-                          [&](int /*row*/, int plane, const Values& v, bool live) {
-                              if (live)
-                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
-                              return same_in_both(encode<FP8>(v, inverse));
-                          });
-    }
-    store_column_sums(x, sum, columns, partials);
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
-}
-
 // ===========================================================================================================
 // 4. Without codes, and the choice between all of these
 
@@ -266,8 +244,35 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
     store_values(stored(x), out, stream);
 }
 
-// One pass is enough if x is stored in BF16 and gets one scale just in time, as the gradients of COAT's
-// residual stream do; else there are two.
+// ===========================================================================================================
+// 5. Operands whose column sums are wanted too: gradients, for the gradient of a bias
+
+// The codes of part 3 and the column sums in one pass. A block goes down every COLUMN_PARTIALS-th tile of its
+// columns, as store_column_sums() (gpu/device.cuh) says; so the sums equal those of add_column_sums() bit for
+// bit.
+template <class Producer, Format FP8>
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
+    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
+                                         uint8_t* codes, uint8_t* transposed, float* partials) {
+    __shared__ ColumnSums columns;
+    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float inverse = __frcp_rn(scale);
+    Values sum[Producer::PLANES] = {};
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
+        __syncthreads();  // all codes of the tile before have left shared memory
+        store_codes<true>(x, tile, rows, codes, transposed,
+                          [&](int /*row*/, int plane, const Values& v, bool live) {
+                              if (live)
+                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
+                              return same_in_both(encode<FP8>(v, inverse));
+                          });
+    }
+    store_column_sums(x, sum, columns, partials);
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+}
+
+// One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. So it is with the
+// gradients of COAT's residual stream. Otherwise there are two passes.
 void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                    float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
     const Storage& q = out.tensor.storage;

@@ -261,7 +261,7 @@ private:
         clear_async(outcome(), sizeof(StepOutcome), stream_);
         context_.quant_stats = quant_stats;
         if (scales_.delayed()) begin_delayed_scaling();
-        if (linear_context_.caches_weights) make_cached_weights();
+        if (linear_context_.caches_weights) write_cached_weights();
     }
     // Delayed scaling: this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
@@ -271,12 +271,12 @@ private:
     }
     // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
     // are made in any case, because their errors are measured while they are made.
-    void make_cached_weights() {
+    void write_cached_weights() {
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear :
                  {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
-                linear->make_cached_w_operand();
+                linear->write_cached_w_operand();
         cached_weights_are_valid_ = true;
     }
     void after_weight_change() {

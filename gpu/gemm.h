@@ -9,8 +9,8 @@
 //   Dgrad   dx = g w             output features       g row-major, w transposed
 //   Wgrad   dw = g^T x           tokens                g and x transposed
 //
-// Operands in FP32 and BF16 are always row-major. An FP8 operand (operators.h, Operand) need not have codes
-// in a form that no GEMM reads.
+// Operands in FP32 and BF16 are always row-major. An FP8 operand (operators.h, Operand) needs only the forms
+// that its GEMMs read.
 #pragma once
 #include <cublasLt.h>
 

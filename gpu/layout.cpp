@@ -15,8 +15,8 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     return table;
 }
 
-BucketElements bucket_elements(const Setup& s) {
-    BucketElements e;
+GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
+    GradientBufferSizes e;
     for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
         if (bucket.first == 0 && s.config.tied) e.embedding = bucket.elements;
         else e.largest = std::max(e.largest, bucket.elements);

@@ -27,7 +27,7 @@ bool should_cache_weights(const Setup& s);
 
 // A GPU maps what the other ranks of its machine have allocated, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
-inline int64_t page_tables(int64_t ranks, int64_t allocated) {
+inline int64_t page_table_bytes(int64_t ranks, int64_t allocated) {
     return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
 }
 
@@ -39,7 +39,7 @@ struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
     // The shard units of all parameters are numbered in the flat order. This is the number of the parameter's
-    // first one, whoever owns it. (Shard::first_owned_unit is that of the first one which this rank owns.)
+    // first one, whoever owns it. (Shard::first_owned_unit: that of the first unit that this rank owns.)
     int64_t first_shard_unit;
 };
 // The table by parameter. One more entry follows, where the last parameter ends.
@@ -52,13 +52,13 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 // The most elements of gradients that exist at one time.
-struct BucketElements {
+struct GradientBufferSizes {
     int64_t largest = 0;  // elements of the largest bucket; the bucket of a tied embedding does not count
     // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their
     // own, because the head adds to them at the beginning of backward, and the embedding at the end.
     int64_t embedding = 0;
 };
-BucketElements bucket_elements(const Setup& s);
+GradientBufferSizes gradient_buffer_sizes(const Setup& s);
 
 // With several ranks: the most bytes that a rank receives of a bucket's gradients, and the most that the
 // gathered matrices of a stage take (gpu/sharding.h). With one rank both are 0.

@@ -27,7 +27,7 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Fprop);
-    const Operand w_operand = w_operand_for(Gemm::Fprop);
+    const Operand w_operand = get_or_make_w_operand(Gemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
@@ -36,13 +36,13 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    const Operand w_operand = w_operand_for(Gemm::Dgrad);
+    const Operand w_operand = get_or_make_w_operand(Gemm::Dgrad);
     context_.gemms.run(Gemm::Dgrad, g_operand, w_operand, dx, stream());
 }
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    // In coat-saved forward has computed x from other values, whose amax may be smaller
+    // In coat-saved forward has computed x from other values, whose amax may be smaller.
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
@@ -89,36 +89,36 @@ void LinearLayer::write_operand(WhichOperand which, const LazyTensor& source, co
     gpu::write_operand(source, operand, context_.gpu_context.quant_stats_of(report_kind(which)), stream());
 }
 
-// The input or the weight, as `reader` reads it: fprop reduces over columns of both; dgrad reduces over rows
+// The input or the weight, as `gemm` reads it: fprop reduces over columns of both; dgrad reduces over rows
 // of the weight, and wgrad over rows of the input.
-Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, Gemm reader) const {
+Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, Gemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
-    const Form form = fp8 && reader != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
+    const Form form = fp8 && gemm != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(which, source.rows, form);
     write_operand(which, source, operand);
     return operand;
 }
 
-// The operand of w, as `reader` reads it. It may be in the cache. It may have arrived from other GPUs as
+// The operand of w, as `gemm` reads it. It may be in the cache. It may have arrived from other GPUs as
 // row-major codes, which are transposed for dgrad. Otherwise it is made here from the weight.
-Operand LinearLayer::w_operand_for(Gemm reader) const {
+Operand LinearLayer::get_or_make_w_operand(Gemm gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
-                                     reader == Gemm::Fprop ? Direction::Forward : Direction::Backward);
+                                     gemm == Gemm::Fprop ? Direction::Forward : Direction::Backward);
     const TensorRef w = context_.sharding.gathered_weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_w_amax_if_needed();
-        return make_operand(WhichOperand::W, stored(w), reader);
+        return make_operand(WhichOperand::W, stored(w), gemm);
     }
-    if (reader == Gemm::Fprop) return {w};
+    if (gemm == Gemm::Fprop) return {w};
     const Operand w_operand = allocate_operand(WhichOperand::W, out_, Form::Transposed);
     transpose_codes(w, w_operand.transposed, stream());
     return w_operand;
 }
 
-void LinearLayer::make_cached_w_operand() {
+void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
     write_operand(WhichOperand::W, stored(context_.sharding.gathered_weight(weight_index_)),
                   cached_w_operand_);
@@ -142,27 +142,31 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
 // The passes over g, by the format of its operand. In FP8 dbias sums g as it is before it is rounded; in BF16
 // it sums the values that were stored.
 //
-//   format  bias   amax of g           first pass          second pass
-//   FP8     no     known or unneeded   operand
-//   FP8     no     missing             amax                operand
-//   FP8     yes    known or unneeded   operand and dbias
-//   FP8     yes    missing             amax and dbias      operand
-//   BF16    no     unneeded            operand
-//   BF16    yes    unneeded            operand             dbias
+//   format                     bias   amax of g           first pass          second pass
+//   FP8                        no     known or unneeded   operand
+//   FP8                        no     to be computed      amax                operand
+//   FP8                        yes    to be computed      amax and dbias      operand
+//   FP8, scaled just in time   yes    known               operand and dbias
+//   FP8 in another recipe      yes    known or unneeded   dbias               operand
+//   BF16                       no     unneeded            operand
+//   BF16                       yes    unneeded            operand             dbias
+//
+// Just in time, with one scale, is the scaling of COAT's operands. The other recipes are te, rowwise and
+// deepseek. write_operand_and_sum_columns() (coat.cu) knows which of the two it is.
 void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
-    AmaxAndScale* const missing = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
-    if (fp8 && bias_index_ && !missing) {
-        write_g_operand_and_dbias_in_one_pass(g, g_operand);
+    AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
+    if (fp8 && bias_index_ && !amax_to_compute) {
+        write_g_operand_and_sum_columns(g, g_operand);
         return;
     }
-    if (fp8 && bias_index_) add_dbias(g, missing);
-    else if (missing) compute_amax(g, missing, stream());
+    if (fp8 && bias_index_) add_dbias(g, amax_to_compute);
+    else if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
     write_operand(WhichOperand::G, g, g_operand);
     if (!fp8 && bias_index_) add_dbias(stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }
 
-void LinearLayer::write_g_operand_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g_operand) const {
+void LinearLayer::write_g_operand_and_sum_columns(const LazyTensor& g, const Operand& g_operand) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     write_operand_and_sum_columns(g, g_operand, context_.sharding.gradient_to_write(*bias_index_), workspace,

@@ -102,7 +102,7 @@ public:
     void write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
 
     // --- The operand of w, if weights are cached
-    void make_cached_w_operand();
+    void write_cached_w_operand();
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
@@ -138,10 +138,10 @@ private:
 
     Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
     void write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const;
-    Operand make_operand(WhichOperand which, const LazyTensor& source, Gemm reader) const;
-    Operand w_operand_for(Gemm reader) const;
+    Operand make_operand(WhichOperand which, const LazyTensor& source, Gemm gemm) const;
+    Operand get_or_make_w_operand(Gemm gemm) const;
     void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
-    void write_g_operand_and_dbias_in_one_pass(const LazyTensor& g, const Operand& g_operand) const;
+    void write_g_operand_and_sum_columns(const LazyTensor& g, const Operand& g_operand) const;
     void compute_w_amax_if_needed() const;
 };
 

@@ -52,7 +52,7 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
     int64_t needed = 0;
     for (const bool cached : {should_cache_weights(s), false}) {
         const int64_t bytes = arena_bytes(s, cached);
-        needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
+        needed = bytes + LOADED_LATER + page_table_bytes(s.ranks, bytes);
         if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));
     }
     throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),

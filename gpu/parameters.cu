@@ -133,10 +133,10 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     state->norm = sqrt(state->sum_of_squares);
     state->clip_factor = static_cast<float>(clip > 0 && state->norm > clip ? clip / state->norm : 1.0);
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
-    bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
+    bool usable = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
-        finite = finite && isfinite(sums[r * (1 + shard_units)]);
-    state->skip |= !finite;
+        usable = usable && isfinite(sums[r * (1 + shard_units)]);
+    state->skip |= !usable;
 }
 
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,

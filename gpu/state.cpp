@@ -86,7 +86,7 @@ static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Are
     }
     m.gradients_to_write = m.owned_gradient_sums;
     if (s.keep_gradients && s.ranks == 1) return;
-    const BucketElements elements = bucket_elements(s);
+    const GradientBufferSizes elements = gradient_buffer_sizes(s);
     uint8_t* const even = arena.allocate(elements.largest * each);
     uint8_t* const odd = s.ranks > 1 ? arena.allocate(elements.largest * each) : even;
     m.gradients_to_write.clear();

@@ -171,7 +171,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
             kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;
     for (const StateTensor& t : delayed_scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    const BucketElements bucket = bucket_elements(s);
+    const GradientBufferSizes bucket = gradient_buffer_sizes(s);
     // How many elements of gradients exist at the same time.
     const int64_t gradients =
         s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
@@ -237,7 +237,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     plan.push_back({Category::Gradients, "gradients stored over activations", -overlap, "", 0});
     add("operands, one layer's gradients, logits", allocated - (known - overlap));
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
-    add("page tables of the other GPUs' memory", page_tables(s.ranks, allocated));
+    add("page tables of the other GPUs' memory", page_table_bytes(s.ranks, allocated));
     return plan;
 }
 

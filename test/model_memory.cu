@@ -139,7 +139,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
             if (!supported(setup)) continue;
             const std::vector<MemoryRow> plan = gpu_memory_plan(setup);
             const int64_t bytes = arena_bytes(setup, should_cache_weights(setup));
-            CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_tables(ranks, bytes));
+            CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_table_bytes(ranks, bytes));
             // At least cuBLASLt's scratch, and the logits.
             const int64_t logits = setup.B * setup.T * setup.config.padded_V() * 2;
             CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::Gemms::SCRATCH) + logits);
