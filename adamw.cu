@@ -205,17 +205,17 @@ __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
 template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Values& x) {
-    uint32_t top_bits = 0, low_minus_1 = 0xFFFFFFFFu;
+    uint32_t largest_bits = 0, low_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
-        top_bits = max(top_bits, bits);
+        largest_bits = max(largest_bits, bits);
         low_minus_1 = min(low_minus_1, bits - 1);
     }
     for (int lanes = 1; lanes < SPAN_LANES; lanes *= 2) {
-        top_bits = max(top_bits, __shfl_xor_sync(ALL_LANES, top_bits, lanes));
+        largest_bits = max(largest_bits, __shfl_xor_sync(ALL_LANES, largest_bits, lanes));
         low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
     }
-    const float largest = __uint_as_float(top_bits), smallest = __uint_as_float(low_minus_1 + 1);
+    const float largest = __uint_as_float(largest_bits), smallest = __uint_as_float(low_minus_1 + 1);
     return {.max = largest, .k = Traits::EXPANDS ? expansion_factor<Traits>(largest, smallest) : 1.0f};
 }
 
@@ -302,10 +302,10 @@ template <class W, class M, class V> struct ElementsOfThread {
     }
     // Stores nothing for a span past the last one.
     __device__ void store(int span, Values& w, uint2 new_codes_m, uint2 new_codes_v,
-                          uint32_t& top_bits) const {
+                          uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
-        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, top_bits);
+        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, largest_bits);
         if (!live) return;
         store_word(codes_m + i, new_codes_m);
         store_word(codes_v + i, new_codes_v);
@@ -328,7 +328,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     const int half = threadIdx.x % 32 / SPAN_LANES;
     const FieldOfLane mine(shard, shard_spans);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
-    uint32_t top_bits = 0;
+    uint32_t largest_bits = 0;
     // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
     // bundle is known by the number of its first span. (What the last pair of the warp loads is some other
     // span, which nobody uses.)
@@ -378,11 +378,11 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             uint2 codes_v = encode_moments<V, Path::Fast>(new_v, v);
             if (is_wide_or_small<M>(new_m)) codes_m = encode_moments<M, Path::Careful>(new_m, m);
             if (is_wide_or_small<V>(new_v)) codes_v = encode_moments<V, Path::Careful>(new_v, v);
-            elements.store(span, w, codes_m, codes_v, top_bits);
+            elements.store(span, w, codes_m, codes_v, largest_bits);
         }
         mine.store(bundle_start, new_field);
     }
-    return top_bits;
+    return largest_bits;
 }
 
 // The last shard that starts at or before an element. The shards are in order, and the first starts at
@@ -421,9 +421,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
         const int64_t first = max(begin, shard_begin) - shard_begin;
         const int64_t stop = min(end, shard_end) - shard_begin;
         const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
-        const uint32_t top_bits = update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle) * BUNDLE,
-                                                          static_cast<int>(stop), table_m, table_v);
-        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_bits);
+        const uint32_t largest_bits = update_bundles<W, M, V>(
+            a, shard, static_cast<int>(first_bundle) * BUNDLE, static_cast<int>(stop), table_m, table_v);
+        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits);
     }
 }
 

@@ -55,13 +55,13 @@ namespace coat::gpu {
 // has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
 // residual_add() and embed() (gpu/norm.cu) write all other groups in passing.
 
-// The largest magnitude of `top` and of the activation's output for one row of the thread's values.
-template <int PLANES> static __device__ float amax_of_activation(float top, const Values (&v)[PLANES]) {
+// The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
+template <int PLANES> static __device__ float amax_of_activation(float largest, const Values (&v)[PLANES]) {
     for (int j = 0; j < CHUNK; j++) {
-        if constexpr (PLANES == 2) top = larger_magnitude(top, gated_silu(v[0][j], v[1][j]));
-        else top = larger_magnitude(top, gelu(v[0][j]));
+        if constexpr (PLANES == 2) largest = larger_magnitude(largest, gated_silu(v[0][j], v[1][j]));
+        else largest = larger_magnitude(largest, gelu(v[0][j]));
     }
-    return top;
+    return largest;
 }
 
 // What the kernel does besides quantizing x, while it has the values of x at hand.
@@ -85,9 +85,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
     if (!place.inside(rows, x.width)) return;
-    float top = 0;
+    float largest = 0;
     for_each_row(x, place, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        if (TASK == ExtraTask::ActivationAmaxOfX) top = amax_of_activation(top, v);
+        if (TASK == ExtraTask::ActivationAmaxOfX) largest = amax_of_activation(largest, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (place.row * PLANES + p) * x.width + place.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
@@ -96,10 +96,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             if (TASK == ExtraTask::WriteBack)
                 x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
         }
-        if (TASK == ExtraTask::ActivationAmaxOfGroups) top = amax_of_activation(top, v);
+        if (TASK == ExtraTask::ActivationAmaxOfGroups) largest = amax_of_activation(largest, v);
     });
     const bool finds_amax = TASK == ExtraTask::ActivationAmaxOfX || TASK == ExtraTask::ActivationAmaxOfGroups;
-    if (finds_amax) update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(top));
+    if (finds_amax) update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(largest));
 }
 
 // x is in one plane, or (GATED) in the two planes of [gate | up].
@@ -150,12 +150,12 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer x, int64_t rows, AmaxAndScale* x_amax_out) {
-    float top = 0;
+    float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
-        for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
+        for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
     });
-    update_amax_by_warp(&x_amax_out->amax, magnitude_bits(top));
+    update_amax_by_warp(&x_amax_out->amax, magnitude_bits(largest));
 }
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.

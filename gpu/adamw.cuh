@@ -53,8 +53,8 @@ inline __device__ void adamw_element(const AdamWKernelConstants& constants, floa
 //
 // A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, Bf16Weights<false> without,
 // and FloatWeights. An object of these classes counts elements from `first`, the element of the rank's order
-// for which it is constructed. store() rounds eight weights, writes them if they are live, and updates
-// `top_bits`, the bits of the largest magnitude so far. The random bits follow from key, the rounding_key()
+// for which it is constructed. store() rounds eight weights, writes them if they are live, and raises
+// largest_bits, the bits of the largest magnitude so far. The random bits follow from key, the rounding_key()
 // of the step, and from element, the first element's number in the flat order.
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
@@ -98,13 +98,13 @@ template <bool MASTER> struct Bf16Weights {
         }
     }
     __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,
-                          uint32_t& top_bits) const {
+                          uint32_t& largest_bits) const {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
             const uint32_t sixteen = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
             sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : sixteen);
-            top_bits = max(top_bits, sums[j] & 0x7FFF0000u);
+            largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
         store_word(weights + i, sixteen_bits_of(sums, UPPER));
@@ -126,9 +126,9 @@ struct FloatWeights {
         : weights{static_cast<float*>(w.values) + first} {}
     __device__ Raw load(int64_t i) const { return weights.load(i); }
     __device__ void unpack(const Raw& raw, Values& v) const { weights.unpack(raw, v); }
-    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& top_bits) const {
+    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& largest_bits) const {
         weights.round_in_place_and_store(i, v, live);
-        for (int j = 0; j < CHUNK; j++) top_bits = max(top_bits, magnitude_bits(v[j]));
+        for (int j = 0; j < CHUNK; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
     }
 };
 

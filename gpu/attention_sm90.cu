@@ -153,11 +153,10 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
-// Raises amax_out->amax to the largest `top` of the warp's lanes, rounded to BF16. `top` is the largest
-// magnitude of a thread's values. Rounding is monotone, so a thread needs to round only that, and not each
-// value.
-__device__ void update_bf16_amax(AmaxAndScale* amax_out, float top) {
-    update_amax_by_warp(&amax_out->amax, magnitude_bits(round_to_bf16(top)));
+// Raises amax_out->amax to the largest magnitude of the warp's values, rounded to BF16. `largest` is that of
+// this thread's values. Rounding is monotone, so a thread needs to round only that, and not each value.
+__device__ void update_bf16_amax(AmaxAndScale* amax_out, float largest) {
+    update_amax_by_warp(&amax_out->amax, magnitude_bits(round_to_bf16(largest)));
 }
 
 // Says that the warp no longer needs the buffer that the barrier guards. All lanes call it.
@@ -285,7 +284,7 @@ template <class F> struct ForwardConsumer {
     float o[HS / 2];                                     // the output, not divided by the sum yet
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // those of this thread's two rows: see softmax()
     float shrink[2], factor[2];  // what multiplies the output before the next tile's part is added
-    float top = 0;               // the largest magnitude of finished outputs, before they are rounded
+    float largest = 0;           // the largest magnitude of finished outputs, before they are rounded
     Ring<F::STAGES> q_ring, k_ring, v_ring;
     Item item{}, old{};  // the item of the scores, and that of the output
     int n = 0;           // the tile of keys of the scores
@@ -344,7 +343,7 @@ template <class F> struct ForwardConsumer {
         const int first_row = old.first + warpgroup * 64, row = first_row + fragment_row();
         if (amax_out)
             for (int i = 0; i < HS / 2; i++)
-                if (row + i / 2 % 2 * 8 < old.end) top = larger_magnitude(top, o[i]);
+                if (row + i / 2 % 2 * 8 < old.end) largest = larger_magnitude(largest, o[i]);
         uint32_t result[HS / 16][4];
         to_operand(result, o);
         if (leader) bulk_wait_read();  // the output of the item before has left shared memory
@@ -394,7 +393,7 @@ template <class F> struct ForwardConsumer {
         finish_output();
         scale_output();
         write_output();
-        if (amax_out) update_bf16_amax(amax_out, top);
+        if (amax_out) update_bf16_amax(amax_out, largest);
         if (leader) bulk_wait_read();
     }
 };
@@ -855,11 +854,11 @@ template <class F> struct BackwardConsumer {
         }
     }
     __device__ float largest_magnitude_of_dk_and_dv() const {
-        float top = 0;
+        float largest = 0;
         for (int i = 0; i < HS / 2; i++)
             if (first_key + fragment_row() + i / 2 % 2 * 8 < d.T)
-                top = larger_magnitude(larger_magnitude(top, dk[i]), dv[i]);
-        return top;
+                largest = larger_magnitude(larger_magnitude(largest, dk[i]), dv[i]);
+        return largest;
     }
 
     // The walk's step with this number, as drawn above. On entry the scores s are complete.
@@ -946,7 +945,7 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
     const int mine = first + int(threadIdx.x);
     if (mine < end) wait_for_turn(scratch.dq_parts + mine, mine % tiles * F::QUERIES / F::KEYS + 1);
     __syncthreads();
-    float top = 0;
+    float largest = 0;
 #pragma unroll 1
     for (int tile = first; tile < end; tile++) {
         const int head = tile / tiles, m = tile % tiles, b = head / d.NH, h = head % d.NH;
@@ -975,13 +974,13 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
                 y[j] *= d.scale;
                 if (epilogue.rope_table) rotate_back(x[j], y[j], angles[i][j]);
             }
-            if (epilogue.amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
+            if (epilogue.amax_out) largest = larger_magnitude(larger_magnitude(largest, x), y);
             bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
             store_word(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
             store_word(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
-    if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, top);
+    if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest);
 }
 
 // The grid has a block for each tile of keys of each unit (see Order), and then the blocks that finish dq.

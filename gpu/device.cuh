@@ -66,18 +66,19 @@ constexpr int CHUNK = 8;
 using Values = float[CHUNK];  // the FP32 values of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far, `top` in most kernels, is kept as an FP32 value or as its bits. The bits of
-// |x|, read as an integer, have the same order as |x|, with NaN above infinity.
+// The largest magnitude so far is kept as an FP32 value, `largest`, or as its bits, `largest_bits`. The bits
+// of |x|, read as an integer, have the same order as |x|, with NaN above infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|); NaN if either is NaN
+// max(largest, |x|); NaN if either is NaN
+inline __device__ float larger_magnitude(float largest, float x) {
     float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(largest), "f"(fabsf(x)));
     return y;
 }
-template <int N> __device__ float larger_magnitude(float top, const float (&v)[N]) {
-    for (int j = 0; j < N; j++) top = larger_magnitude(top, v[j]);
-    return top;
+template <int N> __device__ float larger_magnitude(float largest, const float (&v)[N]) {
+    for (int j = 0; j < N; j++) largest = larger_magnitude(largest, v[j]);
+    return largest;
 }
 
 // *amax = max(*amax, the value with these bits). Most blocks find it large enough already and skip the

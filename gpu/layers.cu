@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
     const uint32_t first = blockIdx.y * ROPE_HEADS;
-    float top = 0;
+    float largest = 0;
     if (row < rows) {
         const Dense<Element, 4> pairs = qkv.starting_at(row * cols + first * rope.HS + angle);
         typename Dense<Element, 4>::Raw raw[ROPE_HEADS][2] = {};
@@ -80,10 +80,10 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                 pairs.round_in_place_and_store(h * rope.HS, x, true);
                 pairs.round_in_place_and_store(h * rope.HS + half, y, true);
             }
-            if (amax_out) top = larger_magnitude(larger_magnitude(top, x), y);
+            if (amax_out) largest = larger_magnitude(larger_magnitude(largest, x), y);
         }
     }
-    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
 }
 
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream) {
@@ -384,7 +384,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
         const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live_cols > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
-        // The gradients: (softmax - one_hot(target)) * weight
+            // The gradients: (softmax - one_hot(target)) * weight
 #pragma unroll 4
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             Values x;
@@ -450,16 +450,16 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     Values sum[PLANES] = {};
-    float top = 0;
+    float largest = 0;
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
         for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
                 for (int j = 0; j < CHUNK; j++) {
                     if (live) sum[p][j] += v[p][j];
-                    top = larger_magnitude(top, v[p][j]);
+                    largest = larger_magnitude(largest, v[p][j]);
                 }
         });
-    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(top));
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
     store_column_sums(x, sum, columns, partials);
 }
 

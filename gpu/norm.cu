@@ -96,15 +96,16 @@ __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C
 template <class Element, class Live>
 __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], RowStatistics statistics,
                                  Live live) {
-    uint32_t top_bits = 0;
+    uint32_t largest_bits = 0;
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
         Values weight, bias;
         load_parameters<Element>(n, first_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
-            top_bits = max(top_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
+            largest_bits =
+                max(largest_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
     }
-    return top_bits;
+    return largest_bits;
 }
 
 // The numbers of the rows of x and of branch whose sum is a certain row.
@@ -337,10 +338,10 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         return row;
     }
 
-    // Writes residual_out = residual_in + dx, and adds the row to the sums dweight and dbias. top becomes the
-    // largest magnitude of residual_out so far.
+    // Writes residual_out = residual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
+    // the largest magnitude of residual_out so far.
     __device__ void write_gradients(int64_t row, const RawRow<Layout>& raw, const NormedRow& normed,
-                                    float4* dweight, float4* dbias, float& top) const {
+                                    float4* dweight, float4* dbias, float& largest) const {
         if (row >= n.in.rows) return;
         const uint32_t C = static_cast<uint32_t>(n.in.cols);
         for (int c = 0; c < ROW_CHUNKS; c++) {
@@ -357,7 +358,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
             add_columns(dweight, C, first_column(c), dweight_of_row);
             if (!RMS) add_columns(dbias, C, first_column(c), dy);
             residual_out.starting_at(row * C).round_in_place_and_store(first_column(c), residual, true);
-            top = larger_magnitude(top, residual);
+            largest = larger_magnitude(largest, residual);
         }
     }
 };
@@ -382,16 +383,16 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
     __syncthreads();
     RowSum sum_over_row;
-    float top = 0;
+    float largest = 0;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y;
         const RawRow<Layout> raw = norm.load(row);
         const NormedRow normed = norm.normalize(raw, sum_over_row);
         if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = normed.statistics;
-        norm.write_gradients(row, raw, normed, dweight, dbias, top);
+        norm.write_gradients(row, raw, normed, dweight, dbias, largest);
     }
-    if (residual_amax_out) update_amax_by_warp(&residual_amax_out->amax, magnitude_bits(top));
+    if (residual_amax_out) update_amax_by_warp(&residual_amax_out->amax, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
     if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);

@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (find_maxima && !moments_need_scaling(shard.m.format) && !moments_need_scaling(shard.v.format)) return;
     const W weights(a.weights, shard.rank_offset);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
-    uint32_t top_bits_w = 0, top_bits_m = 0, top_bits_v = 0;
+    uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         Values w = {}, g, m, v;
@@ -61,17 +61,20 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.constants, beta1_times_factor, beta2_times_factor, decay, g[j] * clip, m[j], v[j],
                           w[j]);
-            top_bits_m = max(top_bits_m, magnitude_bits(m[j]));
-            top_bits_v = max(top_bits_v, magnitude_bits(v[j]));
+            largest_bits_m = max(largest_bits_m, magnitude_bits(m[j]));
+            largest_bits_v = max(largest_bits_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true, top_bits_w);
+        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true,
+                      largest_bits_w);
         store_moment(shard.m, a.fmax_m, i, m);
         store_moment(shard.v, a.fmax_v, i, v);
     }
-    if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, top_bits_w);
-    if (find_maxima && moments_need_scaling(shard.m.format)) update_amax_by_warp(shard.m.max + 1, top_bits_m);
-    if (find_maxima && moments_need_scaling(shard.v.format)) update_amax_by_warp(shard.v.max + 1, top_bits_v);
+    if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits_w);
+    if (find_maxima && moments_need_scaling(shard.m.format))
+        update_amax_by_warp(shard.m.max + 1, largest_bits_m);
+    if (find_maxima && moments_need_scaling(shard.v.format))
+        update_amax_by_warp(shard.v.max + 1, largest_bits_v);
 }
 
 // Before the first pass the new maxima are set to 0, because the pass only raises them.

@@ -40,10 +40,10 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
 
 // *amax = max(*amax, the value with these bits). One atomicMax serves all lanes of a warp that have the same
 // scale block: mostly those with neighbouring columns.
-static __device__ void update_block_amax(float* amax, uint32_t top_bits) {
+static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
     const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
-    top_bits = __reduce_max_sync(lanes, top_bits);
-    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, top_bits);
+    largest_bits = __reduce_max_sync(lanes, largest_bits);
+    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
 }
 
 // The first pass: the amaxes of the rows or blocks of row-major codes, and those of transposed codes. A grid
@@ -55,24 +55,25 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace place;
-    uint32_t tops[PLANES][CHUNK] = {};
+    uint32_t largest_of_columns[PLANES][CHUNK] = {};
     for_each_row(x, place, rows, [&](int i, const Values(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
-            uint32_t top_bits = 0;
+            uint32_t largest_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t bits = magnitude_bits(v[p][j]);  // a place outside copies its block's last row
-                top_bits = max(top_bits, bits);
-                tops[p][j] = max(tops[p][j], bits);
+                largest_bits = max(largest_bits, bits);
+                largest_of_columns[p][j] = max(largest_of_columns[p][j], bits);
             }
             if (row_major_grid.scales && live)
-                update_block_amax(row_major_grid.address(place.row + i, p * x.width + place.col), top_bits);
+                update_block_amax(row_major_grid.address(place.row + i, p * x.width + place.col),
+                                  largest_bits);
         }
     });
     if (!transposed_grid.scales) return;
     combine_columns(
-        x, place, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
-        [&](int64_t col, uint32_t top_bits) {
-            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE, col), top_bits);
+        x, place, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int64_t col, uint32_t largest_bits) {
+            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE, col), largest_bits);
         });
 }
 
@@ -156,14 +157,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const float just_in_time = scale_of(fmax, amax_and_scale->amax);
     const float scale = delayed ? amax_and_scale->from_history : just_in_time;
     const float inverse = __frcp_rn(scale);
-    float top = 0;
+    float largest = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const Values& v, bool live) {
                                 // The values of a row that is not live may be wrong: see for_each_row().
-                                if (live) top = larger_magnitude(top, v);
+                                if (live) largest = larger_magnitude(largest, v);
                                 return same_in_both(encode(e5m2, v, inverse));
                             });
-    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(top));
+    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(largest));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 

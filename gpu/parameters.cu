@@ -190,10 +190,11 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndSc
                                              int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
-    uint32_t top_bits = 0;
-    for (int64_t r = 0; r < ranks; r++) top_bits = max(top_bits, magnitude_bits(theirs[r * n + i].amax));
+    uint32_t largest_bits = 0;
+    for (int64_t r = 0; r < ranks; r++)
+        largest_bits = max(largest_bits, magnitude_bits(theirs[r * n + i].amax));
     AmaxAndScale& combined = mine[i];
-    combined.amax = __uint_as_float(top_bits);
+    combined.amax = __uint_as_float(largest_bits);
     combined.scale = combined.from_history > 0 ? combined.from_history : scale_of(fmax, combined.amax);
 }
 
