@@ -1,6 +1,7 @@
-// gpu/layout.h - what is known of a run on a GPU before it starts: how its memory is divided, and which
-// recipes a GPU can run. A program without CUDA has this too, for --plan; only gpu_model() and arena_bytes()
-// need CUDA. gpu/parameters.h has the words bucket, flat order and rank's order.
+// gpu/layout.h - what the rest of the program asks of a model on a GPU: to make it, how much memory it needs
+// and how that is divided, and which recipes a GPU can run. A program without CUDA has this too, for --plan;
+// only gpu_model() and arena_bytes() need CUDA. gpu/parameters.h has the words bucket, flat order and rank's
+// order.
 #pragma once
 #include "../model.h"
 
