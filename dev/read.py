@@ -419,9 +419,9 @@ def distinguish(cuts):
         for number, other in enumerate([c for c in cuts if c.id == cut.id][1:], 2):
             other.id += f"-{number}"
 
-def entry(place, number, name, cuts):
+def entry(place, number, name, cuts, css=""):
     names = "".join(f'<li><a href="#{c.id}" class={c.kind}>{breakable(c.short or c.name)}</a></li>' for c in cuts)
-    return f'<li><a href="#{place}"><b>{number}</b>{name}</a><ul>{names}</ul></li>'
+    return f'<li class="{css}"><a href="#{place}"><b>{number}</b>{name}</a><ul>{names}</ul></li>'
 
 def section(place, number, name, below_title, text, code):
     return (f'<section id="{place}"><header><span class=no>{number}</span><h2>{name}</h2>{below_title}</header>'
@@ -504,7 +504,8 @@ def ladder(name):
             inside = spoken(answer.words, page)
             text += inside if kind == "Hints" else f"<details><summary>{kind}</summary>{inside}</details>"
         place = name if part is parts[0] else name + "-" + re.sub(r"\W+", "-", part.title.split(":")[0].lower())
-        entries.append(entry(place, number, title if rung else breakable(title), part.cuts))
+        entries.append(entry(place, number, html.escape(title) if rung else breakable(title), part.cuts,
+                             "ladder" if part is parts[0] else ""))
         where = f"<p class=paper>{name}.cu, rung {number}</p>" if rung else ""
         sections.append(section(place, number, html.escape(title), where, text, columns(page, part.cuts)))
     if below:

@@ -12,19 +12,18 @@
 //
 // What a step computes. A *moment* is m or v of AdamW; 128 neighbouring parameters are a *group*:
 //
-//   contract   the code of a moment becomes a number:     sign(y) max (|y| / 448)^(1/k), y its value in E4M3
+//   contract   a code becomes a number             sign(y) max (|y| / 448)^(1/k), y its value in E4M3
 //   update     AdamW changes m, v and the weight
-//   scaling    of the new moment of a group:              max, its largest magnitude, and k (equation 4)
-//   expand     the number becomes a code:                 sign(x) 448 (|x| / max)^k, rounded to E4M3
+//   scaling    of the new moments of a group       max, the largest magnitude, and k (equation 4)
+//   expand     a number becomes a code             sign(x) 448 (|x| / max)^k, rounded to E4M3
 //
-// What is stored. All but the gradient is read and written: 14.25 bytes a parameter.
+// What is stored. All but the gradient is read and written, so these are 14.25 bytes a parameter:
 //
-//   s.weight[i]                  BF16                                          2 bytes, read and written
-//   s.remainder[i]               what the weight lacks of its FP32 master      2 bytes, read and written
-//   s.gradient[i]                BF16                                          2 bytes, read
-//   s.m.codes[i], s.v.codes[i]   E4M3                                          1 byte each, read and written
-//   s.m.scaling(group), s.v...   max and k of a group, in FP32                 16 bytes for 128 parameters,
-//                                                                              read and written
+//   s.weight[i]                  BF16                                       2 bytes
+//   s.remainder[i]               what the weight lacks of its FP32 master   2
+//   s.gradient[i]                BF16                                       2
+//   s.m.codes[i], s.v.codes[i]   E4M3                                       1 each
+//   s.m.scaling(group), s.v...   max and k of m and of v, in FP32           16 for 128 parameters
 //
 // max and k of m and of v are called the four scales of a group. (s is a State: adamw_data.h defines it.)
 //
@@ -133,7 +132,7 @@ struct AsWritten {
     static __device__ MomentScaling scaling(float max, float min_nonzero) {
         if (max == 0) return {max, 1.0f};
         const float log_ratio = log2f(max) - log2f(min_nonzero);
-        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};
+        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};  // also if log_ratio is 0
         return {max, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
     }
     static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
@@ -412,7 +411,6 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 //
 //   m / c1 / (sqrt(v) / sqrt(c2) + eps)  =  m / (sqrt(v) root_factor + scaled_eps)
 //   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps          computed by the host, once for all parameters
-//
 //
 // Counted: 100 instructions for an element, and 12.5 special functions:
 //

@@ -20,6 +20,8 @@
 //   weight   p = exp(s) / (the sum of exp(s) over all keys): softmax
 //   output   o = the sum of p v over all keys, 128 numbers
 //
+// exp is taken of s minus the largest s of the query. That changes no p, and exp cannot overflow.
+//
 // The work is 4 B NH T^2 HS / 2 = 137 GFLOP: two matmuls, q k^T and p v, without the half that is masked.
 // (NH: heads; HS: the size of a head.)
 //
