@@ -196,7 +196,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 }
 
 // ===========================================================================================================
-// 4. Without codes, and the choice between all of these
+// 4. Values without codes, and the choice between all of these
 
 // Values are rounded to BF16, or stored as FP32. (Two blocks a multiprocessor: with TILE_BLOCKS_PER_SM of
 // them a thread would have too few registers for FP32 values.)

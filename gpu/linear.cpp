@@ -151,8 +151,9 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
 //   BF16                       no     unneeded            operand
 //   BF16                       yes    unneeded            operand             dbias
 //
-// Just in time, with one scale, is the scaling of COAT's operands. The other recipes are te, rowwise and
-// deepseek. write_operand_and_sum_columns() (coat.cu) knows which of the two it is.
+// COAT's operands, and those of most recipes, are scaled just in time, with one scale for the tensor. The
+// other recipes are te, rowwise and deepseek. write_operand_and_sum_columns() (coat.cu) decides between one
+// pass and two.
 void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
     AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;

@@ -195,19 +195,22 @@ void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
 //   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
 //   both       dweight += dy xhat, dbias += dy
+//
 // A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
 // rows that it has had so far. At its end the block adds the sums of its teams and writes them out. Then the
-// sums of all blocks are added. The order depends only on the number of multiprocessors, so it is always the
-// same on GPUs of one kind.
+// sums of all blocks are added. How many blocks there are depends on the number of multiprocessors: so the
+// order of additions is always the same on GPUs of one kind.
 
 namespace {
 
-// Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. Of a chunk's 8 sums, the first four
-// and the last four lie apart, so that neighbouring threads use different banks: first come the first halves
-// of all chunks, four floats each, and then the second halves.
+// Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. First come the first halves of all
+// chunks, four floats each, and then the second halves, so that neighbouring threads use different banks:
+//
+//   entry      0        1         2         ...    C/8      C/8 + 1    C/8 + 2    ...
+//   columns    0 - 3    8 - 11    16 - 19          4 - 7    12 - 15    20 - 23
 __device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values& v) {
-    float4& a = sums[col / CHUNK];        // there are C / CHUNK first halves, then as many second halves
-    float4& b = sums[(C + col) / CHUNK];  // entry C / CHUNK + col / CHUNK
+    float4& a = sums[col / CHUNK];
+    float4& b = sums[(C + col) / CHUNK];
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
@@ -412,12 +415,13 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
                                                  .dy_in = dense<Element>(g.dy.data),
                                                  .residual_in = dense<Element>(g.residual_in.data),
                                                  .residual_out = dense<Element>(g.residual_out.data)};
-    const int sums_of_teams = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
-    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, sums_of_teams, stream,
+    const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
+    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,
            norm, g.residual_amax_out, workspace);
 }
 
-// At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024).
+// At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
+// each thread of a team.
 template <class Layout, bool RMS>
 void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
                       cudaStream_t stream) {
