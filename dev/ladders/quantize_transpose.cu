@@ -41,7 +41,7 @@ using namespace ladder;
 
 namespace {
 
-constexpr unsigned THREADS = 256;  // of a block, but for rungs 2 to 4
+constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 8
 
 // A kernel is given a Matrix m (quantize_transpose_data.h): m.x is BF16, (rows, cols); m.codes is (rows,
 // cols) and m.transposed (cols, rows), a byte each; m.scale has the amax. rows and cols are multiples of 16.
@@ -108,8 +108,8 @@ void launch_rung1(const Matrix& m) {
 //   row 0   warp 0:  lane    0   1  ...  31           row 0  warp 0: lane   0   1  ...  31    column 0
 //   row 1   warp 1:  lane    0   1  ...  31           row 1  warp 1: lane   0   1  ...  31    column 1
 //
-// Counted: 92 instructions for an element. Codes are written, read again and written transposed: 5 bytes an
-// element.
+// Counted: 92 instructions for an element. x is read, codes are written, read again and written transposed: 5
+// bytes an element.
 //
 // Predict: how many sectors does a warp write now with one store? What is the time?
 constexpr int SIDE = 32;  // rows and columns of a tile
@@ -300,7 +300,7 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //                                                                   8 sectors
 //   transpose             in registers: 16 words                    no memory
 //   write the tile        words 2 and 3 of columns 8 - 15:          one word of 16 columns for each down:
-//                         the 8 upper ones, then the 8 lower        which banks? See below
+//                         the 8 upper ones, then the 8 lower        in which banks? Predict
 //   (barrier)
 //   read the tile         piece 1 of columns 2, 34, 66 and 98:      a load: the 8 pieces of 4 columns,
 //                         4 loads of 16 bytes                       512 bytes, every bank 4 times
