@@ -189,6 +189,30 @@ def noise():
            "size of dw: a sum with random signs is 1"), of_wgrad)
     table(("gradient of", "noise of FP8", "noise of a batch"),
           [(name, *(f"{noise:.0%}" for noise in both)) for name, both in noises(*gradients).items()])
+    averaged(text)
+
+
+def averaged(text):
+    """How large FP8's error is in the mean gradient of 32 batches, as a part of that in one, with the same weights."""
+    operand = coat.gemm_operand
+
+    def g_alone(f, x):  # in a pass that quantizes nothing else
+        coat.FP8 = f is E5M2
+        y = operand(f, x)
+        coat.FP8 = False
+        return y
+
+    def gradients(fp8, of_operand=operand):
+        coat.FP8, coat.gemm_operand = fp8, of_operand
+        found = [next(coat.train(np.roll(text, 1777 * batch), 1, seed=1)).gradients for batch in range(32)]
+        coat.FP8, coat.gemm_operand = True, operand
+        return {name: np.stack([g[name] for g in found]) for name in found[0] if "norm" not in name}
+
+    exact, rows = gradients(False), []
+    for case, ours in (("all", gradients(True)), ("g alone", gradients(False, g_alone))):
+        errors = {name: ours[name] - exact[name] for name in exact}
+        rows.append((case, *(f"{coat.rms(e.mean(axis=0)) / coat.rms(e):.0%}" for e in errors.values())))
+    table(("is in FP8", *exact), rows)
 
 
 def backward(embedding, layers, final_norm, windows, HS):
