@@ -79,9 +79,8 @@ static void remove_older(const std::string& out, int64_t keep) {
         if (path.extension() == ".tmp" && step_of(path.stem()) >= 0) fs::remove_all(path, ignored);
 }
 
-// Writes all files of a checkpoint into a folder. Every rank calls this function and sends what it keeps;
-// rank 0 alone writes. An error of writing is thrown after all ranks have sent all tensors, so that no rank
-// waits for another.
+// Writes all files of a checkpoint into a folder. An error of writing is thrown after all ranks have sent all
+// tensors, so that no rank waits for another.
 static void write_files(const std::string& folder, Model& model, const LoopState& state,
                         const FileContents& other_files) {
     const Setup& setup = model.setup();

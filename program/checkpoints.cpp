@@ -1,4 +1,6 @@
 // checkpoints.cpp - how a run keeps its folder (--out), and saves checkpoints in it.
+#include "checkpoints.h"
+
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
@@ -8,15 +10,15 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../data/files.h"
 #include "clock.h"
-#include "run.h"
 
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
 // The folder --out
 
-// Locks the folder until the program ends: two runs would remove each other's checkpoints.
+// Two runs in one folder would remove each other's checkpoints.
 static void lock_folder(const std::string& out) {
     const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0 || ::access(out.c_str(), W_OK) != 0)
@@ -39,9 +41,6 @@ static void require_creatable(const std::string& out) {
                     "); choose another folder.");
 }
 
-// This comes before data are read and a model is made, which can take minutes. A folder that exists is locked
-// until the program ends. One that does not exist is created when the first step begins: so a run that fails
-// at its start leaves none.
 bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes) {
     if (!flags.saves_checkpoints()) return false;
     const bool exists = fs::exists(flags.out);
@@ -51,7 +50,6 @@ bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes
     return exists;
 }
 
-// A new run must not use the folder of another run's checkpoints.
 void require_own_folder(const Flags& flags, const Resumed& resumed) {
     if (!flags.saves_checkpoints()) return;
     const std::string newest = find_checkpoint(flags.out);
@@ -91,7 +89,6 @@ static bool save_in(Run& run, const std::string& folder) {
     return true;
 }
 
-// Saves a checkpoint in --out, unless its name is empty. If that fails, the run goes on with the last one.
 bool save(Run& run) { return run.flags.out.empty() || save_in(run, run.flags.out); }
 
 // Saves the last step in a new folder of $TMPDIR or /tmp or, if that fails, of the working directory: any
@@ -115,8 +112,6 @@ static void save_elsewhere(Run& run) {
         print_error(concat("Step ", run.state.step, " is lost: no other folder could be written, either."));
 }
 
-// Saves the last step of a run. While --out cannot be written, it is tried again every minute, so that a user
-// can make room. After ten times, or a signal, the step is saved in another folder.
 int save_last(Run& run) {
     constexpr int TRIES = 10;
     interrupted = 0;
@@ -135,8 +130,7 @@ int save_last(Run& run) {
     return 0;
 }
 
-// A read can fail on one rank alone, say because a file was cut.
-void read_on_all_ranks(Run& run, const std::function<void()>& read) {
+void read_or_save_on_all_ranks(Run& run, const std::function<void()>& read) {
     std::string error;
     try {
         read();

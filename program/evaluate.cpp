@@ -3,34 +3,32 @@
 #include <algorithm>
 #include <cmath>
 
+#include "checkpoints.h"
 #include "generate.h"
-#include "run.h"
 
 namespace coat {
 
-// The held-out text as windows of --seq tokens. Their order is the same in every run.
-static Loader validation_loader(const Run& run) { return {run.corpus.validation, 1, run.setup.T, 0}; }
-
-// How many of these windows are evaluated: --eval-tokens, or all that there are. The number depends neither
+// How many held-out windows are evaluated: --eval-tokens, or all that there are. The number depends neither
 // on --batch nor on the number of ranks, and so the loss does not.
-static int64_t validation_window_count(const Run& run, const Loader& windows) {
-    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, windows.windows());
+static int64_t evaluated_window_count(const Run& run) {
+    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, run.held_out_windows->windows());
 }
 
 // Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
 // window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
 // amax.
-static void read_validation_batch(Run& run, const Loader& windows, int64_t number) {
+static void read_validation_batch(Run& run, int64_t number) {
     const int64_t T = run.setup.T;
     const int64_t first = number * run.setup.B;
-    const int64_t count = validation_window_count(run, windows);
+    const int64_t count = evaluated_window_count(run);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
-    read_on_all_ranks(run, [&] {
+    read_or_save_on_all_ranks(run, [&] {
         for (int64_t i = 0; i < run.setup.B; i++) {
             const bool counts = first + i < count;
             const int64_t repeated = first < count ? first : 0;
-            windows.read(counts ? first + i : repeated, &run.tokens[i * T], &run.targets[i * T]);
+            run.held_out_windows->read(counts ? first + i : repeated, &run.tokens[i * T],
+                                       &run.targets[i * T]);
             if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
         }
     });
@@ -39,14 +37,13 @@ static void read_validation_batch(Run& run, const Loader& windows, int64_t numbe
 // Each rank computes its share of the micro-batches. With FP8 operands the last digits of the loss depend on
 // --batch, because the values of a micro-batch share a scale.
 Validation measure_validation(Run& run) {
-    const Loader windows = validation_loader(run);
-    const int64_t batches = ceil_div(validation_window_count(run, windows), run.setup.B);
+    const int64_t batches = ceil_div(evaluated_window_count(run), run.setup.B);
     struct LossSum {
         double loss;
         int64_t targets;
     } sum{0, 0};
     for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
-        read_validation_batch(run, windows, first + run.setup.rank);
+        read_validation_batch(run, first + run.setup.rank);
         const int64_t targets = counted_targets(run.targets.data(), run.batch_tokens());
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const LossSum mine{.loss = mean * double(targets), .targets = targets};
@@ -90,7 +87,7 @@ static std::vector<float> values_on_all_ranks(const Run& run, const std::vector<
 // Every rank measures the same micro-batch, and the moments that it keeps.
 QuantReport measure_quantization(Run& run) {
     const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
-    read_validation_batch(run, validation_loader(run), 0);
+    read_validation_batch(run, 0);
     QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
     for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
         QuantStats sum;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 
+#include "../data/files.h"
 #include "start.h"
 
 namespace coat {
@@ -125,15 +126,23 @@ static size_t incomplete_end(const std::string& text) {
 
 // The setup of a model that only generates: one sequence of T tokens. Such a model, too, has the moments and
 // gradients of training; here they are the smallest possible.
-static Setup setup_to_generate(Setup s, int64_t T) {
-    s.optimizer = find_row(optimizers(), "coat", "--optimizer");
-    s.B = 1;
-    s.micro_batches_per_rank = 1;
-    s.T = T;
-    s.keep_masters = s.recipe.compute == Format::FP32;
-    s.keep_gradients = s.ranks > 1;
-    require_supported(s);
-    return s;
+static Setup setup_to_generate(const ModelConfig& config, const Recipe& recipe, int64_t T,
+                               ProcessGroup& processes) {
+    const bool several = processes.count() > 1;
+    const Setup setup{
+        .config = config,
+        .recipe = recipe,
+        .optimizer = find_row(optimizers(), "coat", "--optimizer"),
+        .B = 1,
+        .T = T,
+        .keep_masters = recipe.compute == Format::FP32,
+        .keep_gradients = several,
+        .rank = processes.rank(),
+        .ranks = processes.count(),
+        .communicator = several ? &processes : nullptr,
+    };
+    require_supported(setup);
+    return setup;
 }
 
 // The most tokens that the model sees: --seq, or as many as in the run that saved it.
@@ -170,26 +179,26 @@ static void print_continuation(Model& model, const Vocabulary& vocabulary, const
 
 // ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
 // folders have their weights.
-void answer_prompt(const Setup& rank_setup, const Flags& flags, ProcessGroup& processes) {
+void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     const std::string named = flags.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))
         throw Error(
             "--prompt needs a trained model; give --model and the folder of a run, a checkpoint or a ",
             "Hugging Face model.");
     const std::string folder = model_in(named);
-    Setup setup = rank_setup;
-    setup.recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
-    setup.config = read_model_config(folder);
-    const Vocabulary vocabulary = vocabulary_of(folder, setup.config);
+    const Recipe recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
+    const ModelConfig config = read_model_config(folder);
+    const Vocabulary vocabulary = vocabulary_of(folder, config);
     std::vector<int32_t> tokens = tokens_of(vocabulary, flags.prompt);
     const auto prompt = int64_t(tokens.size());
-    const int64_t limit = std::min(longest_seen(flags, folder), setup.config.longest_sequence());
-    setup = setup_to_generate(setup, std::min(limit, prompt + flags.new_tokens));
+    const int64_t limit = std::min(longest_seen(flags, folder), config.longest_sequence());
+    const int64_t T = std::min(limit, prompt + flags.new_tokens);
+    const Setup setup = setup_to_generate(config, recipe, T, processes);
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
-    require_weights(folder, setup.config);
+    require_weights(folder, config);
     const std::unique_ptr<Model> model = flags.on_gpu() ? make_gpu(setup) : make_reference(setup);
-    load_weights(folder, setup.config, model.get());
+    load_weights(folder, config, model.get());
 
     print_continuation(*model, vocabulary, flags, processes, tokens);
 }

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "checkpoints.h"
 #include "plan.h"
 #include "start.h"
 
@@ -24,62 +25,61 @@ static void finish_step_at_signal() {
     }
 }
 
-// Trains, or prints a plan. Returns the exit code. `rank_setup` is a setup that has the ranks alone. The
-// model belongs to main(), because an error must not destroy it before the other ranks know of it.
-static int run_training(Flags flags, const Setup& rank_setup, const std::string& why_no_gpu,
-                        const std::vector<std::string>& output_files, ProcessGroup& processes,
-                        std::unique_ptr<Model>& model) {
-    // What is trained, and on which data. All that can be refused is refused before the model is made, which
-    // may take minutes.
-    Resumed resumed;
-    bool out_is_locked = false;
-    if (flags.resumes()) {
-        if (!flags.given("out")) flags.out = folder_of_resumed(flags);
-        out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
-        resumed = resume_on_all_ranks(rank_setup, processes, out_is_locked, flags);
-        if (is_complete(resumed, flags)) {
-            print_complete(resumed);
-            return 0;
-        }
-    }
-    Setup setup = make_setup(rank_setup, why_no_gpu, flags);
-    const std::string weights_folder = find_weights(resumed, flags);
-    setup.config = choose_model(weights_folder, flags);
-    if (!flags.resumes()) out_is_locked = lock_output_folder_on_all_ranks(flags, processes);
+// Decides what is trained, and on which data. All that can be refused is refused before the model is made,
+// which may take minutes.
+static Run prepare_run(Flags flags, const Place& place, const Resumed& resumed, bool out_is_locked) {
+    const ModelAndFormats chosen = choose_model_and_formats(place, resumed, flags);
     require_own_folder(flags, resumed);
-    const Corpus corpus = load_data_on_all_ranks(flags, resumed, output_files, processes);
-    take_sizes_of_data(corpus, weights_folder, flags, setup);
-    require_supported(setup);
-
+    const Corpus corpus = load_data_on_all_ranks(place, flags, resumed);
+    flags.seq = choose_sequence_length(flags, chosen.config, corpus);
+    const Setup setup = make_setup(place, flags, chosen, corpus);
     // Rank 0 alone writes checkpoints, and a plan writes none.
     FileContents other_files;
-    if (rank_setup.rank == 0 && !flags.plan) other_files = find_other_files(weights_folder, corpus);
-    Run run{.flags = flags,
+    if (setup.rank == 0 && !flags.plan) other_files = find_other_files(chosen.weights_folder, corpus);
+    return {.flags = flags,
             .setup = setup,
-            .processes = processes,
-            .why_no_gpu = why_no_gpu,
-            .weights_folder = weights_folder,
+            .processes = place.processes,
+            .why_no_gpu = place.why_no_gpu,
+            .weights_folder = chosen.weights_folder,
             .resumed = resumed,
             .corpus = corpus,
             .other_files = other_files,
             .out_is_locked = out_is_locked,
             .state = resumed.state};
-    if (flags.plan) {
+}
+
+// Trains, or prints a plan. Returns the exit code. The model belongs to main(), because an error must not
+// destroy it before the other ranks know of it.
+static int run_training(Flags flags, const Place& place, std::unique_ptr<Model>& model) {
+    if (flags.resumes() && !flags.given("out")) flags.out = folder_of_resumed(flags);
+    const bool out_is_locked = lock_output_folder_on_all_ranks(flags, place.processes);
+    Resumed resumed;
+    if (flags.resumes()) {
+        resumed = read_resumed(find_resumed_on_all_ranks(flags, out_is_locked, place.processes));
+        take_flags_of_resumed(place.ranks, resumed, flags);
+        if (is_complete(resumed, flags)) {
+            print_complete(resumed);
+            return 0;
+        }
+    }
+    Run run = prepare_run(flags, place, resumed, out_is_locked);
+    if (run.flags.plan) {
         print_start(run);
-        print_plan(setup_of_last_rank(run), flags.on_gpu());
+        print_plan(setup_of_last_rank(run), run.flags.on_gpu());
         return 0;
     }
     run.state.settings = settings_to_save_on_all_ranks(run);
     require_same_on_all_ranks(run);
-    if (flags.resumes()) require_data_of_resumed(run);
+    if (run.flags.resumes()) require_data_of_resumed(run);
+    open_windows(run);
     print_start(run);
-    if (!weights_folder.empty()) require_weights(weights_folder, setup.config);
-    if (!flags.log.empty() && run.is_rank_0()) run.log.open(flags.log);
+    if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.setup.config);
+    if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
 
     model = make_model(run);
     run.model = model.get();
     log_settings(run);
-    if (flags.steps == 0) {
+    if (run.flags.steps == 0) {
         validate_and_report(run);
         report_quantization(run);
         return 0;
@@ -107,12 +107,15 @@ static int run_program(const std::vector<std::string>& arguments, std::unique_pt
     processes = start_ranks(launch, flags);
     const std::string why_no_gpu = choose_device(*processes, flags);
     if (flags.on_gpu()) flags.take_gpu_defaults();
-    const Setup rank_setup = setup_of_ranks(launch, *processes);
     if (flags.given("prompt")) {
-        answer_prompt(rank_setup, flags, *processes);
+        answer_prompt(flags, *processes);
         return 0;
     }
-    return run_training(flags, rank_setup, why_no_gpu, output_files, *processes, model);
+    const Place place{.processes = *processes,
+                      .ranks = launch.ranks,
+                      .why_no_gpu = why_no_gpu,
+                      .output_files = output_files};
+    return run_training(flags, place, model);
 }
 
 int main(int argc, char** argv) {

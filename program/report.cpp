@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../data/files.h"
 #include "generate.h"
 #include "plan.h"
 #include "run.h"
@@ -114,21 +115,20 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
                               {"tflops", tflops}});
 }
 
-// Prints and logs the end of a run. Since the program was started it has made `steps` steps in `seconds`. All
-// of them but the first took `timed` seconds, without validations, samples and saves.
-void print_end(Run& run, double validation, int64_t steps, double seconds, double timed) {
+// Prints and logs the end of a run.
+void print_end(Run& run, double validation, const StepTimes& times) {
     const LoopState& state = run.state;
     const int64_t skipped = state.step - state.updates;
     ordered_json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
     std::printf("\nDone: %s in %s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
-                with_noun(steps, "step").c_str(), duration(seconds).c_str(), skipped, state.first_validation,
-                validation);
-    if (steps > 1) {
-        const double step_seconds = timed / double(steps - 1);
+                with_noun(times.steps, "step").c_str(), duration(times.seconds).c_str(), skipped,
+                state.first_validation, validation);
+    if (times.steps > 1) {
+        const double step_seconds = times.timed / double(times.steps - 1);
         const double rate = double(run.step_tokens()) / step_seconds;
         std::printf("Steps %ld to %ld took %.0f ms each: %.0f tok/s without validation and saving.\n",
-                    state.step - steps + 2, state.step, step_seconds * 1e3, rate);
+                    state.step - times.steps + 2, state.step, step_seconds * 1e3, rate);
         end["tokens_per_second"] = rate;
     }
     run.write_to_log("end", end);

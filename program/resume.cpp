@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "../data/files.h"
 #include "start.h"
 
 namespace coat {
@@ -13,8 +14,8 @@ std::string folder_of_resumed(const Flags& flags) {
     return fs::canonical(last).parent_path().string();
 }
 
-// Says which checkpoints are skipped, because they are not whole. If this run saves into their folder, they
-// are renamed, so that they do not stand in the way of later ones.
+// Says which checkpoints are skipped, because they are not whole, and renames those in a folder that is
+// locked.
 static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipped,
                               const std::string& locked_out) {
     for (const auto& [path, why] : skipped) {
@@ -40,10 +41,23 @@ static std::string sentence_of_change(const Flags& flags, const Resumed& resumed
     return concat("after step ", step, ": ", changes, rates);
 }
 
-// Sets the flags that are not given to the values of the checkpoint. The micro-batches of a step are divided
-// among the ranks that there are now. Returns what the given flags change, as a text.
-static std::string take_flags_of(const ordered_json& settings, int64_t ranks, Flags& flags) {
-    ordered_json saved = settings;
+// Rank 0 alone reads all of the checkpoints; the others wait until it has renamed those that are skipped.
+std::string find_resumed_on_all_ranks(const Flags& flags, bool out_is_locked, ProcessGroup& processes) {
+    WholeCheckpoint found;
+    if (processes.rank() == 0) found = find_whole_checkpoint(flags.resume);
+    set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
+    return processes.all_gather(found.path).front();
+}
+
+Resumed read_resumed(const std::string& checkpoint) {
+    Resumed resumed{.checkpoint = checkpoint, .state = read_loop_state(checkpoint)};
+    resumed.settings = std::exchange(resumed.state.settings, ordered_json::object());
+    resumed.changes = resumed.settings.value("changes", ordered_json::array());
+    return resumed;
+}
+
+void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags) {
+    ordered_json saved = resumed.settings;
     const int64_t all = saved.at("accumulate");
     if (all % ranks)
         throw Error("The run has ", with_noun(all, "micro-batch"), " a step, which ",
@@ -52,25 +66,8 @@ static std::string take_flags_of(const ordered_json& settings, int64_t ranks, Fl
     const std::string changes = flags.take_checkpoint(saved);
     // An evaluation takes no steps, and the log is that of the run.
     if (flags.steps == 0 && !flags.given("log")) flags.log = "";
-    return changes;
-}
-
-// Continues the checkpoint that --resume names, or the newest in that folder that is whole. Rank 0 alone
-// reads all of it, and says what it skips; the others wait until it has renamed that.
-Resumed resume_on_all_ranks(const Setup& rank_setup, ProcessGroup& processes, bool out_is_locked,
-                            Flags& flags) {
-    WholeCheckpoint found;
-    if (rank_setup.rank == 0) found = find_whole_checkpoint(flags.resume);
-    set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
-    Resumed resumed;
-    resumed.checkpoint = processes.all_gather(found.path).front();
-    resumed.state = read_loop_state(resumed.checkpoint);
-    resumed.settings = std::exchange(resumed.state.settings, ordered_json::object());
-    resumed.changes = resumed.settings.value("changes", ordered_json::array());
-    const std::string changes = take_flags_of(resumed.settings, rank_setup.ranks, flags);
     if (flags.steps > 0 && !changes.empty())
         resumed.changes.push_back(sentence_of_change(flags, resumed, changes));
-    return resumed;
 }
 
 bool is_complete(const Resumed& resumed, const Flags& flags) {

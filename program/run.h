@@ -1,12 +1,22 @@
 // run.h - a run of ./train: what it is made of, how it trains (train.cpp), and what it measures, prints and
 // saves. start.h has what makes it.
+//
+// Types that other files declare:
+//   Flags             flags.h: the values of the command line; a member for each flag
+//   ProcessGroup      processes.h: all ranks of the run. all_gather(x) returns the x of every rank
+//   RunLog            log.h: the file of --log
+//   Corpus, Loader    data/tokens.h: the tokens to train on and those held out; micro-batches of them
+//   LoopState         data/checkpoint.h: the steps that were made, and the settings that a checkpoint keeps
+//   FileContents      data/model_folder.h: files by their names
+//   ordered_json      data/json.h: a value of JSON
+// fs:: is std::filesystem (data/files.h).
 #pragma once
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "../data/checkpoint.h"
-#include "../data/files.h"
 #include "../data/tokens.h"
 #include "../model.h"
 #include "flags.h"
@@ -40,7 +50,10 @@ struct Run {
     // What training changes.
     LoopState state;         // the steps that this run has made, and the settings for its own checkpoints
     Model* model = nullptr;  // null until it is made, after the start was printed
-    RunLog log{};            // of rank 0
+    // The data in windows of --seq tokens, made before the model. Held-out windows have the same order in
+    // every run.
+    std::optional<Loader> training_windows{}, held_out_windows{};
+    RunLog log{};                              // of rank 0
     std::vector<int32_t> tokens{}, targets{};  // micro-batches (B, T)
     std::string last_checkpoint{};  // the last complete one in --out; empty: none. Set by note_checkpoint().
     // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
@@ -56,27 +69,6 @@ struct Run {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// checkpoints.cpp: the folder --out, and what is saved there
-
-// Locks --out if it exists, and returns whether it does. Error if it does not, and cannot be created.
-bool lock_output_folder_on_all_ranks(const Flags& flags, ProcessGroup& processes);
-// Error if --out has the checkpoints of another run than `resumed`.
-void require_own_folder(const Flags& flags, const Resumed& resumed);
-void create_and_lock_output_folder(const Run& run);
-
-// Sets run.last_checkpoint. From then on an error is followed by "The last complete checkpoint is ...;
-// continue it with --resume".
-void note_checkpoint(Run& run, const std::string& checkpoint);
-// Saves the model and run.state as a checkpoint in --out, and returns whether that was possible.
-bool save(Run& run);
-// Saves the last step, in another folder if --out cannot be written. Returns the exit code: 0 if it is in
-// --out.
-int save_last(Run& run);
-// Calls `read`, which reads micro-batches. If it fails on a rank, all ranks save the last step and get an
-// Error.
-void read_on_all_ranks(Run& run, const std::function<void()>& read);
-
-// -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
 
 // The floating-point operations of training on one token of a sequence of T. For each weight of a GEMM they
@@ -88,7 +80,13 @@ double flops_per_token(const ModelConfig& c, int64_t T);
 void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);
 void print_step(Run& run, const StepResult& result, float lr, double took, double left);
-void print_end(Run& run, double validation, int64_t steps, double seconds, double timed);
+// The steps that were made since this program was started, and the seconds that they took.
+struct StepTimes {
+    int64_t steps;
+    double seconds;  // with validations, samples and saves
+    double timed;    // without these, and without the first step
+};
+void print_end(Run& run, double validation, const StepTimes& times);
 double validate_and_report(Run& run);
 void report_sample(Run& run);
 void report_quantization(Run& run);

@@ -5,13 +5,14 @@
 #include <cstdio>
 
 #include "../gpu/layout.h"
+#include "../data/files.h"
 #include "clock.h"
 #include "start.h"
 
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// The processes of the run, their device, and the model's shape
+// The processes of the run, and their device
 
 // --ranks starts processes on this machine. Thousands of them, by a slip of the finger, would bring it down.
 static void require_cores(int64_t ranks) {
@@ -51,48 +52,34 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags) {
     return why;
 }
 
-// A plan has one process, whatever the number of ranks that it is for.
-Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes) {
-    Setup setup{};
-    setup.ranks = launch.ranks;
-    setup.rank = processes.rank();
-    setup.communicator = processes.count() > 1 ? &processes : nullptr;
-    return setup;
-}
+// -----------------------------------------------------------------------------------------------------------
+// The model and the formats
 
-// Finds the rows of tables that the flags name. If --optimizer is not given, the flag becomes the recipe's.
-Setup make_setup(const Setup& rank_setup, const std::string& why_no_gpu, Flags& flags) {
-    Setup s = rank_setup;
-    s.recipe = find_row(recipes(), flags.recipe, "--recipe");
-    if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
-    s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
-    if (flags.attention == "groups") s.recipe.saved_attention = E4M3_1x16;
-    s.keep_masters = flags.master == "exact";
-    s.keep_gradients = flags.gradients == "kept";
-    if (!s.keep_gradients && flags.clip > 0 && s.ranks == 1)
-        throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
-    s.B = flags.batch;
-    s.micro_batches_per_rank = flags.accumulate;
-    s.seed = uint64_t(flags.seed);
-    // Print-outs show what the GPU will run: an older one lacks FP8 GEMMs. make_gpu() asks for itself.
-    if (flags.on_gpu() && why_no_gpu.empty()) s.recipe = recipe_on_gpu(s.recipe, gpu_capability());
-    return s;
-}
-
-// If --model is a folder, the run starts from the newest checkpoint in it, or from the folder itself.
-std::string find_weights(const Resumed& resumed, Flags& flags) {
+static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     if (flags.resumes()) return resumed.checkpoint;
     if (!fs::is_directory(flags.model)) return "";
-    flags.take_folder_defaults();
     for (const ModelConfig& c : models())
         if (c.name == flags.model)
             throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
     return model_in(flags.model);
 }
 
-ModelConfig choose_model(const std::string& weights_folder, const Flags& flags) {
-    if (!weights_folder.empty()) return read_model_config(weights_folder);
-    return find_row(models(), flags.model, "--model");
+ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags) {
+    Recipe recipe = find_row(recipes(), flags.recipe, "--recipe");
+    if (flags.optimizer.empty()) flags.optimizer = recipe.optimizer;
+    if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
+    if (flags.on_gpu() && place.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
+    const MomentFormats optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
+    if (flags.gradients == "none" && flags.clip > 0 && place.ranks == 1)
+        throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
+    const std::string folder = find_weights(resumed, flags);
+    if (!flags.resumes() && !folder.empty()) flags.take_folder_defaults();
+    return {
+        .weights_folder = folder,
+        .config = folder.empty() ? find_row(models(), flags.model, "--model") : read_model_config(folder),
+        .recipe = recipe,
+        .optimizer = optimizer,
+    };
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -118,24 +105,33 @@ static std::vector<DataFile> data_files(const ordered_json& settings) {
 
 // Which files of --data are no data: what the ranks of this run write, and files that were not there when the
 // run began.
-static CorpusOptions corpus_options_on_all_ranks(const Flags& flags, const Resumed& resumed,
-                                                 const std::vector<std::string>& output_files,
-                                                 ProcessGroup& processes) {
+static CorpusOptions corpus_options_on_all_ranks(const Place& place, const Flags& flags,
+                                                 const Resumed& resumed) {
     CorpusOptions options;
-    std::vector<std::string> written = output_files;
+    std::vector<std::string> written = place.output_files;
     written.push_back(flags.log);
     written.push_back(flags.out);
     for (const std::string& path : written)
-        for (const std::string& theirs : processes.all_gather(path)) options.written.push_back(theirs);
+        for (const std::string& theirs : place.processes.all_gather(path)) options.written.push_back(theirs);
     if (flags.resumes() && flags.data == resumed.settings.at("data").get<std::string>())
         options.known = data_files(resumed.settings);
     return options;
 }
 
-Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
-                              const std::vector<std::string>& output_files, ProcessGroup& processes) {
+Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resumed& resumed) {
     if (flags.plan && !flags.given("data")) return {};
-    return load_corpus(flags.data, corpus_options_on_all_ranks(flags, resumed, output_files, processes));
+    return load_corpus(flags.data, corpus_options_on_all_ranks(place, flags, resumed));
+}
+
+int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data) {
+    const int64_t packed = data.seq;  // 0: the data are not packed
+    int64_t seq = flags.seq;
+    if (!flags.given("seq") && !flags.resumes())
+        seq = packed ? packed : std::min(seq, config.longest_sequence());
+    if (packed && packed != seq)
+        throw Error("--data was packed for --seq ", packed, ", not ", seq, "; give --seq ", packed,
+                    ", or make it again with data/tokenize.py.");
+    return seq;
 }
 
 // The bytes of a text are the tokens of a model only if the model has no tokenizer of any kind.
@@ -151,24 +147,35 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
                     "the text with the same tokenizer (data/tokenize.py).");
 }
 
-// A model without a vocabulary size gets that of the data, or of bytes. If --seq is not given, it becomes the
-// length of packed conversations, or else the default, or the longest that the model can have.
-void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup) {
-    ModelConfig& config = setup.config;
+// The model with the vocabulary of the data, or of bytes, if it has none of its own.
+static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
     const int64_t largest = std::max(data.train_facts.largest, data.validation_facts.largest);
     const int64_t in_use = largest + 1;  // 0: there are no data
     if (config.V == 0) config.V = in_use ? std::max(in_use, data.vocabulary.size()) : 256;
-    if (data.bytes && !weights_folder.empty()) require_no_tokenizer(weights_folder, flags.data);
     if (in_use > config.V)
         throw Error("--data contains token ", largest, ", but ", config.name, " has ", config.V,
                     " tokens; make token files with its tokenizer (data/tokenize.py).");
-    const int64_t packed = data.seq;  // 0: the data are not packed
-    if (!flags.given("seq") && !flags.resumes())
-        flags.seq = packed ? packed : std::min(flags.seq, config.longest_sequence());
-    if (packed && packed != flags.seq)
-        throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
-                    ", or make it again with data/tokenize.py.");
-    setup.T = flags.seq;
+    return config;
+}
+
+Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data) {
+    if (data.bytes && !chosen.weights_folder.empty()) require_no_tokenizer(chosen.weights_folder, flags.data);
+    const Setup setup{
+        .config = with_vocabulary(chosen.config, data),
+        .recipe = chosen.recipe,
+        .optimizer = chosen.optimizer,
+        .B = flags.batch,
+        .T = flags.seq,
+        .micro_batches_per_rank = flags.accumulate,
+        .seed = uint64_t(flags.seed),
+        .keep_masters = flags.master == "exact",
+        .keep_gradients = flags.gradients == "kept",
+        .rank = place.processes.rank(),
+        .ranks = place.ranks,
+        .communicator = place.processes.count() > 1 ? &place.processes : nullptr,
+    };
+    require_supported(setup);
+    return setup;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -245,8 +252,6 @@ void require_data_of_resumed(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The model
 
-// A model without a tokenizer of its own gets the tokenizer.bin of the token files, so that --prompt can use
-// it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus) {
     FileContents files;
     if (!weights_folder.empty()) files = read_other_files(weights_folder);
@@ -257,7 +262,12 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
     return files;
 }
 
-// With the weights of a checkpoint or of a folder, or with random ones.
+void open_windows(Run& run) {
+    const Setup& s = run.setup;
+    run.held_out_windows.emplace(run.corpus.validation, 1, s.T, 0);
+    if (run.flags.steps > 0) run.training_windows.emplace(run.corpus.train, s.B, s.T, s.seed);
+}
+
 std::unique_ptr<Model> make_model(const Run& run) {
     std::unique_ptr<Model> model = run.flags.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
     if (run.flags.resumes()) load_checkpoint(run.weights_folder, *model);
@@ -265,7 +275,6 @@ std::unique_ptr<Model> make_model(const Run& run) {
     return model;
 }
 
-// Every start of ./train begins its lines of the log with its flags.
 void log_settings(Run& run) {
     ordered_json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
     settings.update(run.flags.all_settings());

@@ -1,7 +1,7 @@
 // start.h - from the command line to a run: the functions that main.cpp calls, in this order, on every rank.
-// (A few more are in run.h.) Some of them set flags that were not given: then Flags is not const. A function
-// whose name ends with on_all_ranks waits for all ranks, here and in other files: on one rank alone it would
-// never return.
+// Flags that were not given may follow from the device, from a checkpoint, from other flags and from the
+// data: functions that set them take Flags that are not const. A function whose name ends with on_all_ranks
+// waits for all ranks, here and in other files: on one rank alone it would never return.
 #pragma once
 #include "run.h"
 
@@ -10,28 +10,38 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // start.cpp: the ranks, and the device of this one
 
-// The files that standard output and error go to. Data are not read from them.
+// Where a run takes place.
+struct Place {
+    ProcessGroup& processes;  // all ranks, even if there is only this one
+    int64_t ranks;            // of the run. A plan has one process, whatever the number of ranks.
+    std::string why_no_gpu;   // why this process can use no GPU; empty if it can, or need not
+    std::vector<std::string> output_files;  // that standard output and error go to: they are no data
+};
+
+// The files that standard output and error go to. Asked for before start_ranks(), which closes some of them.
 std::vector<std::string> files_of_output();
 // Starts or finds the other ranks. From here on only rank 0 prints.
 std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags);
-// --device auto becomes cpu or gpu. Returns why this process can use no GPU; empty if it can, or need not.
+// --device auto becomes cpu or gpu. Returns Place::why_no_gpu.
 std::string choose_device(const ProcessGroup& processes, Flags& flags);
-// A setup with the ranks. Its other members are empty.
-Setup setup_of_ranks(const Launch& launch, ProcessGroup& processes);
 
 // -----------------------------------------------------------------------------------------------------------
 // generate.cpp: --prompt, which needs nothing of what follows
 
-void answer_prompt(const Setup& rank_setup, const Flags& flags, ProcessGroup& processes);
+void answer_prompt(const Flags& flags, ProcessGroup& processes);
 
 // -----------------------------------------------------------------------------------------------------------
 // resume.cpp: --resume
 
 std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
-// Finds what --resume continues, and sets the flags that are not given as they were in that run. Renames
-// checkpoints in --out that are not whole, if --out is locked.
-Resumed resume_on_all_ranks(const Setup& rank_setup, ProcessGroup& processes, bool out_is_locked,
-                            Flags& flags);
+// The newest of them that is whole. Says which newer ones are not. If their folder is --out, and is locked,
+// these are renamed: they would stand in the way of later ones.
+std::string find_resumed_on_all_ranks(const Flags& flags, bool out_is_locked, ProcessGroup& processes);
+Resumed read_resumed(const std::string& checkpoint);
+// Sets the flags that are not given as they were in the run that is continued, and notes in resumed.changes
+// how those that are given change its steps. The micro-batches of a step are shared by the ranks that there
+// are now.
+void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags);
 // Whether the run that --resume continues has made all its steps.
 bool is_complete(const Resumed& resumed, const Flags& flags);
 void print_complete(const Resumed& resumed);
@@ -41,25 +51,35 @@ std::string model_in(const std::string& folder);
 // -----------------------------------------------------------------------------------------------------------
 // start.cpp: the model and the data
 
-// The whole setup but the model and the length of sequences, which follow below.
-Setup make_setup(const Setup& rank_setup, const std::string& why_no_gpu, Flags& flags);
-// The folder that the run starts from: the checkpoint that it continues, or --model; empty if --model names a
-// row of the table.
-std::string find_weights(const Resumed& resumed, Flags& flags);
-ModelConfig choose_model(const std::string& weights_folder, const Flags& flags);
-// Reads --data; nothing for a plan, which needs no data. `output_files` are not read.
-Corpus load_data_on_all_ranks(const Flags& flags, const Resumed& resumed,
-                              const std::vector<std::string>& output_files, ProcessGroup& processes);
-// Sets setup.T, and the vocabulary size of a model that has none. Error if the model or --seq do not go with
-// the data.
-void take_sizes_of_data(const Corpus& data, const std::string& weights_folder, Flags& flags, Setup& setup);
-// The tokenizer and other files that checkpoints have besides the model.
+// What --model, --recipe and --optimizer name.
+struct ModelAndFormats {
+    // The folder that the run starts from: the checkpoint that it continues, or --model, or the newest
+    // checkpoint in it; empty if --model names a row of the table.
+    std::string weights_folder;
+    ModelConfig config;  // a row of the table may have vocabulary size 0: that of the data
+    Recipe recipe;       // as this GPU runs it, so that print-outs show that. make_gpu() asks for itself
+    MomentFormats optimizer;
+};
+// Sets the flags that these have defaults for. Error if --gradients and --clip contradict each other.
+ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags);
+// Reads --data; nothing for a plan, which needs no data.
+Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resumed& resumed);
+// --seq. If it is not given, that of packed conversations, or else the default, or the longest that the model
+// can have. Error if the data are packed for another one.
+int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data);
+// Error if the tokens of the data are none of the model's, or if the run is not supported.
+Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data);
+// The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
+// tokenizer.bin of the token files, so that --prompt can use it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
 // What trainer.json keeps of a run: its flags, what its data are, and how it came about.
 ordered_json settings_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
+void open_windows(Run& run);                     // Error if the data have fewer tokens than a micro-batch
+// With the weights of a checkpoint or of a folder, or with random ones.
 std::unique_ptr<Model> make_model(const Run& run);
+// Every start of ./train begins its lines of the log with its flags.
 void log_settings(Run& run);
 
 }  // namespace coat

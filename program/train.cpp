@@ -1,9 +1,10 @@
-// train.cpp - the training loop. Every rank goes through it, and all take the same decisions.
+// train.cpp - the training loop. Every rank goes through it, and all take the same decisions. now() is the
+// time in seconds (clock.h); `interrupted` is the signal that has come to this process, or 0 (processes.h).
 #include <cmath>
-#include <cstdlib>
 
+#include "../data/files.h"
+#include "checkpoints.h"
 #include "clock.h"
-#include "run.h"
 
 namespace coat {
 
@@ -53,7 +54,7 @@ struct Events {
 
 }  // namespace
 
-static void train_step(Run& run, const Loader& loader, Progress& progress);
+static void train_step(Run& run, Progress& progress);
 static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int save_and_end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
@@ -61,7 +62,7 @@ static int finish(Run& run, const Progress& progress);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
-    const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
+    // A run that is continued has a checkpoint from its start.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -70,7 +71,7 @@ int train(Run& run) {
         .steps_before = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
-        train_step(run, loader, progress);
+        train_step(run, progress);
         const bool last = run.state.step == flags.steps;  // finish() validates and saves it
         const Events events = events_on_all_ranks(run, progress);
         if (events.signal && !last) return save_and_end_at_signal(run, events.signal);
@@ -89,14 +90,14 @@ int train(Run& run) {
 
 // Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn: so one rank with a
 // larger --accumulate reads the same ones in a step as several ranks.
-static void read_step(Run& run, const Loader& loader) {
+static void read_step(Run& run) {
     const Setup& s = run.setup;
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
-    read_on_all_ranks(run, [&] {
+    read_or_save_on_all_ranks(run, [&] {
         for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
-            loader.read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
+            run.training_windows->read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
 }
 
@@ -132,11 +133,11 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
 }
 
 // One optimizer step: reads its micro-batches, updates the model, counts and prints the step.
-static void train_step(Run& run, const Loader& loader, Progress& progress) {
+static void train_step(Run& run, Progress& progress) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const double before = now();
     const AdamWOptions adamw = next_update(run);
-    read_step(run, loader);
+    read_step(run);
     // If step() fails, some weights are those of this step and some those of the last: they are not saved.
     run.at_savable_step = false;
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
@@ -182,8 +183,10 @@ static int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);
     report_quantization(run);
-    const int64_t steps = run.state.step - progress.steps_before;
-    print_end(run, validation, steps, now() - progress.started, progress.timed);
+    print_end(run, validation,
+              {.steps = run.state.step - progress.steps_before,
+               .seconds = now() - progress.started,
+               .timed = progress.timed});
     return code;
 }
 

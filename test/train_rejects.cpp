@@ -52,9 +52,10 @@ TEST_CASE("train: sizes and data and files that cannot work are rejected before 
 --model gpt2-tiny --gradients none --clip 0 --accumulate 2 | --accumulate 1;
 --ranks 2 --gradients none --clip 0 | several ranks; --ranks 2 --gradients none | several ranks;
 --out new --data nowhere | nowhere; --out a/b/c --seq 512 | --seq; --ranks 2 --out new --data short | --)");
-    // A wrong flag comes before a wrong folder, and a folder that cannot be created before the data.
-    check_rows(folder, TINY + "--steps 2 --out text/out ", R"(
---recipe fp9; --optimizer sgd; --model llama-tinny; --data nowhere | text is not a folder)");
+    // A folder that cannot be created comes before the data, and so does a wrong flag.
+    check_rows(folder, TINY + "--steps 2 --data nowhere ", R"(
+--recipe fp9; --optimizer sgd; --model llama-tinny; --gradients none | give --clip 0.;
+--out text/out | text is not a folder)");
     // What fails in the first validation, after the model was made, leaves no folder either.
     folder.write("val.bin", token_file(std::vector<uint32_t>(2000, 5 | 1u << 31)));
     folder.write("train.bin", token_file(std::vector<uint32_t>(2000, 5)));
