@@ -11,6 +11,8 @@
 #                                   it in shared memory, and elsewhere its slower timing may show it
 #   dev/gpu.sh seeds [FIRST LAST]   each kernel test, except the long ones, with the random inputs of these
 #                                   seeds (1 to 20), eight at a time; COAT_SEED=... repeats one
+#   dev/gpu.sh ladders              every rung of every ladder (dev/ladders): a ladder fails if a rung differs
+#                                   from the CPU reference
 # Logs go to the folder $OUT, or to build/logs. `python3 dev/results.py tests` runs `gpu` and `seeds` and records
 # what they say in dev/RESULTS.md.
 set -uo pipefail
@@ -27,7 +29,9 @@ if ! command -v nvidia-smi > /dev/null; then
 fi
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | head -n 1
 start=$SECONDS
-if ! make train build/tests > "$logs/build.log" 2>&1; then
+targets='train build/tests'
+[ "${1:-}" != ladders ] || targets=ladders
+if ! make $targets > "$logs/build.log" 2>&1; then
     tail -n 40 "$logs/build.log"
     echo "gpu.sh: The build failed; the end of $logs/build.log is above." >&2
     exit 1
@@ -83,12 +87,21 @@ seeds() {  # first, last
     failed=$(grep -vc '^0 ' "$logs/seeds.txt" || true)
 }
 
+ladders() {
+    local ladder
+    for ladder in dev/ladders/*.cu; do
+        ladder=ladder_$(basename "$ladder" .cu)
+        run "$ladder" "build/$ladder"
+    done
+}
+
 export kernels='*test/coat.cu,*test/*adamw*.cu,*test/gpu/*.cu'
 case ${1:-gpu} in
     all) run tests make test ;;
     sanitize) sanitize 'racecheck memcheck initcheck' "$kernels" "${2:-}" ;;
     races) sanitize racecheck '*test/gpu/attention.cu' '' ;;
     seeds) seeds "${2:-1}" "${3:-20}" ;;
+    ladders) ladders ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac
