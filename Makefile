@@ -1,16 +1,19 @@
 # make train      the program ./train; with the GPU in it where nvcc is found
-# make test       every test; the last line is "N passed, N failed, N skipped"
+# make test       every test; the last line is "N passed, N failed, N skipped".
+#                 TEST_ARGS="--test-case='*group*'" chooses tests by name
 # make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU; SANITIZE=thread chooses
 #                 ThreadSanitizer (for which tests, test/README.md says)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
-#                 build/bench.json and build/bench.svg
-# make ladders    kernels built up step by step (dev/ladders), to be run on a GPU; make build/ladder_adamw is one
+#                 build/bench.json and build/bench.svg. BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run
+# make ladders    kernels built up step by step (dev/ladders); dev/gpu.sh ladders runs them
 # make all        every program and exercise; it runs none
-# make exercise N=3   what the judge says of dev/exercises/03-...; HINT=1 adds a hint
+# make exercise N=3   what the judge says of dev/exercises/03-...; it needs the number N; HINT=1 adds a hint
 # make read       build/read.html: the course beside the code of the CPU, of the GPU and of the tests, as one page;
 #                 build/ladders.html: the ladders (dev/ladders), rung by rung
 # make figures    draws the figures of the course again, into build/figures/drawn (needs Python's matplotlib)
 # make clean      removes what was built
+# make help       prints this
+# make build/tests, make build/ladder_adamw, make build/coat.cu.o   one program or one object, by its name
 #
 # Settings are given as in `make NVCC= train`:
 # NVCC=           builds for the CPU alone; NVCC=/path/to/nvcc chooses one, of CUDA 12.9 or newer
@@ -73,12 +76,11 @@ $(PROGRAM) $(O)/tests $(O)/bench $(LADDERS) $(O)/exercise_$(N):
 # ---------------------------------------------------------------------------------------------------------------
 # Commands
 
-.PHONY: all ladders test sanitize bench exercise need-number read figures clean FORCE
+.PHONY: all ladders test sanitize bench exercise need-number read figures clean help FORCE
 
 all: $(PROGRAM) $(O)/tests $(call object,$(EXERCISES)) $(if $(NVCC),$(O)/bench ladders)
 ladders: $(LADDERS)
 
-# TEST_ARGS="--test-case='*group*'" chooses tests by name.
 test: $(PROGRAM) $(O)/tests
 	OMP_WAIT_POLICY=passive COAT_TRAIN=$(abspath $(PROGRAM)) $(O)/tests $(TEST_ARGS)
 
@@ -88,7 +90,6 @@ sanitize:
 	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize-$(SANITIZE) \
 	    NVCC= OPT="-O1 -g -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -Wno-maybe-uninitialized"
 
-# BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run than those in the bench's table.
 bench: $(O)/bench
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg
@@ -102,6 +103,9 @@ read:
 	@python3 dev/read.py $(abspath $(O))/read.html
 figures: $(PROGRAM)
 	python3 dev/figures.py $(abspath $(PROGRAM))
+# The comment at the top of this file.
+help:
+	@sed -n '/^#/!q; s/^# \?//p' Makefile
 clean:
 	rm -rf $(O) $(PROGRAM)
 
