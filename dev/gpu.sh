@@ -44,7 +44,7 @@ run() {  # name, command...
     shift
     if "$@" > "$log" 2>&1; then note "$name passed in $((SECONDS - begun)) s: $(tail -n 1 "$log")"; else
         failed=1
-        grep -E -A12 'ERROR|error:|TEST CASE|Invalid|hazard|Uninitialized' "$log" | head -n 120
+        grep -E -A12 'ERROR|error:|WRONG|TEST CASE|Invalid|hazard|Uninitialized' "$log" | head -n 120
         note "$name FAILED in $((SECONDS - begun)) s: $(tail -n 1 "$log")"
     fi
     grep -E 'MESSAGE' "$log" | sed 's/.*MESSAGE: //' | head -n 60
