@@ -488,6 +488,7 @@ def ladder(name):
     for part in parts:
         if found := re.match(r"(Answer to|Answers|Hints for) (.*)", part.title):
             below[found[2]] = (found[1].split()[0], part)
+    kernels = {cut.short: cut for cut in cuts if "__global__" in "".join(cut.lines)}
     entries, sections = [], []
     for part in parts:
         if re.match("(Answer|Hints) ?", part.title) and not part.cuts:
@@ -507,7 +508,13 @@ def ladder(name):
         entries.append(entry(place, number, html.escape(title) if rung else breakable(title), part.cuts,
                              "ladder" if part is parts[0] else ""))
         where = f"<p class=paper>{name}.cu, rung {number}</p>" if rung else ""
-        sections.append(section(place, number, html.escape(title), where, text, columns(page, part.cuts)))
+        code = columns(page, part.cuts)
+        if rung:  # a kernel of an earlier rung that is launched again is shown again, without its id
+            launched = re.findall(r"(\w+)(?:<[^<>]*>)?<<<", "\n".join(line for cut in part.cuts for line in cut.lines))
+            again = [kernels[kernel] for kernel in dict.fromkeys(launched) if kernels[kernel] not in part.cuts]
+            articles = "".join(page.article(cut).replace(f'id="{cut.id}" ', "", 1) for cut in again)
+            code = code.replace("</div></div><button class=whole", f"{articles}</div></div><button class=whole")
+        sections.append(section(place, number, html.escape(title), where, text, code))
     if below:
         sys.exit(f"dev/ladders/{name}.cu has answers or hints for parts that it does not have: {', '.join(below)}")
     return entries, sections
@@ -530,7 +537,7 @@ def ladders():
 
 # --- The pages
 
-def write_page(out, menu, legend, heading, intro, entries, sections):
+def write_page(out, css_class, menu, legend, heading, intro, entries, sections):
     css, js = ((ROOT / "dev" / name).read_text() for name in ("read.css", "read.js"))
     out.parent.mkdir(exist_ok=True)
     text = f"""<!DOCTYPE html>
@@ -542,15 +549,15 @@ def write_page(out, menu, legend, heading, intro, entries, sections):
 <ol>{"".join(entries)}</ol>
 <p class=keys><kbd>j</kbd> <kbd>k</kbd> next, previous <br><kbd>f</kbd> fold a lesson <br><kbd>1</kbd> <kbd>2</kbd>
 <kbd>3</kbd> <kbd>4</kbd> text, CPU, GPU, test</p></nav>
-<main id=top><div class=intro><h1>{heading}</h1>{intro}</div>{"".join(sections)}</main>
+<main id=top class="{css_class}"><div class=intro><h1>{heading}</h1>{intro}</div>{"".join(sections)}</main>
 <div id=tip hidden></div><script>{js}</script></html>
 """
     out.write_text(text.replace(f'href="{out.name}#', 'href="#'))
 
 def main(out):
     legend = " ".join(f"<span class={kind}>{name}</span>" for kind, name in KINDS.items())
-    write_page(out, "Lessons", legend, *course())
-    write_page(out.with_name("ladders.html"), "Ladders", "", *ladders())
+    write_page(out, "", "Lessons", legend, *course())
+    write_page(out.with_name("ladders.html"), "ladders", "Ladders", "", *ladders())
     print(f"{out}: the course. {out.with_name('ladders.html')}: the ladders. Open them in a browser.")
 
 if __name__ == "__main__":

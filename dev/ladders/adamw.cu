@@ -53,9 +53,9 @@
 // 9% less.
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass build/ladder_adamw
-// prints (here that of nvcc 12.9): one follows a thread from the first line of a kernel to EXIT, along the
-// branches that nearly every thread takes, counts a loop as often as it runs, and divides by the elements of
-// the thread. An *element* is what the thread has of one parameter.
+// prints (that of nvcc 12.9; the measured program was built by 13.0): one follows a thread from the first
+// line of a kernel to EXIT, along the branches that nearly every thread takes, counts a loop as often as it
+// runs, and divides by the elements of the thread. An *element* is what the thread has of one parameter.
 #include "adamw_data.h"
 
 using namespace ladder;
@@ -279,13 +279,13 @@ void launch_rung2(const State& s, const Constants& c) {
 //
 //   for each element   logarithms         4     m and v, when they are loaded and when they are stored
 //                      exponentials       4     likewise
-//                      divisions          5     three in the update, one by max for each of m and v
+//                      divisions          5     a reciprocal each: three in the update, m and v by their max
 //                      root               1     of v
 //   once for a lane    divisions      4 / N     1 / k and equation 4, for each of m and v
 //                      together  14 + 4 / N
 //
-// (y / 448 needs no special function: the reciprocal of a constant is known. Nor does log2f, as equation 4
-// has it still, which consists of multiplications and additions.)
+// Two things need no special function: y / 448, for the reciprocal of a constant is known; and equation 4's
+// log2f, which consists of multiplications and additions.
 //
 // Predict: how many times faster does it become?
 struct SpecialFunctions : AsWritten {  // scaling() and update() are those of AsWritten
@@ -307,7 +307,7 @@ void launch_rung3(const State& s, const Constants& c) {
 // ===========================================================================================================
 // Between rungs 3 and 4: the same kernel for N elements a lane
 //
-// Nothing is computed in another way here. Rungs 4 to 8 share most of their code, and differ in N, the
+// Nothing is computed in another way here, and nothing is to be predicted. Rungs 4 to 8 differ in N, the
 // elements of a lane, and in their arithmetic. So rung 2's kernel is cut into parts with these two as blanks:
 //
 //   rungs 2 and 3                                      from here on
@@ -319,8 +319,8 @@ void launch_rung3(const State& s, const Constants& c) {
 //   the kernel around it                               rungs4_to_6
 //
 // Piece<uint8_t, N> (ladder.h) is N neighbouring elements in registers of a lane, which load() and store()
-// move with one instruction: for N = 4 what rung 2 calls words_m. contract() and expand() have all elements
-// of a lane, so that they can compute once what is the same for all of them: that is rung 4.
+// move with one instruction. contract() and expand() now have all elements of a lane, so that they can
+// compute once what is the same for all of them: that is rung 4.
 
 template <int N> struct Elements {  // of one lane, as they are stored
     Piece<uint16_t, N> weight;
@@ -436,9 +436,9 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 //   codes                 0            2^(k log2 0) is 2^-infinity
 //
 // A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
-// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 does
-// fast_log2_of_normal make it 0. For such groups the kernel that trains has a second, careful path; the rungs
-// have none.
+// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 may
+// fast_log2_of_normal make it 0, or where max is below 2^-100, which takes its place. For such groups the
+// kernel that trains has a second, careful path; the rungs have none.
 struct Reciprocals {
     static __device__ MomentScaling scaling(float max, float min_nonzero) {
         const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
@@ -812,7 +812,8 @@ int main(int argc, char** argv) {
 //
 // From here on the three times are alike, and how they overlap decides. To see it, copies of rungs 4 to 6
 // were measured in which all groups use the memory of the first 2^20 parameters. These stay in the L2 cache,
-// so what is left is the arithmetic:
+// so what is left is the arithmetic. (This was another run than that of the table above, so "as it is"
+// differs from it by 1%.)
 //
 //   rung   as it is    arithmetic alone    slowest of its counts
 //    4     1,115 us    969 us              890 us
@@ -854,9 +855,14 @@ int main(int argc, char** argv) {
 //   predicted   1,000 to 1,050 us
 //   measured    1,106 us, 13% slower than rung 6
 //
-// Not every change pays at once. Two blocks of 256 threads are a quarter of what a multiprocessor can hold,
-// and half of the accesses are still for scales. Rung 8 needs a warp that goes through many groups, so the
-// change stayed.
+// The prediction had two premises: that rung 6 leaves memory idle while its warps compute, and that 16 warps
+// on a multiprocessor are enough if each has asked for its next groups. At least one of them is wrong. Rung
+// 6 has 32 warps there, of four blocks, and while some of them compute, others load: it reaches 91% of the
+// rate of a copy without our help. And 16 warps hide less of the waiting inside the arithmetic, for instance
+// for a shuffle or a look-up. Which of these costs how much was not measured.
+//
+// In both rungs half of the accesses are for scales. So these do not explain why rung 7 is slower, but rung
+// 8 shows that they cost a tenth. Rung 8 needs a warp that goes through many groups, so the change stayed.
 
 // ===========================================================================================================
 // Answer to rung 8
@@ -866,10 +872,11 @@ int main(int argc, char** argv) {
 //   measured    988 us, 11% faster than rung 7, 1% slower than rung 6
 //
 // This rung wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If this were
-// all, one would stop there. The kernel that trains goes through bundles as this rung does, and takes 1,031
-// us, for it does more: several parameters in one launch, groups that are extremely wide or small, other
-// formats, the amax of the new weights. Whether it would be faster in the manner of rung 6 has not been
-// measured.
+// all, one would stop there. What would tell more was not measured: rung 6 with the scales of this rung.
+//
+// The kernel that trains goes through bundles as this rung does, and takes 1,031 us, for it does more:
+// several parameters in one launch, groups that are extremely wide or small, other formats, the amax of the
+// new weights. Whether it would be faster in the manner of rung 6 has not been measured either.
 
 // ===========================================================================================================
 // On paper: for those without a GPU

@@ -34,6 +34,7 @@
 //                    8.8 us for each instruction that every pair takes
 //   sectors          about one of 32 bytes a clock and multiprocessor: 1,130 us for each that every pair
 //                    takes
+//   shared memory    a clock of a multiprocessor for every pair: 1,130 us, too
 //
 // q, k and v are rows of one tensor (B, T, 3 heads 128), so a key's 128 numbers are 256 bytes, and the next
 // key is 24 KB away.
@@ -174,13 +175,14 @@ void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUE
 // exp(-infinity) = 0.
 //
 //   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:
-//             key  1   256 bytes: threads 16 ... 31                         one access
+//             key  1   256 bytes: threads 16 ... 31                         no conflict
 //             ...
 //
 // The kernel is also that of rung 4: LANES is how many lanes share a query, here 1.
 //
 // Counted: as rung 2, with 32 loads for a pair in place of 256. q and the output still do not fit into
-// registers.
+// registers. A load of 16 bytes a lane takes 4 clocks of shared memory (README.md): 32 loads for the 32 pairs
+// of a warp are 4 clocks for each pair.
 //
 // Predict: the time.
 constexpr int KEYS = 32;  // in shared memory
@@ -256,6 +258,7 @@ void launch_rung3(const Shape& s, const Tensors& t) {
 //   lane of the query       0        1        2         3         0           64 neighbouring bytes a load
 //
 // Counted: about 190 instructions of a lane for a pair, so 760 for the pair. Most are conversions and FMAs.
+// Of shared memory 4 clocks a pair, as before: a warp has 8 loads for its 8 pairs.
 //
 // Predict: the time.
 void launch_rung4(const Shape& s, const Tensors& t) {
@@ -272,7 +275,7 @@ void launch_rung4(const Shape& s, const Tensors& t) {
 //
 // Counted: 268 million exponentials on the special function units (16 lanes a clock) take 71 us.
 //
-// Predict: how many times 167 us does it take?
+// Predict: guess how many times 167 us it takes. Nothing that was counted here tells it.
 void launch_rung5(const Shape& s, const Tensors& t) {
     const gpu::AttentionShape shape = s.attention();
     gpu::any_gpu_attention(shape).forward(shape, t.qkv, t.out, t.lse, nullptr, nullptr);
@@ -288,7 +291,7 @@ void launch_rung5(const Shape& s, const Tensors& t) {
 //
 // Counted: as rung 5.
 //
-// Predict: how many times 167 us does it take?
+// Predict: guess again. How much of the exponentials is hidden, if both limits were added up to 238 us?
 void launch_rung6(const Shape& s, const Tensors& t) {
     if (gpu::device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return;  // shown as "not written yet"
     const gpu::AttentionShape shape = s.attention();
@@ -303,7 +306,9 @@ void launch_rung6(const Shape& s, const Tensors& t) {
 //
 //   make build/ladder_attention && build/ladder_attention 2 7
 //
-// compares it with the reference and measures it beside rung 2. Hints stand at the end of this file.
+// compares it with the reference and measures it beside rung 2. Hints stand at the end of this file. Without
+// a GPU: layouts.py, in this folder, asks which numbers of a key a lane loads in rung 4, and checks your
+// answer.
 [[maybe_unused]] __global__ void my_kernel([[maybe_unused]] Shape s, [[maybe_unused]] const bf16* qkv,
                                            [[maybe_unused]] bf16* out) {}
 
@@ -337,7 +342,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Measured on an H200
 //
-// B 4, T 2048, 32 heads of 128:
+// B 4, T 2048, 32 heads of 128. The last column has the largest error (here it is no number of codes).
 //
 //   rung                                                           us  % of GEMM  speed-up  codes
 //    1  as the formula reads: three kernels, T x T scores     317522.6         0%         -  2.6e-03
@@ -368,7 +373,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      as rung 2, with fewer loads
+//   limits      as rung 2, with fewer loads; shared memory 4,520 us
 //   predicted   half of rung 2
 //   measured    16,350 us, a third of rung 2
 //
@@ -378,7 +383,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 4
 //
-//   limits      instructions 6,700 us; FP32 units alone 2,260 us
+//   limits      instructions 6,700 us; shared memory 4,520 us; FP32 units alone 2,260 us
 //   predicted   8,000 us
 //   measured    9,755 us
 //
@@ -404,6 +409,9 @@ int main(int argc, char** argv) {
 
 // ===========================================================================================================
 // How the kernels that train were built
+//
+// This part is for those who know such kernels already (FlashAttention-3); nothing needs it. Names in it are
+// those of gpu/attention_sm90.cu.
 //
 // Measured when gpu/attention.cu and gpu/attention_sm90.cu were built, of which the last versions remain.
 //

@@ -158,14 +158,15 @@ def check(answers):
     for names, checks in CHECKS.items():
         functions = [getattr(answers, name) for name in names]
         said = "passed"
-        if any(function(0, 0) is None if function.__code__.co_argcount == 2 else function(0) is None
-               for function in functions):
-            said = "not written yet"
-        else:
-            try:
+        try:
+            if any(function(*[0] * function.__code__.co_argcount) is None for function in functions):
+                said = "not written yet"
+            else:
                 checks(*functions)
-            except Wrong as error:
-                said = f"wrong: {error}"
-                wrong = True
+        except Wrong as error:
+            said = f"wrong: {error}"
+        except Exception as error:  # of the reader's function
+            said = f"wrong: it raises {type(error).__name__}: {error}"
+        wrong = wrong or said.startswith("wrong")
         print(f"{' and '.join(names)}: {said}")
     sys.exit(wrong)

@@ -26,15 +26,18 @@
 //                    the rate of a copy                                                            51 us
 //   instructions     a multiprocessor issues 4 a clock, each for 32 lanes:   2.2 us for each that every
 //                    element takes. Within 51 us there is room for 23
+//   latency          what a load asks for arrives about 0.8 us later. Where each of the 2,048 threads of a
+//                    multiprocessor has one element on its way: 200 us for all elements. With two on their
+//                    way 100 us, and so on. What is in a cache arrives sooner
 //
 // To do the sums again: 16384 x 4096 x 3.25 bytes / 4.27e12 = 51 us; 16384 x 4096 / (132 x 4 x 32 x 1.8e9) =
-// 2.2 us. At 1.8 GHz a rung takes at least the larger of the two. (README.md says how far the clock may
-// differ.)
+// 2.2 us; 16384 x 4096 / (132 x 2,048) x 0.8 = 200 us. Kernels that follow each other do not overlap, so each
+// of them has its own limit, and their times add up. (README.md says how far the clock may differ.)
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
-// build/ladder_norm_to_fp8 prints (here that of nvcc 12.9): one follows a thread from the first line of a
-// kernel to EXIT, along the branches that nearly every thread takes, counts a loop as often as it runs, and
-// divides by the elements of the thread.
+// build/ladder_norm_to_fp8 prints (that of nvcc 12.9; the measured program was built by 13.0): one follows a
+// thread from the first line of a kernel to EXIT, along the branches that nearly every thread takes, counts
+// a loop as often as it runs, and divides by the elements of the thread.
 #include "norm_to_fp8_data.h"
 
 using namespace ladder;
@@ -96,7 +99,11 @@ __device__ int64_t thread_of_grid() { return static_cast<int64_t>(blockIdx.x) * 
 // raises the amax in memory to it (atomicMax). magnitude_bits are the bits of |y|, which have the order of
 // the magnitudes.
 //
-// Predict: what do bytes and instructions take, and is it one of these that decides?
+// Loads: dequantize, amax and quantize load one element a thread. In its first walk over a row, the norm
+// loads four elements at once. In its second it loads one at a time: for all that the compiler knows, the
+// store of y could change the next x.
+//
+// Predict: what do bytes, instructions and latency take, and which of these decides?
 __global__ void dequantize(Tensors t) {
     const int64_t i = thread_of_grid();
     if (i < t.rows * t.cols) t.x[i] = input(t, i);
@@ -136,9 +143,10 @@ void launch_rung1(const Tensors& t) {
 //
 // The sum of squares goes through shuffles within a warp, then through shared memory between the eight warps.
 //
-// Counted: about 160 instructions for an element, and 22 bytes as before.
+// Counted: about 160 instructions for an element, and 22 bytes as before. For the sum a thread loads its 16
+// elements at once, and in its second walk one at a time; these come from the cache.
 //
-// Predict: the times of both resources. Four kernels follow each other: do they all have the same limit?
+// Predict: the time of each of the four kernels. Do they all have the same limit?
 __device__ float sum_of_block(float x) {
     __shared__ float warps[THREADS / 32];
     x = gpu::sum_of_warp(x);
@@ -171,7 +179,8 @@ void launch_rung2(const Tensors& t) {
 // 32 elements. The block reads its row twice, but the second read comes from the cache: it is 4.6 KB of
 // codes and scales.
 //
-// Counted: 97 instructions for an element, and 10 bytes: 1.125 + 4 in the first pass, 4 + 1 in the second.
+// Counted: 97 instructions for an element, and 10.125 bytes: 1.125 + 4 in the first pass, 4 + 1 in the
+// second. For the sum a thread loads four elements at once, and in its second walk one at a time.
 //
 // Predict: the time.
 
@@ -210,7 +219,8 @@ void launch_rung3(const Tensors& t) {
 //
 // Counted: 116 instructions for an element, more than in rung 3, because dequantizing is done three times:
 // twice in the first pass, for the sum of squares and for the amax, and once in the second. Codes are loaded
-// one byte at a time, with their own address and their own scale each.
+// one byte at a time, with their own address and their own scale each. Now that nothing is stored in between,
+// both walks of the first pass load four elements at once; in the second pass a thread has one.
 //
 // Predict: a third of the bytes. A third of the time?
 __global__ void second_pass(Tensors t) {  // grid (cols / 256, rows)
@@ -235,7 +245,7 @@ void launch_rung4(const Tensors& t) {
 //   lane                      0       1         2         3
 //   scales           group        0                   1           ...      two lanes read the same
 //
-// Counted: 43 instructions for an element.
+// Counted: 43 instructions for an element. A thread has eight elements on their way.
 //
 // Predict: the time.
 constexpr int CHUNK = 8;
@@ -367,59 +377,62 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 1
 //
-//   limits      memory 350 us, instructions 320 us
+//   limits      latency 200 + (820 + 410 or more) + 200 + 200 us, memory 350 us, instructions 320 us
 //   predicted   several times 350 us, by latency
 //   measured    2,489 us
 //
-// Neither of the two decides, as predicted. The norm has 124 threads on a multiprocessor, and each waits for
-// its loads: too few bytes are on their way.
+// The norm: 16,384 threads run at once, and each waits 4,096 / 4 times 0.8 us in its first walk, 820 us. In
+// its second walk a load is from memory if its sector has left the cache: 410 us if this is so for one of
+// eight, 3,280 us if it is so for all. Then the other three kernels: a load for each element. Together it is
+// at least 1,830 us. (The kernels of this ladder were not measured one by one: try it with nsys.)
 
 // ===========================================================================================================
 // Answer to rung 2
 //
-//   limits      memory 350 us, instructions 350 us
+//   limits      latency 200 + (12 + up to 200) + 200 + 200 us, memory 350 us, instructions 350 us
 //   predicted   450 to 550 us
 //   measured    1,191 us
 //
-// It takes more than twice as long as predicted. Our two times were those of all four kernels together, as
-// if one could do its instructions while another moves its bytes. But kernels that follow each other do not
-// overlap. And neither count sees that the kernel for the amax has 2.1 million warps, one for each 32
-// elements, which all go to one address. In rung 3 a warp does that once for 512 elements. (The kernels of
-// this rung were not measured one by one: try it with nsys.)
+// We had counted bytes and instructions, and nothing else. Three of the four kernels have one load for each
+// element, so latency alone is 600 to 800 us. What is left is not explained. One suspect is the amax: its 2.1
+// million warps, one for each 32 elements, first load their elements, and then all ask for the same word in
+// memory.
 
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      instructions 210 us, memory 160 us
+//   limits      latency (50 + up to 200) + 200 us, instructions 210 us, memory 160 us
 //   predicted   250 to 400 us
 //   measured    349 us
 //
-// It takes 842 us less than rung 2: six times what bytes and instructions explain. We think that the rest is
-// the amax.
+// Two kernels are gone, and with them 400 us of latency, and a warp asks for the amax once for 512 elements.
+// The second kernel, which loads y and stores a code, may well be half of this rung: one like it takes 177
+// us in quantize_transpose.cu.
 
 // ===========================================================================================================
 // Answer to rung 4
 //
-//   limits      instructions 255 us, memory 51 us
+//   limits      latency 50 + up to 50 + 200 us, instructions 255 us, memory 51 us
 //   predicted   no faster than rung 3
 //   measured    333 us, 5% faster
 //
-// This is the lesson of this ladder: fewer bytes help only where bytes are the limit. It prepares rung 5, in
-// which the instructions of three elements fit where those of one were.
+// This is the lesson of this ladder: fewer bytes help only where bytes are the limit. Latency of the second
+// pass is as before, one element a thread, and there are more instructions. But the rung prepares rung 5.
 
 // ===========================================================================================================
 // Answer to rung 5
 //
-//   limits      instructions 95 us, memory 51 us
+//   limits      instructions 95 us, latency 25 + up to 25 + 25 us, memory 51 us
 //   predicted   120 to 150 us
 //   measured    117 us, 2.9 times as fast as rung 4
 //
-// What a thread does once is shared by eight elements: addresses, 1 / rms, the scale of its half group.
+// What a thread does once is shared by eight elements: addresses, 1 / rms, the scale of its half group. And
+// eight elements wait together.
 
 // ===========================================================================================================
 // Answer to rung 6
 //
-//   limits      instructions 81 us, memory 51 us
+//   limits      instructions 81 us, latency 25 + 25 us, memory 51 us
 //   predicted   10% faster than rung 5
 //   measured    110 us, 6% faster
 //

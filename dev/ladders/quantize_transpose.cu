@@ -28,13 +28,13 @@
 //                    different words of a bank, and so on
 //   latency          what a load asks for arrives about 0.8 us later. Half of the bytes are loaded, at
 //                    2.1 TB/s. So what arrives in the next 0.8 us must have been asked for already:
-//                    2.1e12 x 0.8e-6 = 1.7 MB. If a third of that has been, loading takes three times as long
+//                    2.1e12 x 0.8e-6 = 1.7 MB. With only a third on its way, it takes three times as long
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
-// build/ladder_quantize_transpose prints (here that of nvcc 12.9): one follows a thread from the first line
-// of a kernel to EXIT, along the branches that nearly every thread takes, counts a loop as often as it runs,
-// and divides by the elements of the thread. On this path the two kernels of rung 1 have 47 and 56
-// instructions, for one element: 103.
+// build/ladder_quantize_transpose prints (that of nvcc 12.9; the measured program was built by 13.0): one
+// follows a thread from the first line of a kernel to EXIT, along the branches that nearly every thread
+// takes, counts a loop as often as it runs, and divides by the elements of the thread. On this path the two
+// kernels of rung 1 have 47 and 56 instructions, for one element: 103.
 #include "quantize_transpose_data.h"
 
 using namespace ladder;
@@ -395,10 +395,11 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // Rung 7: swizzled words
 //
 // What changes: where the words of a column are. In rung 6 the words that the threads of one `down` write at
-// once are in one bank, whatever their `across`. Padding, as in rung 4, does not help: pieces are read 16
-// bytes at a time, from an address that is a multiple of 16. So a column could only grow by a multiple of
-// four words, eight columns by a multiple of 32, and the words would meet in one bank as before. Instead the
-// words change places within their column, in another way for each `across`. This is called a *swizzle*.
+// once are in one bank, whatever their `across`. Padding after each column, as in rung 4, does not help:
+// pieces are read 16 bytes at a time, from an address that is a multiple of 16. So a column could only grow
+// by a multiple of four words, eight columns by a multiple of 32, and the words would meet in one bank as
+// before. (Four words after every eight columns would help, and cost memory.) Instead the words change
+// places within their column, in another way for each `across`. This is called a *swizzle*.
 //
 // How does one find such a layout? The words that a warp writes at once must be in different banks. Their
 // threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
@@ -440,9 +441,11 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 //
 // Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
 //
-// Predict: the time. Rung 8 of the table is coat.cu, which does the same for any format and for tensors that
-// are computed on the fly. It writes four rows as soon as it has them, so that it needs fewer registers; its
-// drawing is in part 3 there.
+// Row 8 of the table that the program prints is coat.cu, which does the same for any format and for tensors
+// that are computed on the fly. It writes four rows as soon as it has them, so that it needs fewer
+// registers; its drawing is in part 3 there.
+//
+// Predict: the time.
 struct Swizzled {
     static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
     static __device__ int place(int piece, int across) { return piece ^ (across / 2); }
