@@ -214,11 +214,11 @@ static std::vector<std::string> numbers(const std::string& text) {
 TEST_CASE("README.md: each row of its table of speeds has the figures of the same run in dev/RESULTS.md") {
     // How a row begins in the README, and in RESULTS.md.
     const std::pair<const char*, const char*> runs[] = {
-        {"`coat`: ", "| 7b coat |"},
-        {"`coat` with the three memory flags", "| 7b coat, leanest |"},
-        {"`bf16` with `--optimizer bf16`", "| 7b bf16 |"},
+        {"`coat`: ", "| train coat |"},
+        {"`bf16` with `--optimizer bf16`", "| train bf16 |"},
         {"PyTorch in BF16", "| PyTorch bf16 |"},
         {"PyTorch with FP8 linear layers", "| PyTorch fp8 |"},
+        {"PyTorch with torchao's FP8 linear layers", "| PyTorch torchao |"},
         {"`coat` on one H100", "| 1 GPU: 7b coat, 1 x 2048 |"},
         {"the authors' code on one H100", "| 1 GPU: 7b coat, 1 x 2048 |"},
         {"`coat --ranks 4`", "| 4 GPUs: 7b coat, 8 x 2048 |"}};
