@@ -108,6 +108,7 @@ def outliers():
     random = np.random.default_rng(1)
     x, w, dy = (random.standard_normal((64, 256)).astype(F32) for _ in ("x", "w", "dy"))
     w8, ones, other = coat.gemm_operand(E4M3, w), np.ones(256, F32), np.arange(256) != 39
+    small = np.where(other, w, w / F32(100000))  # the weights that the outlier's feature is multiplied by
 
     def errors(times, in_groups):
         outlier = np.where(other, x, x * F32(times))
@@ -119,16 +120,19 @@ def outliers():
         def after_norm(weight):
             y = coat.gemm_operand(E4M3, coat.rms_norm(read, weight)) @ w8.T
             return relative_error(y, coat.rms_norm(outlier, weight) @ w.T)
-        return (relative_error(read @ w8.T, outlier @ w.T), coat.rms((read / outlier - 1)[:, other]),
+        return (relative_error(read @ w8.T, outlier @ w.T),
+                relative_error(read @ coat.gemm_operand(E4M3, small).T, outlier @ small.T),
+                coat.rms((read / outlier - 1)[:, other]),
                 relative_error(of_weight_gradient(read), of_weight_gradient(outlier)),
                 after_norm(ones), after_norm(np.where(other, ones, ones / F32(times))))
     columns = [errors(1, False), errors(100000, False), errors(100000, True)]
-    names = ("a GEMM: y", "an activation function: each value", "backward of a norm: the gradient of its weights",
+    names = ("a GEMM: y", "a GEMM whose weights for the outlier's feature are 1 / 100,000 as large: y",
+             "an activation function: each value", "backward of a norm: the gradient of its weights",
              "all weights are 1", "the outlier's weight is 1 / 100,000")
     rows = [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)]
     cases = ("one scale, no outlier", "one scale, outlier", "1x16, outlier")
-    table(("who reads x: error of", *cases), rows[:3])
-    table(("norm, then a GEMM", *cases), rows[3:])
+    table(("who reads x: error of", *cases), rows[:4])
+    table(("norm, then a GEMM", *cases), rows[4:])
 
 
 def delayed():
