@@ -212,35 +212,32 @@ def depth():
 # --- Expansion
 
 def expansion(v):
-    ranges = np.log(v.max(axis=1) / v.min(axis=1))
+    """A moment group: how many of its values get each code, without and with expansion, and the error of each value."""
+    ranges = v.max(axis=1) / v.min(axis=1)
     group = np.sort(v[np.argsort(ranges)[len(v) // 2]])[None, :]  # the one with the median range
     stored = coat.store_moment(group, True)
     codes, s = coat.quantize_tensor(coat.E4M3, group)
-    ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["soft"], 1),
-            (f"expanded, k = {stored[2][0, 0]:.2f}", stored[0], coat.load_moment(*stored), theme["blue"], -1))
-    _, grid = plt.subplot_mosaic([["values", "errors"], ["codes", "codes"]], figsize=(6.4, 5.4))
-    axes = [grid[name] for name in ("values", "codes", "errors")]
-    axes[0].plot(group[0], color=theme["green"], linewidth=2)
-    axes[0].set(yscale="log", title="a moment group of v", xlabel="sorted by size", ylabel="value")
-    for name, code, decoded, color, side in ways:
+    ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["soft"], "."),
+            (f"with expansion, k = {stored.k[0, 0]:.2f}", stored.codes, coat.load_moment(*stored), theme["blue"], "+"))
+    _, axes = plt.subplots(3, 1, figsize=(6.4, 6.2), height_ratios=[1, 1, 1.25])
+    for ax, (name, code, decoded, color, marker) in zip(axes, ways):
         error = (decoded / group - 1)[0]
-        axes[1].stairs(side * np.bincount(code[0], minlength=128), fill=True, color=color)
-        axes[2].plot(100 * np.abs(error), ".", color=color, markersize=5)
-        for ax, left, words in ((axes[1], 0.1, f"{name}: {len(np.unique(code))} codes in use"),
-                                (axes[2], 0.16, f"{name}:\n{100 * coat.rms(error):.1f}% RMS")):
-            upper, lower = (0.98, 0.86) if ax is axes[1] else (1.0, 0.82)
-            ax.text(left, upper if side > 0 else lower, words, color=color, weight="bold", fontsize=9.5, va="top",
-                    transform=ax.transAxes)
-    axes[1].axhline(0, color=theme["soft"], linewidth=0.8)
-    in_subnormal = np.count_nonzero(stored[0] < 8)  # of the expanded values; the smallest come first
+        ax.stairs(np.bincount(code[0], minlength=128), fill=True, color=color)
+        ax.set_title(f"{name}: {len(np.unique(code))} codes in use", color=color)
+        ax.set(xlim=(0, 127), ylim=(0, 13), ylabel="values")
+        ax.set_yticks([0, 5, 10])
+        axes[2].plot((group / group.max())[0], 100 * np.abs(error), marker, color=color, markersize=5,
+                     label=f"{name}: {100 * coat.rms(error):.1f}% RMS")
+    axes[1].set_xlabel("E4M3 code, from 0 to 126")
     axes[1].axvspan(0, 8, color=theme["gold"], alpha=0.25, linewidth=0)
-    axes[2].axvspan(-0.5, in_subnormal - 0.5, color=theme["gold"], alpha=0.25, linewidth=0)
-    axes[1].set(title="their codes (shaded: subnormal)", xlabel="E4M3 code, 0 to 126", ylabel="values that have it:\nup plain, down expanded", xlim=(0, 127))
-    axes[1].set_yticks([-10, 0, 10], ["10", "0", "10"])
-    axes[2].set(title="error of each value", xlabel="sorted by size", ylabel="relative error, %")
-    axes[2].set_yticks([0, 2, 4, 6])
-    for ax in axes[1:]:  # room for the words
-        ax.set_ylim(ax.get_ylim()[0], ax.get_ylim()[1] * 1.7)
+    axes[1].text(8.8, 8.5, "subnormal codes", color=theme["gold"])
+    smallest_normal = (group / group.max())[stored.codes >= 8].min()
+    axes[2].axvspan(0.01, smallest_normal, color=theme["gold"], alpha=0.25, linewidth=0)
+    axes[2].set(title="error of each value", xlabel="value / largest of the moment group", ylabel="error, %",
+                xlim=((group.min() / group.max()) * 0.93, 1.06), xscale="log", ylim=(0, 9))
+    axes[2].set_xticks([0.0625, 0.125, 0.25, 0.5, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
+    axes[2].minorticks_off()
+    axes[2].legend(loc="upper right", handlelength=0.5)
 
 
 def factors(m, v):
@@ -317,29 +314,31 @@ def gemms():
 def tails(gradients):
     """How far gradients spread below the largest of their tensor, and what each format does with them there."""
     ratios = np.concatenate([(np.abs(g[g != 0]) / np.abs(g).max()).ravel() for g in gradients])
-    figure, (ranges, counts) = plt.subplots(2, 1, figsize=(6.6, 5.0), sharex=True, height_ratios=[1, 2.1])
-    for y, f, name in ((1, coat.E4M3, "E4M3"), (0, coat.E5M2, "E5M2")):
-        normal, zero = np.log2(2.0 ** (1 - f.bias) / float(f.max)), np.log2(float(f.min) / 2 / float(f.max))
-        for low, high, color, words in ((-36, zero, theme["red"], "becomes 0"), (zero, normal, theme["gold"], "subnormal"),
-                                        (normal, 0, theme["blue"], "normal: full precision")):
-            ranges.barh(y, high - low, 0.62, low, color=color, alpha=0.6, label=words if y else None)
-        lost = np.format_float_positional(100 * np.mean(ratios < 2.0**zero), precision=1, fractional=False)
-        ranges.text(0.4, y, f"{lost}% become 0", va="center", fontsize=9.5)
-    ranges.set(ylim=(-0.5, 1.5), title="what becomes of a value, if the amax gets the largest code")
-    ranges.set_yticks([1, 0], ["E4M3", "E5M2"])
-    ranges.spines[["left", "bottom"]].set_visible(False)
-    ranges.tick_params(bottom=False, left=False, labelcolor=theme["text"])
-    ranges.legend(loc="upper center", bbox_to_anchor=(0.42, -0.02), ncols=3, handlelength=1)
+    _, (counts, zones) = plt.subplots(2, 1, figsize=(6.6, 5.0), sharex=True, height_ratios=[2, 1])
     edges = np.arange(-36, 1)
     share, _ = np.histogram(np.log2(ratios), edges)
     counts.stairs(100 * share / len(ratios), edges, fill=True, color=theme["green"])
-    counts.axvline(np.log2(float(coat.E4M3.min) / 2 / 448), color=theme["text"], linewidth=1.2, linestyle=":")
-    counts.set(yscale="log", xlim=(-36, 9), ylim=(1e-5, 100), ylabel="% of the values", xlabel="|g| / amax of its tensor",
+    counts.set(yscale="log", xlim=(-41, 0), ylim=(1e-5, 100), ylabel="% of the gradients",
                title="gradients of all linear layers of model A, by powers of two")
-    ticks = range(-32, 1, 4)
-    counts.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
     counts.set_yticks([1e-4, 1e-2, 1, 100], ["0.0001", "0.01", "1", "100"])
     counts.minorticks_off()
+    for y, f, name in ((1, coat.E4M3, "E4M3"), (0, coat.E5M2, "E5M2")):
+        normal, zero = np.log2(2.0 ** (1 - f.bias) / float(f.max)), np.log2(float(f.min) / 2 / float(f.max))
+        for low, high, color, words in ((-41, zero, "red", "becomes\n0"), (zero, normal, "gold", "sub-\nnormal"),
+                                        (normal, 0, "blue", "normal")):
+            zones.barh(y, high - low, 0.55, low, color=theme[color], alpha=0.3)
+            zones.text((low + high) / 2, y, words, ha="center", va="center", fontsize=8)
+        lost = np.format_float_positional(100 * np.mean(ratios < 2.0**zero), precision=1, fractional=False)
+        for ax, low, high in ((counts, 1e-5, 100), (zones, y - 0.27, 1.6)):
+            ax.plot([zero, zero], [low, high], color=theme["text"], linewidth=1, linestyle=":")
+        counts.text(zero - 0.3, 60, f"{name}:\n{lost}%\nlie below", ha="right", va="top", fontsize=9.5)
+    zones.set(ylim=(-0.4, 1.6), xlabel="|g| / amax of its tensor",
+              title="what becomes of a value, by its place on this axis")
+    ticks = range(-32, 1, 4)
+    zones.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
+    zones.set_yticks([1, 0], ["E4M3", "E5M2"])
+    zones.spines["left"].set_visible(False)
+    zones.tick_params(left=False, axis="y", labelcolor=theme["text"])
 
 
 # --- The flow of one layer
@@ -605,9 +604,9 @@ def granularity(x):
     x = x[:48, 32:96].copy()
     x[:, 39] *= 10000
     x = x[np.argsort(np.abs(x[:, 39]))]
-    ways = {"one scale": coat.gemm_operand(coat.E4M3, x),
-            "one a token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
-            "one for 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
+    ways = {"one scale for the tensor": coat.gemm_operand(coat.E4M3, x),
+            "one scale for each token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
+            "one scale for each 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
     magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12,
                                interpolation="none")
     axes[0].set(title="|x|: feature 39 is an outlier")
@@ -617,9 +616,9 @@ def granularity(x):
         error = np.abs(decoded - x) / np.maximum(np.abs(x), 2.0**-30)
         image = ax.imshow(100 * error, cmap="magma", aspect="auto", vmin=0, vmax=25, interpolation="none")
         lost = (x != 0) & (decoded == 0)
-        ax.set(title=f"{name}: {np.mean(lost):.0%} become 0")
-        if name == "one scale":
-            ax.set(title=f"{ax.get_title('left')},\nall with |x| < {np.ceil(100 * np.abs(x[lost]).max()) / 100:.2f}")
+        ax.set(title=f"{name}:\n{np.mean(lost):.0%} become 0")
+        if name == "one scale for the tensor":
+            ax.set(title=f"{ax.get_title('left')}, all |x| < {np.ceil(100 * np.abs(x[lost]).max()) / 100:.2f}")
     for ax in axes:
         ax.set_xticks(range(0, 65, 16))
     for ax in grid[:, 0]:
