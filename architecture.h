@@ -180,7 +180,7 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     for (int64_t layer = 0; layer < c.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
-        table.bucket++;  // each bucket of a layer is a linear layer and the norm before it
+        table.bucket++;  // each bucket of a layer has a linear layer, with the norms that stand beside it
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
         if (c.arch.qk_norm)  // [of q | of k]

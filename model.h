@@ -255,7 +255,7 @@ public:
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
-    // that an update would store. Nothing is updated.
+    // that an update with the default betas would store. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
     // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows

@@ -2,7 +2,8 @@
 // formats.h first, and this file beside the paper. It knows nothing of the GPU, whose kernels are tested
 // against it; ./train uses it if there is no GPU. Each part needs only the parts before it:
 //   1. Formats         FP8, FP16 and BF16: from FP32 to codes and back       (paper, preliminaries)
-//   2. Quantizers      scales; granularity                                   (paper, section 5.1)
+//   2. Quantizers      scales                                                (paper, preliminaries)
+//                      granularity                                           (paper, section 5.1)
 //                      group scaling: the amax of a tensor in two stages     (paper, section 5.2)
 //   3. FP8 optimizer   dynamic range expansion, AdamW                        (paper, section 4)
 //   4. Operators       norm, activation, RoPE, attention, cross entropy
@@ -123,7 +124,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 }
 
 // ===========================================================================================================
-// 2. Quantizers (paper, preliminaries; granularity and group scaling: paper, section 5)
+// 2. Quantizers (paper, preliminaries; granularity: paper, section 5.1; group scaling: paper, section 5.2)
 //
 // The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
 // block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) * s. The
@@ -312,10 +313,11 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. Rounding hides that the logarithms
-// of CPU and GPU differ in their last bits: most k are the same on both. (The released code rounds down to a
-// multiple of 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact:
-// every code is that of FMAX or -FMAX, and contract() gives max or -max.
+// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. (No k is below 1/16: E4M3 has this k
+// at the widest ratio of FP32, R_X = 2^277.) Rounding hides that the logarithms of CPU and GPU differ in
+// their last bits: most k are the same on both. (The released code rounds down to a multiple of 1/16, which
+// costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact: every code is that of FMAX
+// or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
@@ -385,8 +387,11 @@ void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const flo
         const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
         // A second moment that became zero would make the next update explode. So it gets the smallest
-        // positive code, that of FMIN. (The optimizer fp8lm has second moments in FP16 with one scale per
-        // tensor. There only values below about 2^-40 of the largest become zero, and they may stay zero.)
+        // positive code, that of FMIN. Only without expansion can one become zero. Expansion gives the
+        // smallest value FMIN or, because k is rounded to 1/256, at worst 0.69 FMIN (at the widest ratio of
+        // FP32, 2^277): and this is nearer to FMIN than to 0. (The optimizer fp8lm has second moments in FP16
+        // with one scale per tensor. There only values below about 2^-40 of the largest become zero, and
+        // they may stay zero.)
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
             write_element(format, codes.data(), i, info(format).min);

@@ -27,7 +27,7 @@ float join_master(uint16_t weight, int16_t remainder);
 // random bits of step.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
-// --- Quantizers (paper, section 5) ---
+// --- Quantizers (paper, preliminaries and section 5) ---
 // A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
 // In FP32 and BF16 there are no scales.
 struct StoredMatrix {
@@ -91,8 +91,9 @@ struct Moment {
     // A moment of n zeros. expansion, per_tensor: as in formats.h, MomentFormats.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
-    // Stores x (n), and adds the errors to *stats. A positive second moment in a moment group of 128 gets at
-    // least the smallest positive code: if it became zero, the next update would explode.
+    // Stores x (n). If the format is scaled, the errors are added to *stats. A positive second moment in a
+    // moment group of 128 gets at least the smallest positive code: if it became zero, the next update would
+    // explode.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }

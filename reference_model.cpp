@@ -579,8 +579,8 @@ public:
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
         run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
         // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
-        // with these gradients, unclipped, would store. This step is computed with lr = 0, on a copy of the
-        // state.
+        // with these gradients, unclipped, and with the default betas would store. This step is computed with
+        // lr = 0, on a copy of the state.
         for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
