@@ -97,15 +97,14 @@ def expand(x, largest, k, f=E4M3):
 def contract(y, largest, k, f=E4M3):
     return (np.sign(y) * largest * (np.abs(y) / f.max).astype(float) ** (1 / k)).astype(F32)
 
-def store_moment(x, keep_positive, f=E4M3):
-    """x (groups, 128) -> what is stored of it. keep_positive is for second moments: a positive value that
-    became 0 would make the next update huge. A group of zeros has max 0 and k 1."""
+def store_moment(x, f=E4M3):
+    """x (groups, 128) -> what is stored of it. The smallest magnitude gets the lowest code that is not 0: so no
+    second moment becomes 0, which would make the next update huge. A group of zeros has max 0 and k 1."""
     magnitude = np.abs(x)
     largest = magnitude.max(axis=1, keepdims=True)
     smallest = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
     k = np.where(largest > 0, expansion_factor(largest, smallest, f), F32(1))
-    codes = encode(f, expand(x, largest, k, f))
-    return Moment(np.where(keep_positive & (x > 0) & (codes == 0), 1, codes), largest, k)
+    return Moment(encode(f, expand(x, largest, k, f)), largest, k)
 
 def load_moment(codes, largest, k, f=E4M3): return contract(decode(f, codes), largest, k, f)
 
@@ -118,7 +117,7 @@ def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), ep
     root = np.sqrt(v) / F32(np.sqrt(1 - float(beta2) ** step))
     update = m / F32(1 - float(beta1) ** step) / (root + eps)
     if not matrix: return w - F32(lr) * update, m, v
-    return w - F32(lr) * (update + decay * w), store_moment(m, False), store_moment(v, True)
+    return w - F32(lr) * (update + decay * w), store_moment(m), store_moment(v)
 
 # --- 4. Operators on FP32: x (tokens, C), weights (out, in); T tokens a sequence, NH heads of HS features.
 def rms_norm(x, weight, eps=F32(1e-5)):
@@ -239,49 +238,55 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     random = np.random.default_rng(seed)
     rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
     master = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
-    m, v = ({name: store_moment(0 * as_moment_groups(x), False) for name, x in master.items()} for _ in "mv")
+    m, v = ({name: store_moment(0 * as_moment_groups(x)) for name, x in master.items()} for _ in "mv")
     for name in ("norm1", "norm2", "final_norm"):
         master[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
     for step in range(1, steps + 1):
         windows = np.stack([text[i:i + T + 1] for i in random.integers(0, len(text) - T, B)])
-        tokens, targets = windows[:, :-1].ravel(), windows[:, 1:].ravel()
+        tokens, targets = windows[:, :-1].ravel(), windows[:, 1:].ravel()  # the target is the next character
+
         w = {name: bf16(x) for name, x in master.items()}           # only the optimizer reads master weights
         x, saved = layer_forward(w, w["embedding"][tokens], T, HS)
         loss, dx, dfinal, dembedding = head_loss(w["final_norm"], w["embedding"], x, targets)
         dx, of_layer = layer_backward(w, saved, dx, T, HS)
-        np.add.at(dembedding, tokens, dx)
+        np.add.at(dembedding, tokens, dx)                           # it is the head's and the embedding's gradient
         gradients = {"final_norm": dfinal, "embedding": dembedding, **of_layer}
+
         for name, g in gradients.items():
             weights, gradient = as_moment_groups(master[name]), as_moment_groups(bf16(g))
             new, m[name], v[name] = adamw(weights, gradient, m[name], v[name], step, lr * min(1, step / 20),
                                           matrix=name in rows)
-            master[name] = new.ravel()[:g.size].reshape(g.shape)
+            master[name] = new.ravel()[:g.size].reshape(g.shape)    # without the zeros that filled the last row
         yield Step(loss, gradients, saved, dict(m), dict(v))
 
+def run(name, fp8, seed):
+    global FP8                                                      # the switch at the top
+    print(f"Training 200 steps: {name}", flush=True)
+    FP8 = fp8
+    return list(train(np.fromfile(os.path.join(os.path.dirname(__file__), "text.txt"), np.uint8), 200, seed))
+
 if __name__ == "__main__":
-    text = np.fromfile(os.path.join(os.path.dirname(__file__), "text.txt"), np.uint8)
-    runs = []
-    for name, fp8, seed in (("FP32", False, 1), ("COAT", True, 1), ("FP32, other seed", False, 2)):
-        print(f"Training 200 steps: {name}", flush=True)
-        FP8 = fp8                                                   # the switch at the top
-        runs.append(list(train(text, 200, seed)))
-    fp32, coat, _ = runs
+    fp32, coat, other = run("FP32", False, 1), run("COAT", True, 1), run("FP32, other seed", False, 2)
     FP8 = True
+
     print("The gradients of the first step in COAT: RMS error against FP32")
     for name, exact in fp32[0].gradients.items():
         print(f"  {name:14} {rms(coat[0].gradients[name] - exact) / rms(exact):6.1%}")
+
     print("Moments of `down` after 200 steps in FP32: median k, and median error in FP8, plain and expanded")
     for name, moments in (("m", fp32[-1].m), ("v", fp32[-1].v)):
         x = contract(*moments["down"])                              # without FP8 the codes are the values
-        plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x, name == "v")
+        plain, stored = dequantize_groups(*quantize_groups(x, 128)), store_moment(x)
         errors = (np.median(np.abs(y / x - 1)) for y in (plain, load_moment(*stored)))
         print(f"  {name} {np.median(stored.k):6.2f} ", *(f"{error:6.2%}" for error in errors))
+
     saved = coat[0].saved
     size = sum(x.codes.size + 2 * x.scales.size if isinstance(x, Quantized) else 2 * x.size for x in saved)
     print(f"A layer saves {size / saved.attention_output.size} C bytes a token; in BF16 16 C "
           "(with F = C; in Llama-2-7B 16.3 C and 22.8 C)")
+
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
-    means = np.array([[s.loss for s in run] for run in runs]).reshape(3, -1, 20).mean(axis=2)  # (run, 20 steps)
+    means = np.array([[s.loss for s in steps] for steps in (fp32, coat, other)]).reshape(3, -1, 20).mean(axis=2)
     for i, row in enumerate(means.T, 1):
         print(f"  {20 * i:4}", *(f"{mean:6.3f}" for mean in row))
     of_coat, of_seed = np.abs(means[1:] - means[0]).max(axis=1)

@@ -215,7 +215,7 @@ def expansion(v):
     """A moment group: how many of its values get each code, without and with expansion, and the error of each value."""
     ranges = v.max(axis=1) / v.min(axis=1)
     group = np.sort(v[np.argsort(ranges)[len(v) // 2]])[None, :]  # the one with the median range
-    stored = coat.store_moment(group, True)
+    stored = coat.store_moment(group)
     codes, s = coat.quantize_tensor(coat.E4M3, group)
     ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["soft"], "."),
             (f"with expansion, k = {stored.k[0, 0]:.2f}", stored.codes, coat.load_moment(*stored), theme["blue"], "+"))
@@ -244,7 +244,7 @@ def factors(m, v):
     """How many moment groups have which k. Where the bars of both moments overlap, the lower one is drawn in a third color."""
     _, ax = plt.subplots(figsize=(6.4, 3.5))
     edges = np.geomspace(0.75, 16, 80)
-    k_of_m, k_of_v = (coat.store_moment(x[np.abs(x).max(axis=1) > 0], False)[2][:, 0] for x in (m, v))
+    k_of_m, k_of_v = (coat.store_moment(x[np.abs(x).max(axis=1) > 0]).k[:, 0] for x in (m, v))
     of_m, of_v = (100 * np.histogram(k, edges)[0] / len(k) for k in (k_of_m, k_of_v))
     for heights, color, name in ((of_m, theme["blue"], f"first moments: median {np.median(k_of_m):.1f}"),
                                  (of_v, theme["red"], f"second moments: median {np.median(k_of_v):.1f}"),

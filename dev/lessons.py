@@ -282,7 +282,7 @@ def depth():
 
 def expansion():
     codes, plain = scaled(E4M3, MOMENTS, coat.scales_of(E4M3, MOMENTS.max()))
-    stored = coat.store_moment(MOMENTS[None], True)
+    stored = coat.store_moment(MOMENTS[None])
     largest, k = stored[1][0, 0], stored[2][0, 0]
     rows = [(number(x), number(coat.decode(E4M3, c)), number(a), percent(a / x - 1), number(448 * (x / largest) ** k),
              number(coat.decode(E4M3, e)), number(b), percent(b / x - 1))
@@ -330,7 +330,7 @@ def of_moments(m, v):
         for x in (m, v):
             groups = x[:x.size // size * size].reshape(-1, size)
             groups = groups[np.abs(groups).max(axis=1) > 0]
-            stored, counted = coat.store_moment(groups, x is v), groups != 0
+            stored, counted = coat.store_moment(groups), groups != 0
             _, plain = scaled(E4M3, groups, coat.scales_of(E4M3, np.abs(groups).max(axis=1, keepdims=True)))
             row.append(f"{np.median(stored[2]):.2f}")
             for read in (coat.load_moment(*stored), plain):

@@ -45,7 +45,7 @@ def groups_of(state, moment):
 
 def fp8(f, expands, x, second):
     if expands:
-        return coat.load_moment(*coat.store_moment(x, second, f), f)
+        return coat.load_moment(*coat.store_moment(x, f), f)
     s = coat.scales_of(f, np.abs(x).max(axis=1, keepdims=True))
     codes = coat.encode(f, x * (coat.F32(1) / s))
     return coat.decode(f, np.where(second & (x > 0) & (codes == 0), np.uint8(1), codes)) * s
