@@ -26,8 +26,8 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw Error("A GPU kernel was called wrongly: ", what, ".");
 }
 
-// A property of the GPU in use. Without a GPU, as in a dry run, it is `without_gpu`: the caller passes what
-// an H100 and an H200 have.
+// A property of the GPU in use. If this machine has no GPU (a dry run may run there), it is `without_gpu`:
+// the caller passes what an H100 and an H200 have.
 inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {

@@ -9,8 +9,7 @@
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
 //
-// A tensor need not fill the last blocks of a grid. A chunk that such a block has past the end of the tensor
-// is not live:
+// The grid covers whole blocks, so it may reach beyond the tensor. A chunk there is not live:
 //
 //   +------------------+ - - - - - -
 //   | tensor           |           :    a block at the corner of a tensor
@@ -20,7 +19,7 @@
 //    - - - - - - - - - - - - - - - -
 //
 // For a chunk that is not live, a thread does what it does for others, with a copy of values from inside the
-// tensor or with zeros, so that few instructions need a condition. But it stores nothing.
+// tensor or with zeros, so that few instructions need a condition. But it stores nothing for such a chunk.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -524,7 +523,7 @@ struct TilePlace {
 };
 inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
-// How many of a thread's rows are loaded at once, if a row takes so many bytes of registers.
+// How many of a thread's rows are loaded at once, if a row takes this many bytes of registers.
 constexpr __host__ __device__ int rows_in_flight(int bytes) {
     if (bytes <= 16) return 8;
     return bytes <= 32 ? 4 : 2;
@@ -569,9 +568,9 @@ __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t 
     }
 }
 
-// Each thread has a number for each of its 8 columns, `mine`. The 16 numbers that a column has in the block
-// are combined in the order of the rows, beginning with 0. Then take(column, result) is called once for each
-// column of the block. `columns` is shared memory.
+// Each thread has a number for each of its 8 columns of each plane, `mine`. The 16 numbers that a column has
+// in the block are combined in the order of the rows, beginning with 0. Then take(column, result) is called
+// once for each column that the block has of each plane. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
 __device__ void combine_columns(const Producer& x, const TilePlace& place,
                                 const Number (&mine)[Producer::PLANES][CHUNK],

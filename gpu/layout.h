@@ -1,7 +1,7 @@
 // gpu/layout.h - what the rest of the program asks of a model on a GPU: to make it, how much memory it needs
 // and how that is divided, and which recipes a GPU can run. A program without CUDA has this too, for --plan;
-// only gpu_model() and arena_bytes() need CUDA. gpu/parameters.h has the words bucket, flat order and rank's
-// order.
+// only gpu_model() and arena_bytes() need CUDA. gpu/operators.h explains the words bucket, flat order and
+// rank's order.
 #pragma once
 #include "../model.h"
 
@@ -40,7 +40,8 @@ struct ShardPlace {
     Range own;            // elements of the parameter: owned()
     int64_t rank_offset;  // elements before it in the rank's order
     // The shard units of all parameters are numbered in the flat order. This is the number of the parameter's
-    // first one, whoever owns it. (Shard::first_owned_unit: that of the first unit that this rank owns.)
+    // first shard unit, whoever owns it. (Shard::first_owned_unit is the number of the first one that this
+    // rank owns.)
     int64_t first_shard_unit;
 };
 // The table by parameter. One more entry follows, where the last parameter ends.
@@ -52,7 +53,7 @@ struct BucketRange {
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
-// The most elements of gradients that exist at one time.
+// Sizes of the buffers into which backward writes gradients, where these are not the sums themselves.
 struct GradientBufferSizes {
     int64_t largest = 0;  // elements of the largest bucket; the bucket of a tied embedding does not count
     // Elements of the bucket of a tied embedding; 0 if nothing is tied. Its gradients have a place of their

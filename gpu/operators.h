@@ -14,8 +14,8 @@
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
-//     which may depend on the number of multiprocessors. (Not so those of the quantization report.) The only
-//     atomics are maxima and sums of integers, whose order does not matter.
+//     which may depend on the number of multiprocessors. The only atomics are maxima and sums of integers,
+//     whose order does not matter. (The exception are the sums of the quantization report.)
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:
@@ -25,7 +25,18 @@
 //   tile          128 x 128 elements, on which a thread block works (gpu/device.cuh, part 5)
 //   plane         one half of the columns of [gate | up], or all columns of another tensor (gpu/device.cuh,
 //                 part 4)
-// gpu/parameters.h has the words for parts of the parameters.
+//
+// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
+// the rank's order is the flat order.
+//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
+//   shard         what this rank owns of one parameter
+//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
+//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
+//                 groups; the padding stays zero
+//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
+//                 sums of gradients lie
+//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
+//                 embeddings, a linear layer, or the head (gpu/sharding.h)
 #pragma once
 #include <vector>
 
@@ -38,25 +49,21 @@ namespace coat::gpu {
 // 1. Tensors
 
 // The amax of a tensor, on the device. If the tensor is in FP8 with a single scale, this scale stands beside
-// it. (16 bytes, because a GEMM, which reads `scale`, wants it aligned to that.) Scaling is just in time, or
-// (only in the recipe te) delayed. Which function writes a field:
+// it. (The struct has 16 bytes, because a GEMM reads `scale`, and wants it aligned to 16 bytes.) Which
+// function writes a field, where scaling is just in time:
 //
-//                  just in time                       delayed
-//   amax           an earlier kernel, or              quantize()
-//                  compute_amax()
-//   from_history   none                               update_delayed_scales(), after each step
-//   scale          quantize()                         quantize(), and update_delayed_scales()
+//   amax    an earlier kernel, or compute_amax()
+//   scale   quantize(), as amax / FMAX
 //
-// Just in time, scale = amax / FMAX. Delayed, scale = from_history, the scale that follows from the amaxes of
-// earlier steps. While the history is empty, from_history is 0, and everything is as if just in time. With
-// several ranks, combine_amaxes() (gpu/parameters.h) writes the amax and the scale of a weight on all of
-// them.
+// With several ranks, combine_amaxes() (gpu/parameters.h) writes both fields of a weight on all of them. For
+// delayed scaling, which only the recipe te has, section 8 has such a table (DelayedScales).
 struct alignas(16) AmaxAndScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are
-    // above those of all numbers, and those of NaN are above infinity's.
+    // above those of all numbers, and those of NaN are above those of infinity. So amax is NaN if an x is.
+    // (The CPU's compute_amax() returns infinity then. Both say only that a value is not finite.)
     float amax;
-    float from_history;  // delayed: the scale from earlier amaxes; 0 while that history is empty
+    float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while there is none
     float unused;
 };
 
@@ -65,7 +72,7 @@ struct alignas(16) AmaxAndScale {
 //   FP8, one scale per tensor   an AmaxAndScale
 //   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
 //   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
-//   BF16, FP32                  nothing
+//   BF16, FP32                  anything: nobody reads it
 // Null data means "no tensor" (but see Operand).
 struct TensorRef {
     void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
@@ -87,8 +94,9 @@ inline AmaxAndScale* amax_and_scale(const TensorRef& v) { return static_cast<Ama
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
-// (tensor.data) or transposed, may be null. With per-tensor scaling both have the same scale, tensor.scales.
-// Other granularities have scales for each, in the layout that cuBLASLt reads:
+// (tensor.data) or transposed, may be null. With per-tensor scaling both forms have the same scale,
+// tensor.scales. In other granularities each form has scales of its own, tensor.scales and transposed_scales,
+// in the layout that cuBLASLt reads (for row-major codes):
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
@@ -96,8 +104,8 @@ struct Operand {
     TensorRef tensor;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    // Updated by quantize() where the granularity is not per tensor; may be null. (Per tensor the amax is in
-    // amax_and_scale(tensor) instead.)
+    // Where quantize() leaves the amax if the granularity is not per tensor; may be null. (With per-tensor
+    // scaling the amax is in amax_and_scale(tensor) instead.)
     AmaxAndScale* amax_out = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
@@ -117,9 +125,9 @@ struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
 
-// A norm layer. Its output is not stored: whatever reads it computes it from `in` and the row statistics.
-// These are not saved either. All norms of a model may have the same place for them, because norm_backward()
-// computes them anew before backward needs the norm's output.
+// A norm layer. Its output is not stored: whatever reads the output computes it from `in` and the row
+// statistics. Forward does not save the row statistics for backward either: norm_backward() computes them
+// anew before backward needs the norm's output. So all norms of a model may write them to one place.
 struct Norm {
     TensorRef in;                   // (N, C) in the compute dtype, or in groups
     const void* weight;             // (C) compute dtype
@@ -130,8 +138,8 @@ struct Norm {
 };
 
 // A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
-// from what is stored, so that it is stored only as the operand of a GEMM. A LazyTensor says what is
-// computed; a LazyProducer (gpu/device.cuh) does it. The simplest LazyTensor is a stored tensor.
+// from stored tensors. So the tensor itself is stored only as the operand of a GEMM. A LazyTensor says what
+// is to be computed; a LazyProducer (gpu/device.cuh) computes it. The simplest LazyTensor is a stored tensor.
 enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {
@@ -188,9 +196,10 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //   quantize_groups()                in BF16                 groups; with write_back also x
 //   quantize_activation_input()      gate and up, in BF16    groups, and the amax of the activation's output
 //
-// The tensor that is written may be x itself, or what x is computed from, if an element has as many bytes in
-// both: a thread loads its elements before it stores what it makes of them. It may also have more rows than
-// x: the other rows keep what they hold. quant_stats: what quantizing loses is added to it; it may be null.
+// In place: row-major output may overwrite x, or the input of x, if elements have the same size. For example
+// the codes of dgate_up may overwrite the groups of gate_up. (A thread loads its elements before it stores
+// what it makes of them.) The output may also have more rows than x: the other rows keep what they hold.
+// quant_stats: what quantizing loses is added to it; it may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
@@ -226,9 +235,10 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
 // attention then computes with these values, as backward does.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream);
-// The same for the input x of an activation: [gate | up] (N, 2F), or (N, F). The activation's output is the
-// operand of the next GEMM. amax_out gets its amax in the same pass: of the output that is computed from the
-// groups if forward_reads_saved (formats.h) is true, else of the output that is computed from x.
+// Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F), or (N, F). The activation's
+// output becomes an operand of the next GEMM, so its amax is found in the same pass: amax_out gets the amax
+// of the output that is computed from the groups if forward_reads_saved (formats.h) is true, else of the
+// output that is computed from x.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream);
@@ -237,17 +247,18 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // 3. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
-// remainders they are all there is, and the optimizer rounds them stochastically. In the fp32 recipe the
-// weights are the masters.
+// remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
+// the weights are the masters.
 struct Weights {
     void* values;        // (total) BF16 or FP32
     int16_t* remainder;  // (total); null if the weights are FP32, or have no master
     Format format;
 };
 
-// One moment of one parameter. In moment groups: codes, and the moment scaling of each (formats.h). With one
-// scale per tensor (FP8, FP16): codes, and max[0] that decodes them; max[1] is room for the next. FP32 and
-// BF16: no scale.
+// One moment of one parameter. What `max` and `k` point to depends on how the moment is stored:
+//   FP8 in moment groups              the moment scaling of each moment group (formats.h)
+//   FP8 or FP16, one scale a tensor   max[0] is the amax that decodes the codes; max[1] is room for the next
+//   FP32, BF16                        both are null
 struct MomentRef {
     void* data;  // (padded_size) of format; padding stays zero
     float* max;
@@ -256,8 +267,7 @@ struct MomentRef {
 };
 
 // What this rank updates of one parameter, with one rank the whole of it: a row of a table on the device.
-// (gpu/parameters.h says what the rank's order, the flat order and shard units are. With one rank, the rank's
-// order is the flat order: all parameters one after the other.)
+// The words are those of the second list at the beginning of this file.
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
@@ -267,14 +277,14 @@ struct Shard {
     int64_t first_owned_unit = 0;  // the number of its first shard unit among those of all parameters
 };
 
-// What a step knows of its gradients, on the device. It is cleared before the step, and each bucket adds to
-// it.
+// What a step knows of its gradients, on the device. It is cleared before the step.
 struct GradientState {
     double sum_of_squares;  // of all buckets so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
-    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then no rank updates anything
-    // from this bucket on, and the next step has the same bias correction.
+    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then nothing is updated any
+    // more. (With --gradients none, earlier buckets already were.) The next step has the same bias
+    // correction.
     uint32_t skip;
 };
 
@@ -300,13 +310,13 @@ void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const Sh
 // norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);
 // and the amax of its output (y_amax_out).
 struct ResidualOutput {
-    // (N, C) the sum, rounded. It may be the memory of an operand of the sum. It is no tensor if next.in
-    // stores the same values anyway (norm inputs that are saved in the compute dtype).
+    // (N, C) the sum, rounded. It may be the memory of an operand of the sum. Null data if next.in stores the
+    // same values anyway: where norm inputs are saved in the compute dtype.
     TensorRef x_out;
     Norm next;
-    // Whether the norm reads next.in even in forward, and not only in backward: because the recipe's
-    // forward_reads_saved (formats.h) is true, or because next.in is not in groups. If so, the row statistics
-    // and the amax are computed from what next.in holds, else from the rounded sum.
+    // Whether forward's norm reads next.in (else it reads x_out). It does if the recipe's forward_reads_saved
+    // (formats.h) is true, or if next.in is not in groups. The row statistics and the amax are computed from
+    // what forward's norm reads.
     bool forward_reads_saved;
     AmaxAndScale* y_amax_out;  // the amax of the norm's output
 };
@@ -329,8 +339,8 @@ struct NormGradients {
 };
 // The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
 // residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
-// bytes. It computes the row statistics of the norm anew, and returns the norm's output, lazy_norm(n). This
-// output may be read until the next norm runs, because all norms write their row statistics to one place.
+// bytes. The function computes the row statistics of the norm anew, and returns the norm's output,
+// lazy_norm(n). This output may be read until the next norm runs: then the row statistics are that norm's.
 LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 size_t norm_backward_workspace(int64_t C);
 
@@ -357,8 +367,9 @@ struct QkNorm {
 // q and k normed and then rotated.
 void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
                       cudaStream_t stream);
-// The backward pass of the norms alone. dqkv: from the gradient of their outputs to that of their inputs qkv,
-// in place. dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols + k_cols) floats.
+// The backward pass of the norms alone, in place: dqkv is the gradient of their outputs on entry, and the
+// gradient of their inputs, qkv, on return. Adds to dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols +
+// k_cols) floats.
 void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
                       float* workspace, cudaStream_t stream);
 
@@ -382,9 +393,9 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // ===========================================================================================================
 // 7. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
 
-// gradient (n) += the sums over the rows of partials (rows, n), with which add_column_sums(), norm_backward()
-// and qk_norm_backward() end. `second` is another gradient (n), whose partials lie after those of the
-// first, or no tensor.
+// gradient (n) += the sum of the rows of partials (rows, n). add_column_sums(), norm_backward() and
+// qk_norm_backward() end with it. `second` is another gradient (n), whose partials (rows, n) lie after those
+// of the first, or no tensor.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second = {});
 // gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
@@ -417,14 +428,22 @@ void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient
 // ===========================================================================================================
 // 8. Other scaling than COAT's (gpu/other_scaling.cu)
 
-// quantize() calls these two. The first makes codes with scales per row, 1x128 or 128x128, just in time, and
-// updates *out.amax_out. The second makes codes with a delayed scale per tensor, and finds the amax for
-// later.
+// quantize() calls these two functions. quantize_in_blocks() makes codes with scales per row, 1x128 or
+// 128x128, just in time, and updates *out.amax_out. quantize_delayed() makes codes with a delayed scale per
+// tensor, and finds the amax for the scales of later steps.
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps.
+// The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps. With
+// delayed scaling the scale of a step is from_history, which follows from the amaxes of earlier steps. Which
+// function writes a field of AmaxAndScale:
+//
+//   amax           quantize()
+//   from_history   update_delayed_scales(), after each step
+//   scale          quantize(), and update_delayed_scales()
+//
+// While the history is empty, from_history is 0, and everything is as if scaling were just in time.
 struct DelayedScales {
     AmaxAndScale* scales;  // (n)
     float* histories;      // (n, length), the newest first
@@ -443,9 +462,11 @@ void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped
 // 9. The quantization report (gpu/quant_report.cu; step.h, QuantStats). It has a kernel of its own, so
 // that training pays nothing for it.
 
-// Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before
-// the codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of
-// scales: row-major, and transposed (128x128 once: these are equal). Nothing where quant_stats is null.
+// Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups, per tensor, or in
+// rows or blocks. It is called when the amax of the tensor, or the scales of its rows or blocks, are known,
+// and before codes overwrite x. Where row-major and transposed codes have scales of their own, x counts once
+// for each of the two. (In 128x128 blocks it counts once, because both have the same scales.) If quant_stats
+// is null, nothing is done.
 void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Adds the errors of storing the moments that a step with this gradient, unclipped, and with the default

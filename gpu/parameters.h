@@ -1,18 +1,6 @@
 // gpu/parameters.h - what the kernels of parameters.cu do: the first values of parameters; the norm of their
-// gradients, and steps that are skipped; and what several GPUs add up or exchange. The rules of
+// gradients, and steps that are skipped; and what several GPUs add up or exchange. The rules and the words of
 // gpu/operators.h hold here, too.
-//
-// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order.
-//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
-//   shard         what this rank owns of one parameter
-//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
-//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
-//                 groups; the padding stays zero
-//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
-//                 sums of gradients lie
-//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
-//                 embeddings, a linear layer, or the head (gpu/sharding.h)
 #pragma once
 #include "operators.h"
 
@@ -40,22 +28,22 @@ cudaError_t check_kernels();
 // 2. The norm of all gradients, and steps that are skipped
 
 // Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
-// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count): sums[0] =
-// *loss, or 0 if loss is null. The loss travels with the sums, so that a loss that is not finite on one rank
-// skips the step on all. Then follows the sum of each of these shard units; 0 where the shard unit is another
-// rank's.
+// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count):
+//   sums[0]       *loss, or 0 if loss is null. It travels with the squares, so that a loss that is not finite
+//                 on one rank skips the step on all.
+//   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
 void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
 // the norm, the factor that clips it, and whether the step is skipped: because the loss of a rank or the norm
-// is not finite, or the clipped norm is 2^62 or more. A shard unit of a matrix has its sum on one rank, and 0
-// on the others; one of a vector has the same sum on all. Either way the largest is the sum. clip is the
-// limit of the norm; with 0 there is none.
+// is not finite, or the clipped norm is 2^62 or more. A shard unit of a matrix has its sum of squares on one
+// rank, and 0 on the others; a shard unit of a vector has the same sum on all ranks. Either way the largest
+// of the ranks' numbers is the sum. clip is the limit of the norm; with 0 there is none.
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t stream);
 
-// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because an FP8 code would hide that. Once it
-// is NaN, it stays NaN for the rest of the step.
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because FP8 codes would hide such values.
+// Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
 void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 

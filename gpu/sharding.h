@@ -11,9 +11,8 @@
 //   weights     while one stage computes, the matrices of the stage that comes next in this direction are
 //               gathered. Each of the two stages has a buffer.
 //
-// A stage is a part of the model whose weights are gathered at a time: the embeddings, a linear layer, or the
-// head. gpu/parameters.h says what a bucket is. Bytes travel in one of two ways: GPUs of one
-// machine write into each other's memory with their copy engines; others send through NCCL.
+// gpu/operators.h says what a bucket and a stage are. Bytes travel in one of two ways: GPUs of one machine
+// write into each other's memory with their copy engines; others send through NCCL.
 #pragma once
 #include "state.h"
 

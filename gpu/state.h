@@ -4,10 +4,10 @@
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/parameters.h
-// says what a bucket, a stage and the rank's order are. gpu/layout.h has the tables ShardPlace, by parameter,
-// and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the length of a
-// prompt.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
+// says what a bucket, a stage and the rank's order are. gpu/layout.h has two tables: ShardPlace, by
+// parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
+// length of a prompt.
 #pragma once
 #include <map>
 #include <memory>
@@ -24,10 +24,10 @@ class Sharding;
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope gives back at its
-// end what was allocated in it. Every step allocates the same sizes in the same order, so it gets the same
-// addresses, even those that CUDA graphs hold. How much a run needs is found out by a dry run (gpu/cuda.h),
-// whose addresses are never used.
+// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope, when it ends,
+// gives back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the
+// same addresses: those that a CUDA graph has recorded stay right. How much memory a run needs is found out
+// by a dry run (gpu/cuda.h), whose addresses are never used.
 class Arena {
 public:
     explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
@@ -59,8 +59,8 @@ public:
 
 private:
     UniqueHandle<void*, cudaFree> allocated_;
-    // Where the allocation begins. In a dry run it is a made-up address, aligned as a real one is; not null,
-    // because a null TensorRef is no tensor.
+    // Where the allocation begins. In a dry run this is a made-up address, aligned as a real one is. It is
+    // not null, because null data means "no tensor".
     uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
     const int64_t limit_;
     int64_t used_ = 0, peak_ = 0;
@@ -71,15 +71,15 @@ private:
 // What a step finds out. It is on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
     double loss;         // the sum of the losses so far, times Scalars::loss_weight
-    double loss_or_nan;  // the same, or NaN if FP8 codes have hidden a value that is not finite
+    double loss_or_nan;  // the loss, or NaN if FP8 codes have hidden a value that is not finite
     GradientState gradients;
     uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct Scalars {
     StepOutcome outcome;
-    // From the host: the weight of one target's loss in the loss of the step, which is a mean: 1 / the number
-    // of targets that count.
+    // From the host: 1 / the number of targets that count. With this weight each target's loss enters the
+    // loss of the step, which is a mean.
     double loss_weight;
     // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
     QuantStats quant_stats[int(ReportKind::Moment1)];
@@ -103,13 +103,18 @@ struct Scalars {
 //   +---------+---------+-- ... --+-----------+
 //             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
 //             +-----------+---------+---------+-----+-----------+------+
-//             ^ gradients_offset(): so far left that the gradients of layer l begin after the activations of
-//               the layers 0 to l, the only ones that backward still needs when it writes them
+//             ^ gradients_offset(): as far left as possible, such that the gradients of layer l begin after
+//               the activations of the layers 0 to l, which backward still needs when it writes these
+//               gradients; and those of the head after all activations
 //
 // In all cases:
 //
 //   ranks, micro-batches of each   gradients that backward writes     their sums over a step
 //   one, one                       over activations, as drawn         the same memory
+//   one, one, tied embedding       after the activations, because     the same memory
+//                                  the head begins the gradient of
+//                                  the embedding, the first in this
+//                                  order
 //   one, several                   after the activations, because     the same memory
 //                                  sums outlive the next forward
 //   several, one or several        two places of their own, for       where one rank has its gradients,
@@ -121,27 +126,28 @@ struct Scalars {
 // In the last two cases the gradients of a tied embedding have another place of their own, because the head
 // writes them before all others.
 //
-// Tensors that replace each other in one place, from left to right in the order of a step (come back to this
-// table when you read model.cu):
+// Tensors that replace each other in one place, from left to right in the order of a step. "-" means that the
+// head, or forward, leaves the place as it is. (Come back to this table when you read model.cu.)
 //
-//   place                forward             head                  backward, layer by layer
-//   dresidual            final norm's input  gradient of that  ->  gradient of the residual stream
-//   gate and up of l     gate and up         -                     dgate_up, their gradient, as an operand;
-//                                                                  then dqkv (both only if they fit:
-//                                                                  model.cu, dgate_up_in_place_ and
-//                                                                  dqkv_in_place_)
-//   activations of       saved by forward    gradients of the      gradients of later layers' weights
-//   later layers                             head, final norm
-//   logits               -                   logits, then their    -
-//                                            gradients
+//   place                forward              head                 backward, layer by layer
+//   dresidual            the final norm's     the gradient of      the gradient of the residual stream
+//                        input                this input
+//   gate and up of a     gate and up          -                    dgate_up, the gradient of gate and up, as
+//   layer                                                          an operand; then dqkv (each if it fits:
+//                                                                  dgate_up_in_place_, dqkv_in_place_ in
+//                                                                  model.cu)
+//   activations of       what forward saves   -                    gradients of weights, where these lie over
+//   later layers                                                   activations
+//   logits               -                    logits, then their   -
+//                                             gradients
 struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // Gemms::SCRATCH bytes
 
-    // What other ranks write here, if there are several. Each place, counted from the beginning of the
-    // allocation, is the same on all ranks. One rank needs `loss_and_squares` alone.
+    // What other ranks write here, if there are several. The distance of each place from the beginning of the
+    // allocation is the same on all ranks. One rank needs `loss_and_squares` alone.
     uint32_t* flags;                // two for each rank
-    uint8_t* received_gradients;    // the other ranks' gradients of a bucket, as far as this rank owns it
+    uint8_t* received_gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
     uint8_t* gathered_weights[2];   // the matrices of an even stage, and of an odd one
     double* loss_and_squares;       // (ranks, 1 + shard units): the loss, and sums of squares of gradients
     AmaxAndScale* amaxes_of_ranks;  // (ranks, number of scales): see Scales
@@ -152,20 +158,20 @@ struct MemoryMap {
     AmaxAndScale* scales;               // see Scales
     float* histories;                   // amaxes: (operands, linear layers, Recipe::history_steps)
     std::vector<MomentRef> moments[2];  // first and second moments, by parameter
-    void* moments_begin;                // where all moments and their scales begin
-    int64_t moments_bytes;              // how many bytes these take
+    void* moments_begin;                // where all moments and their moment scalings begin
+    int64_t moments_bytes;              // how many bytes they take together
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
-    // For the pass that runs. There is room for a micro-batch of N tokens
+    // For the pass that runs, which has at most as many tokens as a micro-batch
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
     void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
     float* norm_partials;       // norm_backward_workspace() bytes
-    RowStatistics* norm_statistics;  // (N), which the norm that was computed last has written
+    RowStatistics* norm_statistics;  // (N) the row statistics of the norm that ran last
     float* losses;                   // (N)
 
     float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
@@ -185,9 +191,10 @@ struct GpuContext {
     // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
     // that rank has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
-    // Copies between the host and this GPU. Both functions call wait() before they copy: CUDA may wait there
-    // anyway, and it would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait for its own
-    // copy, so what it reads must stay until the next wait(). copy_to_host() returns when the copy is there.
+    // Copies between the host and this GPU. Both functions call wait() before they copy: CUDA's copy may wait
+    // for the stream anyway, but would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait
+    // for its own copy, so what it reads must stay until the next wait(). copy_to_host() returns when its
+    // copy is complete.
     void wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
@@ -199,13 +206,14 @@ struct GpuContext {
 // Allocates what lasts for the run.
 MemoryMap allocate_memory(GpuContext& context);
 
-// A tensor in slices of rows that each fit one launch: a grid has at most 65,535 tiles of 128 rows.
+// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128
+// rows.
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 // -----------------------------------------------------------------------------------------------------------
-// The scales of FP8 operands, and the amaxes from which they follow. They are one array:
+// The scales of FP8 operands, and the amaxes from which they follow. They are one array, with an entry for
 //
-//   one for each parameter | one for the x of each linear layer | w of each | g of each
+//   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
 // An update leaves the amax of a linear layer's weight in the entry of this parameter. With delayed scaling,
 // where scales come from a history of amaxes, the weight uses the entry of the operand w instead.
@@ -214,7 +222,7 @@ class Scales {
 public:
     Scales(const GpuContext& context, const MemoryMap& memory);
 
-    const int64_t param_count;  // of all parameters: Parameters::params has so many
+    const int64_t param_count;  // the number of all parameters: of elements of Parameters::params
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
     bool any_empty_history = false;
@@ -243,8 +251,8 @@ public:
     void note_empty_histories(uint32_t count) {
         if (count == 0) any_empty_history = false;
     }
-    // Delayed scaling: the amaxes of the step enter the histories. Linear layers without FP8 have no amaxes:
-    // then histories and scales stay as they are. outcome: on the device.
+    // Delayed scaling: the amaxes of the step enter the histories. If the linear layers of this run are not in
+    // FP8, there are no amaxes, and histories and scales stay as they are. outcome: on the device.
     void update_from_histories(StepOutcome* outcome) const;
 
 private:
@@ -279,7 +287,8 @@ public:
     size_t index(const std::string& param) const { return find(param).param; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
-    // The number, in the order of forward, of the linear layer whose weight this is; -1 if it is none.
+    // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
+    // none.
     int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
     int64_t linear_layer_count() const { return scales_.linear_layer_count; }
 
@@ -287,8 +296,8 @@ public:
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
-    // The whole parameter, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it,
-    // and Sharding::gathered_weight() the whole.
+    // The whole parameter, (rows, cols). Only with one rank, or of a vector: this rank owns only a part of
+    // any other parameter, and Sharding::gathered_weight() has the whole.
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
@@ -297,9 +306,9 @@ public:
         return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
-    // Where the gradients of this rank's part of parameter i begin, which the update reads.
+    // Where the sums of gradients begin that the update reads for this rank's part of parameter i.
     uint8_t* owned_gradient_sum(size_t i) const;
-    // The whole gradient, (rows, cols). Only with one rank, or of a vector: else this rank has a part of it.
+    // The whole gradient, (rows, cols). Only with one rank, or of a vector, as for whole_weight().
     TensorRef whole_gradient(size_t i) const {
         return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_storage};
     }
@@ -314,7 +323,8 @@ public:
     void add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
-    // Pass a tensor of the state by its name, as Model::read() and write() do. read() also passes a gradient.
+    // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().
+    // read() also copies gradients.
     void read(const std::string& name, void* out) const;
     void write(const std::string& name, const void* in);
 
