@@ -159,6 +159,12 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
+// What is stored beside the codes of moments.
+static const char* moment_scaling_name(const MomentFormats& o) {
+    if (o.per_tensor) return "scales of moments, per tensor";
+    return o.uses_expansion(o.m) ? "max and k of 128 moments" : "max of 128 moments";
+}
+
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(c);
@@ -188,7 +194,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
          gradients * info(dw).bytes, "parameter", count},
         {Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
         {Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
-        {Optimizer, s.optimizer.per_tensor ? "scales per tensor" : "scales per group",
+        {Optimizer, moment_scaling_name(s.optimizer),
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
