@@ -14,9 +14,10 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
     if (context_.caches_weights) cached_w_operand_ = allocate_operand(WhichOperand::W, out_, Form::Both);
 }
 
-// The rows of the operand of x, and of y. FP8 GEMMs want a multiple of 16. A micro-batch has a multiple of 16
-// tokens, but a prompt may have any number: then these two have more rows than x, and nobody reads what is in
-// them.
+// The rows of the operand of x, and of y. FP8 GEMMs want a multiple of 16. With FP8 operands a micro-batch
+// has a multiple of 16 tokens (else linear_formats() of formats.h falls back to the compute dtype). But a
+// prompt may have any number: then the operand and y have more rows than x, and nobody reads what these
+// further rows hold.
 static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
     return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -42,7 +43,8 @@ void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    // In coat-saved forward has computed x from other values, whose amax may be smaller.
+    // In coat-saved, wgrad computes x from the saved groups, but forward did not. So an x of wgrad may exceed
+    // forward's amax by the rounding error of a group, and would saturate: a pass over x raises the amax.
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
@@ -54,13 +56,13 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-// Whether x lies in memory in the compute dtype: then in recipes without FP8 a GEMM can read it as it is.
+// Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
 static bool is_stored_unquantized(const LazyTensor& x) {
     return x.op == LazyOp::Stored && !x.input.storage.fp8();
 }
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
-// codes go; null: into memory that is allocated, too.
+// codes go; if null, memory for them is allocated, too.
 Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, Form form, void* codes) const {
     const Storage& q = storage_of(context_.formats, which);
     const int64_t rows = rows_of_gemm(q, needed_rows);
@@ -89,8 +91,8 @@ void LinearLayer::write_operand(WhichOperand which, const LazyTensor& source, co
     gpu::write_operand(source, operand, context_.gpu_context.quant_stats_of(report_kind(which)), stream());
 }
 
-// The input or the weight, as `gemm` reads it: fprop reduces over columns of both; dgrad reduces over rows
-// of the weight, and wgrad over rows of the input.
+// The operand of the input or of the weight, as `gemm` reads it: fprop reduces over columns of both; dgrad
+// reduces over rows of the weight, and wgrad over rows of the input.
 Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, Gemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
@@ -139,8 +141,8 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
     return g_operand;
 }
 
-// The passes over g, by the format of its operand. In FP8 dbias sums g as it is before it is rounded; in BF16
-// it sums the values that were stored.
+// The passes over g, by the format of its operand. In FP8 dbias is the sum of g before it is rounded to
+// codes; in BF16 it is the sum of the values that were stored.
 //
 //   format                     bias   amax of g           first pass          second pass
 //   FP8                        no     known or unneeded   operand
@@ -151,9 +153,9 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
 //   BF16                       no     unneeded            operand
 //   BF16                       yes    unneeded            operand             dbias
 //
-// COAT's operands, and those of most recipes, are scaled just in time, with one scale for the tensor. The
-// other recipes are te, rowwise and deepseek. write_operand_and_sum_columns() (coat.cu) decides between one
-// pass and two.
+// "Just in time" means here: with one scale for the tensor, as in most recipes, COAT among them. The other
+// recipes are te, rowwise and deepseek. write_operand_and_sum_columns() (coat.cu) decides between one pass
+// and two.
 void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
     AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
@@ -189,8 +191,8 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
     if (x_amax_out()) compute_amax(x, x_amax_out(), stream());
 }
 
-// The update leaves the amax of a weight with the parameter (Scales::of_parameter()). Delayed scaling reads
-// the entry of the operand w instead, whose amax is computed here while some history of amaxes is empty.
+// The update leaves the amax of a weight in the parameter's entry (Scales::of_parameter()). Delayed scaling
+// uses the entry of the operand w instead: its amax is computed here while some history of amaxes is empty.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
         compute_amax(stored(context_.sharding.gathered_weight(weight_index_)), w_amax_and_scale_, stream());

@@ -7,22 +7,38 @@
 // has two forms, row-major and transposed. The table in gpu/gemm.h says which GEMM reads which.
 //
 // How long the operands live:
-//   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x; wgrad
-//               makes the operand again from these. (In coat-saved, wgrad computes x from the saved groups,
-//               but forward did not. So an x of wgrad may exceed forward's amax by the rounding error of a
-//               group. A pass over x raises the amax to what wgrad needs.)
+//   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
+//               these two, wgrad makes the operand again.
 //   w_operand   for one GEMM; or, in a cache, for a step.
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
-// Memory comes from the Arena (gpu/state.h), which is a stack. Names that begin with allocate_ stand for
-// memory alone, those with write_ for the codes in it, and those with make_ for both. An operand lies in the
-// caller's Arena::Scope.
+// Who calls whom. model.cu calls the functions on the left:
+//
+//   fprop()
+//     make_operand()                        x: the operand itself, or memory for it and then
+//       write_operand()                     its codes: write_operand() of coat.cu
+//     get_or_make_w_operand()               w: from the cache, from another GPU's codes, or by make_operand()
+//   dgrad()
+//     get_or_make_w_operand()
+//   wgrad()
+//     make_operand()                        x
+//   make_g_operand_and_dbias()
+//     allocate_g_operand()
+//     write_g_operand_and_dbias()           chooses the passes over g (table in linear.cpp):
+//       write_g_operand_and_sum_columns()   write_operand_and_sum_columns() of coat.cu
+//       add_dbias()                         add_column_sums() of gpu/layers.cu
+//       write_operand()                     write_operand() of coat.cu
+//
+// Memory comes from the Arena (gpu/state.h), which is a stack. A function whose name begins with allocate_
+// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lies in the
+// Arena::Scope of the caller.
 //
 // Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
 // made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the
-// linear layer that will read the tensor, and leaves the amax there. If no kernel does, a pass over the
-// tensor computes the amax just before it is quantized. (In recipes that need no amaxes both functions return
-// null.) This table says who computes the amaxes in model.cu; come back to it when you read that file:
+// linear layer that will read the tensor, and leaves the amax there. (In recipes that need no amaxes both
+// functions return null.) If no earlier kernel has the values, a pass over the tensor computes the amax just
+// before the codes are made. This table says who computes the amaxes in model.cu; come back to it when you
+// read that file:
 //
 //   operand               what it is                 who computes its amax
 //
@@ -46,8 +62,9 @@
 //                                                    qk_norm_backward() changes dqkv after it, a pass in
 //                                                    make_g_operand_and_dbias()
 //
-// Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad, and w for dgrad. It
-// also quantizes x a second time, for wgrad, with the amax that forward has left (but see x_operand above).
+// Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
+// and x again, for wgrad, with the amax that forward has left. (In coat-saved wgrad raises this amax first:
+// LinearLayer::wgrad() says why.)
 #pragma once
 #include <optional>
 
@@ -67,8 +84,8 @@ struct LinearContext {
     const bool caches_weights;
     const LinearFormats formats = linear_formats(gpu_context.setup);
 
-    // Whether the amax of an operand is needed before its codes can be made. FP8 with one scale per tensor
-    // needs it, unless scaling is delayed and every operand has a history.
+    // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
+    // tensor, unless scaling is delayed and no history is empty any more.
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scales.delayed() || scales.any_empty_history);
@@ -88,20 +105,20 @@ public:
     // dw = g^T x; or, if `overwrite` is false, dw += g^T x.
     void wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite);
 
-    // --- The operand of g; and dbias, the gradient of the bias: the column sums of g are added to it while g
-    // is at hand
-    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: it is computed first.
+    // --- The operand of g; and dbias, the gradient of the bias, to which the column sums of g are added
+    // while g is at hand
+    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: the amax is computed first.
     enum class AmaxIs : uint8_t { Known, Unknown };
     // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
     // memory is allocated.
     Operand make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax);
-    // The same in two parts, for dgate_up (model.cu) alone: it outlives dact, from which it is computed, so
-    // its memory must be allocated before that of dact. codes: where the row-major codes go; null: into
-    // memory that is allocated, too.
+    // The two parts of make_g_operand_and_dbias(), for dgate_up (model.cu) alone: dgate_up outlives dact,
+    // from which it is computed, so its memory must be allocated before that of dact. codes: where the
+    // row-major codes go; if null, memory for them is allocated, too.
     Operand allocate_g_operand(int64_t N, void* codes) const;
     void write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
 
-    // --- The operand of w, if weights are cached
+    // --- The operand of w, if weights are cached (only with one rank, so there is nothing to gather)
     void write_cached_w_operand();
 
     // --- Amaxes
@@ -112,7 +129,7 @@ public:
     AmaxAndScale* g_amax_out() const {
         return context_.needs_amax_before_codes() ? g_amax_and_scale_ : nullptr;
     }
-    // A pass over x, if its amax is needed. For an x whose amax no earlier kernel has computed.
+    // A pass over x that raises its amax, if the amax is needed. For an x that no earlier kernel had at hand.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket to which the gradients of w and of the bias belong.
@@ -123,15 +140,15 @@ private:
 
     LinearContext& context_;
     const size_t weight_index_;               // the index of w (out, in) in Parameters::params
-    const std::optional<size_t> bias_index_;  // that of the bias (out), if there is one
+    const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
-    // The amax of each operand and, if it has one scale per tensor, the scale. (In other granularities the
-    // amax serves only to notice infinity and NaN.)
+    // The amax of each operand and, if the operand has one scale per tensor, this scale. (In other
+    // granularities the amax serves only to notice infinity and NaN.)
     AmaxAndScale* const x_amax_and_scale_;
     AmaxAndScale* const w_amax_and_scale_;
     AmaxAndScale* const g_amax_and_scale_;
-    Operand cached_w_operand_{};  // no tensor, if weights are not cached
+    Operand cached_w_operand_{};  // null data if weights are not cached
 
     Arena& arena() const { return context_.gpu_context.arena; }
     cudaStream_t stream() const { return context_.gpu_context.stream; }

@@ -66,7 +66,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
 // the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
-// computed, and a larger value would saturate. (coat-saved is the exception: gpu/linear.h.)
+// computed, and a larger value would saturate. (coat-saved does not rely on this: LinearLayer::wgrad()
+// computes the amax anew, since forward has normed other values there.)
 __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};

@@ -95,7 +95,8 @@ struct Scalars {
 // After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
 // gradients of activations, logits.
 //
-// Gradients of weights lie over saved activations, if there is one rank and one micro-batch a step:
+// Gradients of weights lie over saved activations, if there is one rank, one micro-batch a step, and no tied
+// embedding:
 //
 //     forward writes the layers from left to right, backward needs them from right to left
 //   +---------+---------+-- ... --+-----------+
@@ -126,8 +127,8 @@ struct Scalars {
 // In the last two cases the gradients of a tied embedding have another place of their own, because the head
 // writes them before all others.
 //
-// Tensors that replace each other in one place, from left to right in the order of a step. "-" means that the
-// head, or forward, leaves the place as it is. (Come back to this table when you read model.cu.)
+// Tensors that replace each other in one place, from left to right in the order of a step; "-" means that the
+// place is not touched. (Come back to this table when you read model.cu.)
 //
 //   place                forward              head                 backward, layer by layer
 //   dresidual            the final norm's     the gradient of      the gradient of the residual stream
@@ -251,8 +252,8 @@ public:
     void note_empty_histories(uint32_t count) {
         if (count == 0) any_empty_history = false;
     }
-    // Delayed scaling: the amaxes of the step enter the histories. If the linear layers of this run are not in
-    // FP8, there are no amaxes, and histories and scales stay as they are. outcome: on the device.
+    // Delayed scaling: the amaxes of the step enter the histories. If the linear layers of this run are not
+    // in FP8, there are no amaxes, and histories and scales stay as they are. outcome: on the device.
     void update_from_histories(StepOutcome* outcome) const;
 
 private:
