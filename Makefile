@@ -152,7 +152,7 @@ $(O)/%.cpp.o: %.cpp Makefile $(O)/settings
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 ifeq ($(NVCC),)
-$(O)/%.cu.o:
+$(O)/%.cu.o: FORCE  # also where a build with nvcc has made it
 	@echo "$*.cu is for GPUs: to compile it takes nvcc, of CUDA 12.9 or newer." >&2; exit 1
 else
 $(O)/%.cu.o: %.cu Makefile $(O)/settings

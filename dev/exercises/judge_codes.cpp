@@ -454,9 +454,9 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor, cons
     check(1e-30f, 1e-38f);
     return c.finish(
         "The k of 100, 10 and 229,376 are 2.680, 5.359 and 1. A rounding error is divided by k: the "
-        "group with 10 gains most, and the last one nothing. max / min may overflow, and |x| / max become 0, "
-        "so logarithms are subtracted. In contract the power may become 0 although max times the power does "
-        "not, so max is multiplied by the square root of the power, twice.");
+        "group with 10 gains most, and the last one nothing. max / min may overflow, and |x| / max become 0: "
+        "one way is to subtract logarithms. In contract the power may become 0 although max times the power "
+        "does not: one way is to multiply max by the square root of the power, twice.");
 }
 
 // --- 13 ---

@@ -268,7 +268,6 @@ struct LinearInputs {
 // Of many magnitudes, so that it matters which values share a scale. The sizes are no multiples of 128.
 LinearInputs linear_inputs(Comparison& c) {
     auto matrix = [&](int rows, int cols) { return Matrix{rows, cols, c.normal(rows * cols, 1)}; };
-    c.input = [](size_t) { return "x (200, 160), w (144, 160), g (200, 144)"; };
     return {matrix(200, 160), matrix(144, 160), matrix(200, 144)};
 }
 Matrix fprop(const LinearInputs& in, Quantizer x, Quantizer w) {
@@ -277,6 +276,27 @@ Matrix fprop(const LinearInputs& in, Quantizer x, Quantizer w) {
 Matrix dgrad(const LinearInputs& in, Quantizer g, Quantizer w) { return given::product(g(in.g), w(in.w)); }
 Matrix wgrad(const LinearInputs& in, Quantizer g, Quantizer x) {
     return given::product(given::transposed(g(in.g)), x(in.x));
+}
+
+// An operand of a GEMM, whose rows, or columns if it is transposed, lie along the sum.
+struct Operand {
+    const char* name;
+    const Matrix& matrix;
+    bool transposed;
+
+    // Row or column i, of which the first three values are shown
+    std::string shown(size_t i) const {
+        const Matrix m = transposed ? given::transposed(matrix) : matrix;
+        const float* const x = &m.values[i * m.cols];
+        return text(std::setprecision(4), transposed ? "column " : "row ", i, " of ", name, " = ", x[0], ", ",
+                    x[1], ", ", x[2], " ... (", m.cols, " values)");
+    }
+};
+
+// Element (i, j) of the result is computed from row i of a, or column i, and row or column j of b.
+void show_operands(Comparison& c, const Operand& a, const Operand& b) {
+    const size_t cols = b.transposed ? b.matrix.cols : b.matrix.rows;
+    c.input = [cols, a, b](size_t i) { return a.shown(i / cols) + ",\n            " + b.shown(i % cols); };
 }
 
 void compare_gemm(Comparison& c, const std::string& name, const Matrix& expected, Matrix mine,
@@ -313,7 +333,15 @@ static void compare_small_gemm(Comparison& c, const judge::Function<judge::Gemm>
         return values;
     };
     const Matrix expected{a.rows, b.rows, product(a.scale * b.scale, a.format)};
-    c.input = [](size_t) { return "a (3, 5) in E5M2, b (4, 5) in E4M3"; };
+    auto row = [](const Fp8Matrix& m, size_t r) {
+        std::string codes;
+        for (int k = 0; k < 5; k++) codes += " " + hex(m.codes[r * 5 + k]);
+        return codes + text(std::setprecision(4), " with the scale ", m.scale);
+    };
+    c.input = [&a, &b, row](size_t i) {
+        return text("row ", i / 4, " of a in E5M2:", row(a, i / 4), ",\n            row ", i % 4,
+                    " of b in E4M3:", row(b, i % 4));
+    };
     compare_gemm(c, "gemm's result", expected, gemm(a, b),
                  {{"This is the sum of products of codes: multiply it by both scales.", product(1, a.format)},
                   {"This has only the scale of a.", product(a.scale, a.format)},
@@ -333,6 +361,7 @@ int judge::linear(const Function<Gemm>& gemm, const Function<Linear>& linear) {
     const std::string blocks = "COAT has one scale for a tensor: given::quantize(E4M3, x).";
     const std::string result = "The result is not quantized: gemm gives it in FP32.";
     auto encoded = [](const Matrix& m) { return one_e4m3(m).values; };
+    show_operands(c, {"x", in.x, false}, {"w", in.w, false});
     compare_gemm(c, "y", fprop(in, one_e4m3, one_e4m3), y,
                  {{"x is not quantized in fprop.", fprop(in, itself, one_e4m3).values},
                   {"w is not quantized in fprop.", fprop(in, one_e4m3, itself).values},
@@ -342,6 +371,7 @@ int judge::linear(const Function<Gemm>& gemm, const Function<Linear>& linear) {
                   {blocks, fprop(in, along_row, square).values},
                   {result, encoded(fprop(in, one_e4m3, one_e4m3))},
                   {neither, fprop(in, itself, itself).values}});
+    show_operands(c, {"g", in.g, false}, {"w", in.w, true});
     compare_gemm(
         c, "dx", dgrad(in, one_e5m2, one_e4m3), dx,
         {{result, encoded(dgrad(in, one_e5m2, one_e4m3))},
@@ -349,6 +379,7 @@ int judge::linear(const Function<Gemm>& gemm, const Function<Linear>& linear) {
          {"w is not quantized in dgrad: it has the codes of fprop.", dgrad(in, one_e5m2, itself).values},
          {g_format, dgrad(in, one_e4m3, one_e4m3).values},
          {neither, dgrad(in, itself, itself).values}});
+    show_operands(c, {"g", in.g, true}, {"x", in.x, true});
     compare_gemm(c, "dw", wgrad(in, one_e5m2, one_e4m3), dw,
                  {{"x is quantized in fprop, but not in wgrad: both take the same codes.",
                    wgrad(in, one_e5m2, itself).values},
@@ -372,6 +403,7 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
     const std::string w_blocks = "w has blocks of 128x128, not of 1x128.";
     const std::string per_tensor =
         "This has one scale for a tensor, as in exercise 8: here blocks of values share one.";
+    show_operands(c, {"x", in.x, false}, {"w", in.w, false});
     compare_gemm(c, "y", fprop(in, along_row, square), y,
                  {{w_blocks, fprop(in, along_row, along_row).values},
                   {"x is not quantized in fprop.", fprop(in, itself, square).values},
@@ -381,6 +413,7 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
                   {"x has blocks of 1x128; only w has 128x128.", fprop(in, square, square).values},
                   {per_tensor, fprop(in, one_e4m3, one_e4m3).values},
                   {neither, fprop(in, itself, itself).values}});
+    show_operands(c, {"g", in.g, false}, {"w", in.w, true});
     compare_gemm(c, "dx", dgrad(in, along_row, square), dx,
                  {{w_blocks, dgrad(in, along_row, along_row).values},
                   {"w has blocks of 128x128, not of 1x128, transposed or not.",
@@ -392,6 +425,7 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
                   {neither, dgrad(in, itself, itself).values}});
     const std::string tokens =
         "wgrad sums over tokens, the rows of x and g: first transpose both, then quantize.";
+    show_operands(c, {"g", in.g, true}, {"x", in.x, true});
     compare_gemm(c, "dw", wgrad(in, along_column, along_column), dw,
                  {{tokens, wgrad(in, along_row, along_row).values},
                   {"wgrad sums over tokens, but the blocks of x lie along features.",

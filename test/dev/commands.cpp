@@ -309,3 +309,16 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
         else if (head != "of the page alone") CHECK_MESSAGE(has_line(all, line, Match::Form), line);
     }
 }
+
+TEST_CASE(
+    "make exercise: without nvcc it says that 13 takes it, although a build with nvcc left its object") {
+    const Folder folder;
+    fs::create_directories(folder / "dev/exercises");
+    write_file(folder / "dev/exercises/13-quantize-transpose.cu.o", "");
+    const Ended ended =
+        shell(folder, concat("unset MAKEFLAGS MFLAGS MAKELEVEL; make -C '", fs::current_path().string(),
+                             "' NVCC= 'O=", folder.path.string(), "' exercise N=13"));
+    CHECK(ended.code != 0);
+    CHECK_MESSAGE(contains(ended.error, "13-quantize-transpose.cu is for GPUs: to compile it takes nvcc"),
+                  concat(ended.out, ended.error));
+}
