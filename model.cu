@@ -136,15 +136,11 @@ class GpuModel final : public Model {
     const bool gated_ = config_.arch.gated;
     const bool qk_norms_ = config_.arch.qk_norm;
 
-    // In backward two gradients take the place of the layer's saved gate and up, if they fit (gpu/state.h,
-    // the last table above MemoryMap). The first is dgate_up, their own gradient, as an operand. quantize()
-    // may write over its input if elements have as many bytes in both. And g must have one scale per tensor:
-    // other scales lie after the codes (LinearLayer::allocate_operand()), where the groups' own scales are
-    // still read.
+    // Whether dgate_up takes the place of gate and up: mlp_block_backward() says why it fits.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
-    // The second is dqkv, if its rows are not longer than those of gate and up. Nobody reads dgate_up then.
+    // Whether dqkv then takes the same place: if its rows are not longer than those of gate and up.
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
@@ -252,9 +248,9 @@ private:
         return found;
     }
 
-    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(). target_count: how many
-    // targets count. quant_stats: where quantization errors are added up, by ReportKind; null: they are not
-    // measured.
+    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(): clears the StepOutcome,
+    // copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how many targets
+    // count. quant_stats: where quantization errors are added up, by ReportKind; null: they are not measured.
     void begin_step_or_evaluation(double target_count, QuantStats* quant_stats = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
@@ -615,9 +611,9 @@ private:
             sum.data = arena_.allocate<float>(sum.rows * sum.cols);
             sum.storage = PLAIN_FP32;
         }
-        // Direction::Backward, because the stage that comes next is the last layer's, on the way back
+        // Backward: prefetch the last layer next
         sharding_->gather_weights(sharding_->head_stage(), Direction::Backward);
-        // The GEMMs of the slices write this gradient earlier than begin_bucket() would wait for its place
+        // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
         if (in_fp32 && !pass.overwrites_gradients) convert(dweight, sum, stream_);
@@ -687,7 +683,10 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
-        // and outlives it, so its memory is allocated first
+        // and outlives it, so its memory is allocated first. Its row-major codes overwrite the saved gate and
+        // up, if elements have as many bytes in both: quantize() may write over its input. But g must have
+        // one scale per tensor. Other scales would lie after the codes (LinearLayer::allocate_operand()),
+        // where the scales of the groups of gate and up are still read
         const Operand dgate_up =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
@@ -722,6 +721,7 @@ private:
     void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
+        // dqkv takes the place of the layer's gate and up, if it fits: nobody reads that place any more
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(gate_up, pass.N, config_.qkv_cols())
                                               : allocate_tensor(pass.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
@@ -849,7 +849,7 @@ public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         const Pass pass{.B = 1, .T = n};
         begin_step_or_evaluation(1);
-        load_batch(pass, tokens, tokens);
+        load_batch(pass, tokens, tokens);  // the targets may be anything: no loss is computed
         forward(pass);
         sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
         const Arena::Scope scope(arena_);
@@ -891,7 +891,7 @@ public:
     }
     const Setup& setup() const override { return setup_; }
 
-    // Runs a step, if this is a dry run. Returns the bytes that the whole allocation needs: for what lasts,
+    // For a dry run only: runs a step, and returns the bytes that the whole allocation needs, for what lasts
     // and for what a step allocates besides.
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(tokens_of_rank()));
