@@ -9,10 +9,10 @@
 // and w in FP32, and encodes the new m and v.
 //
 // What is stored. 128 consecutive elements of a parameter are a span. Their first moments are one moment
-// group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values say how the
-// codes of a moment group are decoded, its moment scaling: max, its largest magnitude, and k, its expansion
-// factor (part 1). The paper's scale follows from max, so it is not stored. A span has four fields: max and k
-// of m, and max and k of v.
+// group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values, the moment
+// scaling, say how the codes of a moment group are decoded: max, the largest magnitude in the moment group,
+// and k, the expansion factor (part 1). The paper's scale follows from max, so it is not stored. A span has
+// four fields: max and k of m, and max and k of v.
 //
 // Who owns what. A warp owns a bundle of eight spans, which it updates as four pairs, one pair after the
 // other. Half a warp (16 lanes) has one span of the pair, and a thread eight consecutive elements of it:
@@ -31,13 +31,12 @@
 // 16 lanes.
 //
 // Which bytes move. An element takes 14.25 bytes. Read and written are its BF16 weight (2 bytes), the
-// remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. Only
-// read is the gradient: 2 if it is in BF16. An H200 does that at 87% of its copy bandwidth.
+// remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. The
+// gradient is only read: 2 bytes if it is in BF16. An H200 does that at 87% of its copy bandwidth.
 //
-// dev/ladders/adamw.cu builds such a kernel up, idea by idea, for a single parameter whose moment groups need
-// no care (part 1). It says group for a span, and scales for its fields. There rung 6, without bundles and
-// without loads ahead, reaches 91%, and rung 8, with both, no more. Whether rung 6's manner would be faster
-// here too has not been measured.
+// dev/ladders/adamw.cu builds such a kernel up, idea by idea, for a single parameter, and without the careful
+// path of part 1. There rung 6, without bundles and without loads ahead, reaches 91% of the copy bandwidth,
+// and rung 8, with both, 90%. Whether rung 6's manner would be faster here too has not been measured.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -66,8 +65,8 @@ struct MomentScaling {
 
 enum class WhichMoment : uint8_t { First, Second };
 
-// How the codes of a moment are made. It is known when a kernel is compiled, so that nothing branches on it.
-// Below, Traits is a MomentTraits.
+// How the codes of a moment are made. This is known when a kernel is compiled, so that no code branches on
+// it. Below, Traits is a MomentTraits.
 template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
@@ -93,29 +92,31 @@ template <class Traits> __device__ float expansion_factor(float largest, float s
 template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG_FMAX));
 }
-// 1 / max: the fast reciprocal, and one iteration of Newton's method.
+// 1 / max: the fast reciprocal, and one iteration of Newton's method. For max = 0, in a moment group of
+// zeros, the result is 2^127, not infinity: so 0 * 2^127 is 0, its logarithm -infinity, and the code 0.
 __device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
-// contract() takes y and returns x. Here decode_moments() leaves the product with max to its caller.)
+// contract() takes y and returns x. Here the product with max is left to adamw_element().)
 __device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
-// The careful path, for the few moment groups that are so wide or so small that what the equations above
-// compute on the way leaves the normal numbers of FP32. The fast path computes them like all others, so that
-// it has no branch, and the compiler can interleave what m and v need. Then the careful path computes them
-// again, and its results replace the first ones. (As a function that is called, or in a loop that is not
-// unrolled, the careful path would make the fast one up to 24% slower.)
+// The careful path is for the few moment groups that are so wide or so small that an intermediate result of
+// the equations above is not a normal number of FP32. The fast path computes these moment groups like all
+// others, so that it has no branch, and the compiler can interleave what m and v need. Then the careful path
+// computes them again, and its results replace those of the fast path. (As a function that is called, or in a
+// loop that is not unrolled, the careful path would make the fast one up to 24% slower.)
 enum class Path : uint8_t { Fast, Careful };
 
-// A moment group is wide if R_X may exceed about 2^120: log2(R_X) is LOG_RANGE / k. Then decoding needs care.
+// A moment group is wide if R_X may exceed about 2^120. (log2(R_X) is LOG_RANGE / k.) Then decoding needs
+// care, and encoding too.
 template <class Traits> __device__ bool is_wide(const MomentScaling& scaling) {
     return Traits::EXPANDS && Traits::LOG_RANGE > 120.0f * scaling.k;
 }
-// Encoding divides by max, so that also 1 / max must be normal.
+// Encoding divides by max, so it also needs care if max is very small.
 template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& scaling) {
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
     return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
@@ -123,7 +124,7 @@ template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& sc
 template <class Traits> __device__ float expand_carefully(const MomentScaling& scaling, float x) {
     return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
-// |x|, not |x| / max: the power alone may underflow where its product with max does not.
+// Returns |x|, not |x| / max: the power alone may underflow where its product with max does not.
 __device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
     return root * scaling.max * root;
@@ -165,8 +166,8 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// For each code, without its sign, log2(|y| / FMAX) of its value y; or |y| where nothing is expanded. The
-// table saves a thread 16 logarithms for each span, one for each of its eight m and eight v.
+// A table by code, without the sign of the code, whose value is y: log2(|y| / FMAX); or |y| where nothing is
+// expanded. It saves a thread 16 logarithms for each span, one for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
 template <class Traits> __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
@@ -180,9 +181,8 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
-// Decodes eight moments in two parts: x, and the factor that it returns. Moment j is factor * x[j]. The two
-// are multiplied in adamw_element() (gpu/adamw.cuh), which multiplies by factor * b1 in the operation that
-// decays the moment: that saves one multiplication for each moment. With expansion the factor is max on the
+// Decodes eight moments in two parts: x, and the factor that is returned. Moment j is factor * x[j], a
+// product that adamw_element() computes (gpu/adamw.cuh says why). With expansion the factor is max on the
 // fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
 template <class Traits, Path PATH>
 __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table, Values& x) {
@@ -238,8 +238,8 @@ struct FieldOfLane {
     }
     __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
     __device__ bool is_k() const { return which == M_K || which == V_K; }
-    // The field in the bundle that begins with span `first` of the shard. For a span past the last one it is
-    // the field of the last span.
+    // This lane's field of the bundle that begins with span `first` of the shard. If the field's span is past
+    // the last one, the field of the last span.
     __device__ float load(int first) const {
         return in_memory ? get<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
     }
@@ -248,8 +248,8 @@ struct FieldOfLane {
     }
 };
 
-// The field `which` of the span that this half of the warp has of a pair, fetched from the lane that keeps it
-// in `kept`.
+// The field `which` of the span that this half of the warp updates in this pair. The lane that keeps this
+// field passes it on: `kept` is the field that each lane keeps.
 __device__ float field_of_pair(float kept, int pair, int which) {
     return __shfl_sync(ALL_LANES, kept, pair * FIELDS + which, SPAN_LANES);
 }
@@ -290,8 +290,8 @@ template <class W, class M, class V> struct ElementsOfThread {
           codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.rank_offset),
           codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.rank_offset) {}
 
-    // The distance from the thread's elements of the shard's first span to those of this one or, for a span
-    // past the last one, to those of the last.
+    // The distance from the thread's elements in the shard's first span to its elements in `span`; for a span
+    // past the last one, to its elements in the last span.
     __device__ int64_t distance(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP;
     }
@@ -317,8 +317,15 @@ template <class W, class M, class V> struct ElementsOfThread {
 // warp computes it a second time and stores nothing. Returns the bits of the largest magnitude of this lane's
 // new weights.
 //
+// When a bundle of four pairs is loaded, computed and stored:
+//
+//   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
+//   compute                  | pair 0                       | pair 1 | pair 2 | pair 3
+//   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
+//
 // In dev/ladders/adamw.cu rung 6 decodes, updates and encodes a pair in this way. Rung 7 adds the loads
-// ahead, which there cost 13%, and rung 8 the bundles, which win that back. The careful path is here alone.
+// ahead, which there cost 13%, and rung 8 the bundles, which win nearly all of this back. Only here is a
+// careful path.
 template <class W, class M, class V>
 __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span, int end_span,
                                    const float* table_m, const float* table_v) {
@@ -329,9 +336,9 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     const FieldOfLane mine(shard, shard_spans);
     const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;
-    // `next` is what the next pair needs. It is loaded before a pair is computed, and arrives meanwhile. A
-    // bundle is known by the number of its first span. (What the last pair of the warp loads is some other
-    // span, which nobody uses.)
+    // `next` is what the next pair needs. It is loaded before this pair is computed, and arrives meanwhile. A
+    // bundle is known by the number of its first span. (With the last pair of the warp some other span is
+    // loaded, which nobody uses.)
     Loaded<W> next = elements.load(first_span + half);
     float next_field = mine.load(first_span);
     for (int bundle_start = first_span; bundle_start < end_span; bundle_start += WARPS * BUNDLE) {
@@ -430,7 +437,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
 // ===========================================================================================================
 // 5. The launch
 
-// With so many spans, the start and the end of a block take little of its time.
+// If a block has this many spans, its start and its end take little of its time.
 constexpr int64_t LEAST_SPANS = 16384;
 
 // The number of blocks: those that the GPU runs at once; or several times as many, if each block still has

@@ -27,16 +27,18 @@ struct AdamWKernelConstants {
 };
 
 // Updates one element, of which w is the weight and g the gradient. decay is weight_decay, or 0 for a
-// parameter that does not decay. An old moment comes as a product, factor * m, so that one multiplication
-// decodes it and lets it decay by b1:
+// parameter that does not decay.
+//
+// A moment is decoded as a factor times another number. The factor (the scale of codes, the max of a moment
+// group, or 1) is the same for all elements that a thread decodes at a time. So the caller multiplies it by
+// b1 once for all of them, and leaves the other number in m. Here one multiplication then decodes the old
+// moment and lets it decay. That saves a multiplication for each moment:
 //
 //                         on entry                on return
 //   m                     old m / factor of m     new m
 //   v                     old v / factor of v     new v
 //   beta1_times_factor    b1 * factor of m
 //   beta2_times_factor    b2 * factor of v
-//
-// The factor is the scale of a code, the max of a moment group, or 1.
 inline __device__ void adamw_element(const AdamWKernelConstants& constants, float beta1_times_factor,
                                      float beta2_times_factor, float decay, float g, float& m, float& v,
                                      float& w) {
@@ -166,8 +168,8 @@ struct AdamWArguments {
 };
 
 // Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu).
-// has_fp8_moment_groups: whether those of the other shards are. Then only the small shards, norm weights and
-// biases, are updated here.
+// has_fp8_moment_groups: if true, adamw_kernel updates the matrices, and this function only norm weights and
+// biases; if false, this function updates everything.
 void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -46,8 +46,8 @@ static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
     if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
 }
 
-// The first pass: the amaxes of the rows or blocks of row-major codes, and those of transposed codes. A grid
-// whose scales are null is that of codes that are not wanted. The 128 rows that a tile has of a column lie in
+// The first pass: the amaxes of the rows or blocks of row-major codes, and those of transposed codes. If
+// codes are not wanted, the scales of their grid are null. The 128 rows that a tile has of a column lie in
 // one block of the transposed codes. So the maxima that the threads have of a column are combined first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)

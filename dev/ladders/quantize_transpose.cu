@@ -46,8 +46,8 @@ constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 
 // A kernel is given a Matrix m (quantize_transpose_data.h): m.x is BF16, (rows, cols); m.codes is (rows,
 // cols) and m.transposed (cols, rows), a byte each; m.scale has the amax. rows and cols are multiples of 16.
 
-// How many blocks it takes if each has so many elements; and the grid if each has a square of so many columns
-// and rows.
+// How many blocks it takes if each has this many elements; and the grid if each has a square of this many
+// columns and rows.
 unsigned blocks_with(const Matrix& m, int64_t elements) {
     return static_cast<unsigned>(ceil_div(m.rows * m.cols, elements));
 }
