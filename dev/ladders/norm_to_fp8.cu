@@ -52,7 +52,8 @@ namespace {
 constexpr float FMAX = 448.0f;
 constexpr unsigned THREADS = 256;  // of a block
 
-// How many blocks it takes if each has this many elements; and the grid if each has this many elements of a row.
+// How many blocks it takes if each has this many elements; and the grid if each has this many elements of a
+// row.
 unsigned blocks_with(const Tensors& t, int64_t elements) {
     return static_cast<unsigned>(ceil_div(t.rows * t.cols, elements));
 }
