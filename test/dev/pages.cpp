@@ -153,7 +153,7 @@ TEST_CASE("make read: its pages open without an error in any width" * doctest::s
 }
 
 // Whatever was set before, a guess sets the controls to its question, and says what its section shows then. A
-// new number falls onto its code. Play begins again at step 0, moves, and stops at the last step.
+// new number falls onto its code. Keys move a dot of section 2, and section 6 has no plan for a batch of 0. Play begins again at step 1, moves, and stops at the last step.
 static const char* const GUESSES = R"(
   const shown = ["0.001 becomes 0.0019531", "11 of 16 with the scale of 300,000", "with k = 2.00 it is 0.53",
                  "0.50% become zero at the end, with a history of 16", "0.22%, where 100% of the terms have the same sign",
@@ -179,8 +179,17 @@ static const char* const GUESSES = R"(
   number.value = "1.1";
   moved(number);
   if (document.querySelector(".falls")?.getAnimations().length !== 1) wrong.push("no dot falls");
+  for (const [key, wanted] of [["End", "256"], ["PageDown", "98.699"], ["Home", "-256"], ["ArrowRight", "-232.73"]]) {
+    document.querySelector("#bars [data-i]").dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+    const value = document.querySelector("#bars [data-i]").getAttribute("aria-valuenow");
+    if (value !== wanted) wrong.push(key + " leads to " + value);
+  }
+  const batch = document.getElementById("B");
+  batch.value = 0;
+  moved(batch);
+  if (!document.getElementById("memorySays").textContent.includes("whole numbers")) wrong.push("a plan for a batch of 0");
   play.click();
-  if (now.value !== "0") wrong.push("Play begins at step " + now.value);
+  if (now.value !== "1") wrong.push("Play begins at step " + now.value);
   now.value = 197;
   setTimeout(() => { if (now.value !== now.max || play.textContent !== "Play") wrong.push("Play is at step " + now.value); }, 250);
 )";
