@@ -10,11 +10,12 @@
 //
 // The program prints the time of each rung for 2^28 parameters, and compares codes with the CPU reference.
 //
-// What a step computes. A *moment* is m or v of AdamW; 128 neighbouring parameters are a *group*:
+// What a step computes. A *moment* is m or v of AdamW. 128 neighbouring parameters are a *span*, and their m,
+// or their v, a *moment group*:
 //
 //   contract   a code becomes a number             sign(y) max (|y| / 448)^(1/k), y its value in E4M3
 //   update     AdamW changes m, v and the weight
-//   scaling    of the new moments of a group       max, the largest magnitude, and k (equation 4)
+//   scaling    of a moment group's new moments     max, the largest magnitude, and k (equation 4)
 //   expand     a number becomes a code             sign(x) 448 (|x| / max)^k, rounded to E4M3
 //
 // What is stored. All but the gradient is read and written, so these are 14.25 bytes a parameter:
@@ -23,18 +24,18 @@
 //   s.remainder[i]               what the weight lacks of its FP32 master   2
 //   s.gradient[i]                BF16                                       2
 //   s.m.codes[i], s.v.codes[i]   E4M3                                       1 each
-//   s.m.scaling(group), s.v...   max and k of m and of v, in FP32           16 for 128 parameters
+//   s.m.scaling(span), s.v...    max and k of m and of v, in FP32           16 for 128 parameters
 //
-// max and k of m and of v are called the four scales of a group. (s is a State: adamw_data.h defines it.)
+// max and k of m and of v are the four fields of a span. (s is a State: adamw_data.h defines it.)
 //
 // Who owns what. This is what most rungs change:
 //
-//   rung      a group belongs to                a thread has       max and min are found through
+//   rung      a span belongs to                 a thread has       max and min are found through
 //   1         a block of 128 threads            1 parameter        shared memory, in 7 rounds
 //   2, 3, 4   a warp                            4                  5 shuffles
 //   5, 6      half a warp                       8                  4 shuffles
 //   7         half a warp, one after another    8 at a time        4 shuffles
-//   8         the same; a warp has 8 groups     8 at a time        4 shuffles
+//   8         the same; a warp has 8 spans      8 at a time        4 shuffles
 //
 // What limits a rung. It uses three resources at the same time, and that which takes longest decides. Here is
 // how long each takes for 2^28 parameters. An H200 has 132 multiprocessors at about 1.8 GHz; "a clock" is one
@@ -85,15 +86,15 @@ __device__ int16_t remainder_of(float master) {
     return static_cast<int16_t>(__float_as_uint(master) & 0xFFFFu);
 }
 
-// How many blocks it takes if each has so many parameters.
+// How many blocks it takes if each has this many parameters.
 unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
     return static_cast<unsigned>(ceil_div(n, parameters_of_block));
 }
 
 // ===========================================================================================================
-// Rung 1: a block for a group, a thread for an element, powf
+// Rung 1: a block for a span, a thread for an element, powf
 //
-// The equations, one after the other. A block of 128 threads has a group, and each thread an element of it.
+// The equations, one after the other. A block of 128 threads has a span, and each thread an element of it.
 // Maximum and minimum go through shared memory: in each of seven rounds half of the threads combine two
 // numbers.
 //
@@ -104,7 +105,7 @@ unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
 //   warp 0, lane          0    1    2    ...  31  |               one load: 32 bytes, one sector
 //
 // A load could bring 16 bytes to each lane, 16 sectors. Here 17 instructions of a warp access memory for only
-// 32 elements: 5 loads and 4 stores of elements, and 4 + 4 of scales.
+// 32 elements: 5 loads and 4 stores of elements, and 4 + 4 of fields.
 //
 // Counted: 940 instructions for an element. powf is correct to the last bits for any arguments, which takes
 // more than a hundred, four times. The four reductions (the largest and the smallest magnitude of m, and of
@@ -144,10 +145,10 @@ struct AsWritten {
 
 // The largest, or the smallest, of a number from each of the block's 128 threads.
 __device__ float extreme_of_block(float x, bool largest) {
-    __shared__ float all[GROUP];
+    __shared__ float all[SPAN];
     all[threadIdx.x] = x;
     __syncthreads();
-    for (int half = GROUP / 2; half > 0; half /= 2) {
+    for (int half = SPAN / 2; half > 0; half /= 2) {
         if (threadIdx.x < half) {
             const float a = all[threadIdx.x];
             const float b = all[threadIdx.x + half];
@@ -159,32 +160,32 @@ __device__ float extreme_of_block(float x, bool largest) {
     __syncthreads();  // nobody overwrites it before all have read it
     return result;
 }
-__device__ void store_moment(const Moment& moment, int64_t i, int64_t group, float x) {
+__device__ void store_moment(const Moment& moment, int64_t i, int64_t span, float x) {
     const float max = extreme_of_block(fabsf(x), true);
     const float min_nonzero = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
     const MomentScaling s = AsWritten::scaling(max, min_nonzero);
     moment.codes[i] = AsWritten::expand(s, x);
-    if (threadIdx.x == 0) moment.set_scaling(group, s);
+    if (threadIdx.x == 0) moment.set_scaling(span, s);
 }
 __global__ void rung1(State s, Constants c) {
-    const int64_t group = blockIdx.x;
-    const int64_t i = group * GROUP + threadIdx.x;
-    float m = AsWritten::contract(s.m.scaling(group), s.m.codes[i]);
-    float v = AsWritten::contract(s.v.scaling(group), s.v.codes[i]);
+    const int64_t span = blockIdx.x;
+    const int64_t i = span * SPAN + threadIdx.x;
+    float m = AsWritten::contract(s.m.scaling(span), s.m.codes[i]);
+    float v = AsWritten::contract(s.v.scaling(span), s.v.codes[i]);
     float w = master_of(s.weight[i], s.remainder[i]);
-    __syncthreads();  // all threads have read the scales, which thread 0 will overwrite
+    __syncthreads();  // all threads have read the fields, which thread 0 will overwrite
     AsWritten::update(c, __bfloat162float(s.gradient[i]), m, v, w);
     s.weight[i] = weight_of(w);
     s.remainder[i] = remainder_of(w);
-    store_moment(s.m, i, group, m);
-    store_moment(s.v, i, group, v);
+    store_moment(s.m, i, span, m);
+    store_moment(s.v, i, span, v);
 }
-void launch_rung1(const State& s, const Constants& c) { rung1<<<blocks_with(s.n, GROUP), GROUP>>>(s, c); }
+void launch_rung1(const State& s, const Constants& c) { rung1<<<blocks_with(s.n, SPAN), SPAN>>>(s, c); }
 
 // ===========================================================================================================
-// Rung 2: a warp for a group, four elements a lane
+// Rung 2: a warp for a span, four elements a lane
 //
-// What changes: who owns what. A lane has four elements, which it loads with one instruction. A group lies in
+// What changes: who owns what. A lane has four elements, which it loads with one instruction. A span lies in
 // one warp, so maximum and minimum need neither shared memory nor barriers: lanes exchange registers
 // (shuffles), first with their neighbour, then with the lane 2, 4, 8 and 16 away.
 //
@@ -203,7 +204,7 @@ void launch_rung1(const State& s, const Constants& c) { rung1<<<blocks_with(s.n,
 //
 // Predict: the time. Does it matter now how many bytes a load has?
 
-// The scaling (max and k) of a moment's group, of which each lane of the warp has four elements: all get it.
+// The scaling (max and k) of a moment group, of which each lane of the warp has four elements: all get it.
 template <class Arithmetic> __device__ MomentScaling scaling_of_warp(const float (&x)[4]) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
@@ -220,10 +221,10 @@ template <class Arithmetic> __device__ MomentScaling scaling_of_warp(const float
 
 template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
     const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
-    if (i >= s.n) return;  // with all the lanes of its group
-    const int64_t group = i / GROUP;
-    const MomentScaling old_m = s.m.scaling(group);
-    const MomentScaling old_v = s.v.scaling(group);
+    if (i >= s.n) return;  // with all the lanes of its span
+    const int64_t span = i / SPAN;
+    const MomentScaling old_m = s.m.scaling(span);
+    const MomentScaling old_v = s.v.scaling(span);
     // Four elements of 2 bytes are loaded as one uint2 (two words of 32 bits), four codes as one word.
     uint2 weights = *reinterpret_cast<const uint2*>(s.weight + i);
     uint2 remainders = *reinterpret_cast<const uint2*>(s.remainder + i);
@@ -252,9 +253,9 @@ template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
     *reinterpret_cast<uint2*>(s.remainder + i) = remainders;
     *reinterpret_cast<uint32_t*>(s.m.codes + i) = words_m;
     *reinterpret_cast<uint32_t*>(s.v.codes + i) = words_v;
-    if (i % GROUP != 0) return;  // the group's first lane stores the scales
-    s.m.set_scaling(group, new_m);
-    s.v.set_scaling(group, new_v);
+    if (i % SPAN != 0) return;  // the span's first lane stores the fields
+    s.m.set_scaling(span, new_m);
+    s.v.set_scaling(span, new_v);
 }
 void launch_rung2(const State& s, const Constants& c) {
     rungs2_and_3<AsWritten><<<blocks_with(s.n, 4 * THREADS), THREADS>>>(s, c);
@@ -314,7 +315,7 @@ void launch_rung3(const State& s, const Constants& c) {
 //   uint2 weights, ..., uint32_t words_v               Elements<N> e: Piece<uint16_t, N> weight, ..., v
 //   the five loads; the four stores                    Elements<N>::load(s, i); e.store(s, i)
 //   contract(old_m, codes_m[j]) for each j             contract(old.m, e.m, m): all N at once
-//   scaling_of_warp: 32 lanes have a group             scaling_of_group: GROUP / N lanes have one
+//   scaling_of_warp: 32 lanes have a span              scaling_of_span: SPAN / N lanes have one
 //   what stands between the loads and the stores       update_elements(arithmetic, c, old, e)
 //   the kernel around it                               rungs4_to_6
 //
@@ -340,13 +341,13 @@ template <int N> struct Elements {  // of one lane, as they are stored
         v.store(s.v.codes + i);
     }
 };
-struct ScalingOfBoth {  // of a group
+struct ScalingOfBoth {  // of a span
     MomentScaling m, v;
 };
 
-// The scaling of a moment's group whose elements LANES neighbouring lanes have, N each: all of them get it.
+// The scaling of a moment group whose elements LANES neighbouring lanes have, N each: all of them get it.
 // With LANES = 32 and N = 4 it is scaling_of_warp.
-template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_of_group(const float (&x)[N]) {
+template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_of_span(const float (&x)[N]) {
     uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
@@ -360,8 +361,8 @@ template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_o
     return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(low_minus_1 + 1));
 }
 
-// The step for the N elements that this lane has of a group: they are updated in place, and the group's new
-// scales are returned. All lanes of the warp call it.
+// The step for the N elements that this lane has of a span: they are updated in place, and the span's new
+// fields are returned. All lanes of the warp call it.
 template <class Arithmetic, int N>
 __device__ ScalingOfBoth update_elements(const Arithmetic& arithmetic, const Constants& c,
                                          const ScalingOfBoth& old, Elements<N>& e) {
@@ -374,8 +375,8 @@ __device__ ScalingOfBoth update_elements(const Arithmetic& arithmetic, const Con
         e.weight[j] = weight_of(w);
         e.remainder[j] = remainder_of(w);
     }
-    constexpr int LANES = GROUP / N;
-    const ScalingOfBoth now{scaling_of_group<Arithmetic, LANES>(m), scaling_of_group<Arithmetic, LANES>(v)};
+    constexpr int LANES = SPAN / N;
+    const ScalingOfBoth now{scaling_of_span<Arithmetic, LANES>(m), scaling_of_span<Arithmetic, LANES>(v)};
     e.m = arithmetic.expand(now.m, m);
     e.v = arithmetic.expand(now.v, v);
     return now;
@@ -385,15 +386,15 @@ __device__ ScalingOfBoth update_elements(const Arithmetic& arithmetic, const Con
 template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constants c) {
     const Arithmetic arithmetic;
     const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
-    if (i >= s.n) return;  // with all the lanes of its group
-    const int64_t group = i / GROUP;
-    const ScalingOfBoth old{s.m.scaling(group), s.v.scaling(group)};
+    if (i >= s.n) return;  // with all the lanes of its span
+    const int64_t span = i / SPAN;
+    const ScalingOfBoth old{s.m.scaling(span), s.v.scaling(span)};
     Elements<N> e = Elements<N>::load(s, i);
     const ScalingOfBoth now = update_elements(arithmetic, c, old, e);
     e.store(s, i);
-    if (i % GROUP != 0) return;  // the group's first lane stores the scales
-    s.m.set_scaling(group, now.m);
-    s.v.set_scaling(group, now.v);
+    if (i % SPAN != 0) return;  // the span's first lane stores the fields
+    s.m.set_scaling(span, now.m);
+    s.v.set_scaling(span, now.v);
 }
 
 // ===========================================================================================================
@@ -401,7 +402,7 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 //
 // What changes: the arithmetic around the powers. A division in FP32 is a reciprocal, some multiplications
 // that correct it, and a branch for what is not normal: ten instructions. Rung 3 has five for each element.
-//   - 1 / max and 1 / k are computed once for the lane's elements of a group, and then they are multiplied;
+//   - 1 / max and 1 / k are computed once for the lane's elements of a span, and then they are multiplied;
 //   - AdamW needs one reciprocal in place of three divisions: see below;
 //   - zeros need no branch: log2 0 is -infinity, and 2^-infinity is 0;
 //   - fast_log2_of_normal takes numbers below 2^-126 as 0. fast_log2 does not, which costs three
@@ -425,7 +426,7 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 // Predict: the times of all three resources. How well do they overlap? And how many special functions will
 // rung 5 have, where N is 8, and rung 6, which looks up two of the logarithms?
 
-// Zeros need no branch. This is what a group of zeros computes:
+// Zeros need no branch. This is what a moment group of zeros computes:
 //
 //   largest magnitude     0
 //   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
@@ -436,8 +437,8 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 //   codes                 0            2^(k log2 0) is 2^-infinity
 //
 // A positive second moment must not get code 0: the update divides by its root. With equation 4's k the
-// smallest value of a group gets code 1 by itself. Only where max / min is beyond 2^126 may
-// fast_log2_of_normal make it 0, or where max is below 2^-100, which takes its place. For such groups the
+// smallest value of a moment group gets code 1 by itself. Only where max / min is beyond 2^126 may
+// fast_log2_of_normal make it 0, or where max is below 2^-100, which takes its place. For these cases the
 // kernel that trains has a second, careful path; the rungs have none.
 struct Reciprocals {
     static __device__ MomentScaling scaling(float max, float min_nonzero) {
@@ -476,13 +477,13 @@ void launch_rung4(const State& s, const Constants& c) {
 }
 
 // ===========================================================================================================
-// Rung 5: half a warp for a group, eight elements a lane
+// Rung 5: half a warp for a span, eight elements a lane
 //
 // What changes: N is 8. There is no other code: rungs4_to_6<Reciprocals, 8>.
 //
 //   lane              0        1       ...   15           16       17     ...   31
 //   element of        0 - 7    8 - 15        120 - 127    0 - 7    8 - 15       120 - 127
-//                     group 0                             group 1
+//                     span 0                              span 1
 //   codes             8 bytes a lane, 256 bytes a load
 //   weights           16 bytes a lane, 512 bytes a load: there is no wider one
 //
@@ -517,7 +518,7 @@ void launch_rung5(const State& s, const Constants& c) {
 //
 // Counted: 9.25 special functions for an element, and 82 instructions, with those that fill the table. For
 // all parameters a look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two look-ups of 3 to 4
-// clocks each take about 240 us. A block has only 16 groups, and first of all it waits for its table.
+// clocks each take about 240 us. A block has only 16 spans, and first of all it waits for its table.
 //
 // Predict: faster or slower than rung 5? What limits it now?
 struct Table : Reciprocals {
@@ -545,10 +546,10 @@ void launch_rung6(const State& s, const Constants& c) {
 }
 
 // ===========================================================================================================
-// Rung 7: loads of the next group while this one is computed
+// Rung 7: loads of the next span while this one is computed
 //
-// What changes: a warp does not end after its two groups, one for each half of it. It takes two groups after
-// another, and issues the loads of the next two before it computes the current ones. Two neighbouring groups
+// What changes: a warp does not end after its two spans, one for each half of it. It takes two spans after
+// another, and issues the loads of the next two before it computes the current ones. Two neighbouring spans
 // that a warp has at a time are called a *pair*. As many blocks are launched as run at once.
 //
 //   rung 6   load 0 ...wait... compute 0, store 0           (a new warp) load 1 ...wait... compute 1
@@ -560,7 +561,7 @@ void launch_rung6(const State& s, const Constants& c) {
 // MB.
 //
 // The price is registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the
-// compiler that it may use 65,536 / 512 = 128. In return, the table is filled once for hundreds of groups.
+// compiler that it may use 65,536 / 512 = 128. In return, the table is filled once for hundreds of spans.
 //
 // Counted: nothing new. The arithmetic is that of rung 6, and its times stay where they were. What changes
 // is how they overlap with memory, which no count tells. At best the time is the longest of the three alone,
@@ -572,33 +573,33 @@ constexpr unsigned ON_EACH = 2;  // blocks that a multiprocessor has at once
 
 __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) {
     const Table arithmetic;
-    const int64_t groups = s.n / GROUP;
+    const int64_t spans = s.n / SPAN;
     const int half = threadIdx.x % 32 / 16;
-    const int lane_of_group = threadIdx.x % 16;
+    const int lane_of_span = threadIdx.x % 16;
     const int64_t halves = static_cast<int64_t>(gridDim.x) * THREADS / 16;  // of warps, in the grid
-    // After the last group a half reads that one again, and stores nothing.
-    auto inside = [&](int64_t group) { return min(group, groups - 1); };
-    auto load = [&](int64_t group) {
-        return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
+    // After the last span a half reads that one again, and stores nothing.
+    auto inside = [&](int64_t span) { return min(span, spans - 1); };
+    auto load = [&](int64_t span) {
+        return Elements<CHUNK>::load(s, inside(span) * SPAN + lane_of_span * CHUNK);
     };
-    auto load_scaling = [&](int64_t group) -> ScalingOfBoth {
-        return {s.m.scaling(inside(group)), s.v.scaling(inside(group))};
+    auto load_scaling = [&](int64_t span) -> ScalingOfBoth {
+        return {s.m.scaling(inside(span)), s.v.scaling(inside(span))};
     };
 
-    int64_t group = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
-    Elements<CHUNK> next = load(group);
-    ScalingOfBoth next_scaling = load_scaling(group);
-    for (; group - half < groups; group += halves) {  // both halves of a warp, or none
+    int64_t span = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
+    Elements<CHUNK> next = load(span);
+    ScalingOfBoth next_scaling = load_scaling(span);
+    for (; span - half < spans; span += halves) {  // both halves of a warp, or none
         Elements<CHUNK> e = next;
         const ScalingOfBoth old = next_scaling;
-        next = load(group + halves);
-        next_scaling = load_scaling(group + halves);
+        next = load(span + halves);
+        next_scaling = load_scaling(span + halves);
         const ScalingOfBoth now = update_elements(arithmetic, c, old, e);
-        if (group >= groups) continue;
-        e.store(s, group * GROUP + lane_of_group * CHUNK);
-        if (lane_of_group != 0) continue;
-        s.m.set_scaling(group, now.m);
-        s.v.set_scaling(group, now.v);
+        if (span >= spans) continue;
+        e.store(s, span * SPAN + lane_of_span * CHUNK);
+        if (lane_of_span != 0) continue;
+        s.m.set_scaling(span, now.m);
+        s.v.set_scaling(span, now.v);
     }
 }
 // Blocks that run at once.
@@ -606,28 +607,29 @@ unsigned blocks_at_once() { return static_cast<unsigned>(gpu::multiprocessors())
 void launch_rung7(const State& s, const Constants& c) { rung7<<<blocks_at_once(), THREADS>>>(s, c); }
 
 // ===========================================================================================================
-// Rung 8: eight groups a warp, whose scales fill whole sectors
+// Rung 8: eight spans a warp, whose fields fill whole sectors
 //
-// What changes: who loads and stores the scales. In rung 7 half of the 17 accesses of a warp are for scales,
-// which are 2% of the bytes: two groups' max of m are 8 bytes of a sector of 32.
+// What changes: who loads and stores the fields. In rung 7 half of the 17 accesses of a warp are for fields,
+// which are 2% of the bytes: two spans' max of m are 8 bytes of a sector of 32.
 //
-//   m.max, rung 7    | group 0, 1 | group 2, 3 | group 4, 5 | group 6, 7 |     one sector, four warps
-//   m.max, rung 8    | groups 0 to 7                                     |     one sector, one warp
+//   m.max, rung 7    | span 0, 1 | span 2, 3 | span 4, 5 | span 6, 7 |     one sector, four warps
+//   m.max, rung 8    | spans 0 to 7                                  |     one sector, one warp
 //
-// A warp takes eight consecutive groups, a *bundle*, in four pairs: one group of a pair for each half of the
-// warp. A group has four scales, a bundle 32: one for each lane. A lane loads its own scale with one
-// instruction for the warp, passes it on by a shuffle when its group is at work, and keeps the new one until
-// the bundle is done. The scales of a group are with four lanes, in this order: m.max, m.k, v.max, v.k.
+// A warp takes eight consecutive spans, a *bundle*, in four pairs: one span of a pair for each half of the
+// warp. A span has four fields, a bundle 32: one for each lane. With one instruction for the warp, each lane
+// loads its own field. It passes the field on by a shuffle when the field's span is at work, and keeps the
+// new one until the bundle is done. Four lanes have the fields of a span, in this order: m.max, m.k, v.max,
+// v.k.
 //
 //   pair             0               1               2               3
-//   lower half       group 0         group 2         group 4         group 6
+//   lower half       span 0          span 2          span 4          span 6
 //                    lanes 0 - 3     lanes 4 - 7     lanes 8 - 11    lanes 12 - 15
-//   upper half       group 1         group 3         group 5         group 7
+//   upper half       span 1          span 3          span 5          span 7
 //                    lanes 16 - 19   lanes 20 - 23   lanes 24 - 27   lanes 28 - 31
 //
-// So a lane keeps a scale of a group that its own half of the warp updates. Accesses of a warp for a pair:
+// So a lane keeps a field of a span that its own half of the warp updates. Accesses of a warp for a pair:
 //
-//             elements       scales                       together
+//             elements       fields                       together
 //   rung 7    5 + 4          4 + 4                        17           loads + stores
 //   rung 8    5 + 4          (1 + 1) / 4 pairs            9.5
 //
@@ -636,20 +638,20 @@ void launch_rung7(const State& s, const Constants& c) { rung7<<<blocks_at_once()
 //
 // Predict: the time, and whether rung 6 is beaten.
 constexpr int PAIRS = 4;           // of a bundle
-constexpr int BUNDLE = 2 * PAIRS;  // groups
+constexpr int BUNDLE = 2 * PAIRS;  // spans
 
-// The scale of a bundle that this lane keeps.
-struct ScalingOfLane {
+// The field of a bundle that this lane keeps.
+struct FieldOfLane {
     bool is_of_v, is_k;
-    int pair, group;   // of the bundle
-    float* in_memory;  // (groups)
+    int pair, span;    // of the bundle
+    float* in_memory;  // (spans)
 
-    explicit __device__ ScalingOfLane(const State& s) {
+    explicit __device__ FieldOfLane(const State& s) {
         const int lane = threadIdx.x % 32;
         is_of_v = lane % 4 >= 2;
         is_k = lane % 2 == 1;
         pair = lane % 16 / 4;
-        group = 2 * pair + lane / 16;
+        span = 2 * pair + lane / 16;
         const Moment moment = is_of_v ? s.v : s.m;
         in_memory = is_k ? moment.k : moment.max;
     }
@@ -659,7 +661,7 @@ struct ScalingOfLane {
     }
 };
 
-// The scales of the group that this half of the warp has of a pair, from the lanes that keep them.
+// The fields of the span that this half of the warp has of a pair, from the lanes that keep them.
 __device__ ScalingOfBoth scaling_of_pair(float kept, int pair) {
     auto from_lane = [&](int lane) { return __shfl_sync(ALL_LANES, kept, pair * 4 + lane, 16); };
     const MomentScaling m{from_lane(0), from_lane(1)};
@@ -669,33 +671,33 @@ __device__ ScalingOfBoth scaling_of_pair(float kept, int pair) {
 
 __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) {
     const Table arithmetic;
-    const ScalingOfLane mine(s);
-    const int64_t groups = s.n / GROUP;
+    const FieldOfLane mine(s);
+    const int64_t spans = s.n / SPAN;
     const int half = threadIdx.x % 32 / 16;
-    const int lane_of_group = threadIdx.x % 16;
-    const int64_t groups_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * BUNDLE;
-    auto inside = [&](int64_t group) { return min(group, groups - 1); };
-    auto load = [&](int64_t group) {
-        return Elements<CHUNK>::load(s, inside(group) * GROUP + lane_of_group * CHUNK);
+    const int lane_of_span = threadIdx.x % 16;
+    const int64_t spans_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * BUNDLE;
+    auto inside = [&](int64_t span) { return min(span, spans - 1); };
+    auto load = [&](int64_t span) {
+        return Elements<CHUNK>::load(s, inside(span) * SPAN + lane_of_span * CHUNK);
     };
 
-    int64_t bundle = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first group
+    int64_t bundle = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first span
     Elements<CHUNK> next = load(bundle + half);
-    float next_kept = mine.in_memory[inside(bundle + mine.group)];
-    for (; bundle < groups; bundle += groups_of_grid) {
-        const int64_t next_bundle = bundle + groups_of_grid;
+    float next_kept = mine.in_memory[inside(bundle + mine.span)];
+    for (; bundle < spans; bundle += spans_of_grid) {
+        const int64_t next_bundle = bundle + spans_of_grid;
         const float old_kept = next_kept;
         float new_kept = 0;
-        next_kept = mine.in_memory[inside(next_bundle + mine.group)];
-        for (int pair = 0; pair < PAIRS && bundle + 2 * pair < groups; pair++) {
-            const int64_t group = bundle + 2 * pair + half;
+        next_kept = mine.in_memory[inside(next_bundle + mine.span)];
+        for (int pair = 0; pair < PAIRS && bundle + 2 * pair < spans; pair++) {
+            const int64_t span = bundle + 2 * pair + half;
             Elements<CHUNK> e = next;
-            next = load(pair + 1 < PAIRS ? group + 2 : next_bundle + half);
+            next = load(pair + 1 < PAIRS ? span + 2 : next_bundle + half);
             const ScalingOfBoth now = update_elements(arithmetic, c, scaling_of_pair(old_kept, pair), e);
             if (pair == mine.pair) new_kept = mine.among(now);
-            if (group < groups) e.store(s, group * GROUP + lane_of_group * CHUNK);
+            if (span < spans) e.store(s, span * SPAN + lane_of_span * CHUNK);
         }
-        if (bundle + mine.group < groups) mine.in_memory[bundle + mine.group] = new_kept;
+        if (bundle + mine.span < spans) mine.in_memory[bundle + mine.span] = new_kept;
     }
 }
 void launch_rung8(const State& s, const Constants& c) { rung8<<<blocks_at_once(), THREADS>>>(s, c); }
@@ -721,14 +723,14 @@ void launch_my_kernel([[maybe_unused]] const State& s, [[maybe_unused]] const Co
 
 int main(int argc, char** argv) {
     return climb_adamw(argc, argv,
-                       {{"a block for a group, a thread for an element, powf", launch_rung1},
-                        {"a warp for a group, four elements a lane", launch_rung2},
+                       {{"a block for a span, a thread for an element, powf", launch_rung1},
+                        {"a warp for a span, four elements a lane", launch_rung2},
                         {"powers on the special function unit", launch_rung3},
                         {"reciprocals in place of divisions, no branches", launch_rung4},
-                        {"half a warp for a group, eight elements a lane", launch_rung5},
+                        {"half a warp for a span, eight elements a lane", launch_rung5},
                         {"logarithms of codes from a table", launch_rung6},
-                        {"loads of the next group while this one is computed", launch_rung7},
-                        {"eight groups a warp: scales fill whole sectors", launch_rung8},
+                        {"loads of the next span while this one is computed", launch_rung7},
+                        {"eight spans a warp: fields fill whole sectors", launch_rung8},
                         {"adamw.cu, which trains", AS_IN_TRAINING},
                         {"my_kernel", launch_my_kernel}});
 }
@@ -739,13 +741,13 @@ int main(int argc, char** argv) {
 // Read one, and try it, before you read the next.
 //
 // 1. What limits rung 3? Compare its three times.
-// 2. Which divisions have a divisor that is the same for all elements of a group? Which can the host do?
+// 2. Which divisions have a divisor that is the same for all elements of a span? Which can the host do?
 // 3. 60% is reached without any division. Then memory: how wide is the widest load, and how many elements
-//    of 2 bytes is that? How many lanes does a group have then?
+//    of 2 bytes is that? How many lanes does a span have then?
 // 4. The logarithm of a code has 128 possible values.
-// 5. Which loads could be issued before the arithmetic of another group begins? Launch as many blocks as
+// 5. Which loads could be issued before the arithmetic of another span begins? Launch as many blocks as
 //    run at once, let each thread loop, and keep what the next turn needs in registers.
-// 6. Look at the instructions that load and store scales: how many bytes does each move?
+// 6. Look at the instructions that load and store fields: how many bytes does each move?
 // 7. Beyond rung 8 there is something left: two values become two codes with one instruction
 //    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp
 //    (__reduce_max_sync).
@@ -756,19 +758,19 @@ int main(int argc, char** argv) {
 // For 2^28 parameters:
 //
 //   rung                                                           us  % of copy  speed-up  codes
-//    1  a block for a group, a thread for an element, powf      7759.3        12%         -  6 by one
-//    2  a warp for a group, four elements a lane                5110.2        17%     1.52x  5 by one
+//    1  a block for a span, a thread for an element, powf       7759.3        12%         -  6 by one
+//    2  a warp for a span, four elements a lane                 5110.2        17%     1.52x  5 by one
 //    3  powers on the special function unit                     2288.5        39%     2.23x  5 by one
 //    4  reciprocals in place of divisions, no branches          1104.7        81%     2.07x  4 by one
-//    5  half a warp for a group, eight elements a lane          1024.6        87%     1.08x  4 by one
+//    5  half a warp for a span, eight elements a lane           1024.6        87%     1.08x  4 by one
 //    6  logarithms of codes from a table                         977.7        91%     1.05x  4 by one
-//    7  loads of the next group while this one is computed      1106.4        81%     0.88x  4 by one
-//    8  eight groups a warp: scales fill whole sectors           987.9        90%     1.12x  4 by one
+//    7  loads of the next span while this one is computed       1106.4        81%     0.88x  4 by one
+//    8  eight spans a warp: fields fill whole sectors            987.9        90%     1.12x  4 by one
 //    9  adamw.cu, which trains                                  1030.5        87%     0.96x  7 by one
 //
 // In the last column: how many of the 2 x 2^20 codes of m and v are neighbours of the reference's code,
-// because a power differs in its last bits, and in how many groups k differs by 1/256 (here in none). More
-// than that is called WRONG.
+// because a power differs in its last bits, and in how many moment groups k differs by 1/256 (here in none).
+// More than that is called WRONG.
 //
 // In the answers below, instructions and special functions are those counted above times 8.8 and 71 us. They
 // were not counted again in rungs 7 and 8, whose arithmetic is that of rung 6.
@@ -811,7 +813,7 @@ int main(int argc, char** argv) {
 //   measured    1,105 us
 //
 // From here on the three times are alike, and how they overlap decides. To see it, copies of rungs 4 to 6
-// were measured in which all groups use the memory of the first 2^20 parameters. These stay in the L2 cache,
+// were measured in which all spans use the memory of the first 2^20 parameters. These stay in the L2 cache,
 // so what is left is the arithmetic. (This was another run than that of the table above, so "as it is"
 // differs from it by 1%.)
 //
@@ -856,13 +858,13 @@ int main(int argc, char** argv) {
 //   measured    1,106 us, 13% slower than rung 6
 //
 // The prediction had two premises: that rung 6 leaves memory idle while its warps compute, and that 16 warps
-// on a multiprocessor are enough if each has asked for its next groups. At least one of them is wrong. Rung
+// on a multiprocessor are enough if each has asked for its next spans. At least one of them is wrong. Rung
 // 6 has 32 warps there, of four blocks, and while some of them compute, others load: it reaches 91% of the
 // rate of a copy without our help. And 16 warps hide less of the waiting inside the arithmetic, for instance
 // for a shuffle or a look-up. Which of these costs how much was not measured.
 //
-// In both rungs half of the accesses are for scales. So these do not explain why rung 7 is slower, but rung
-// 8 shows that they cost a tenth. Rung 8 needs a warp that goes through many groups, so the change stayed.
+// In both rungs half of the accesses are for fields. So these do not explain why rung 7 is slower, but rung
+// 8 shows that they cost a tenth. Rung 8 needs a warp that goes through many spans, so the change stayed.
 
 // ===========================================================================================================
 // Answer to rung 8
@@ -872,11 +874,11 @@ int main(int argc, char** argv) {
 //   measured    988 us, 11% faster than rung 7, 1% slower than rung 6
 //
 // This rung wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. If this were
-// all, one would stop there. What would tell more was not measured: rung 6 with the scales of this rung.
+// all, one would stop there. What would tell more was not measured: rung 6 with the fields of this rung.
 //
 // The kernel that trains goes through bundles as this rung does, and takes 1,031 us, for it does more:
-// several parameters in one launch, groups that are extremely wide or small, other formats, the amax of the
-// new weights. Whether it would be faster in the manner of rung 6 has not been measured either.
+// several parameters in one launch, moment groups that are extremely wide or small, other formats, the amax
+// of the new weights. Whether it would be faster in the manner of rung 6 has not been measured either.
 
 // ===========================================================================================================
 // On paper: for those without a GPU
@@ -884,8 +886,8 @@ int main(int argc, char** argv) {
 // The answers follow below. Cover them.
 //
 //   a   How many sectors of weights does a load of a warp want in rungs 1, 2 and 5?
-//   b   Moments in FP32, without codes and scales: how many bytes a parameter, and how long does memory take?
-//   c   Groups of 64: how many bytes a parameter? How many lanes has a group in rung 5, and how many shuffles
+//   b   Moments in FP32, without codes and fields: how many bytes a parameter, and how long does memory take?
+//   c   Spans of 64: how many bytes a parameter? How many lanes has a span in rung 5, and how many shuffles
 //       does each of its reductions take then?
 //   d   How many special functions has rung 4's arithmetic with N = 16, and how long do they take? Which
 //       resource decides? What speaks against it?
@@ -898,7 +900,7 @@ int main(int argc, char** argv) {
 //
 //   a   2 (32 x 2 bytes), 8 (32 x 8) and 16 (32 x 16).
 //   b   Weight, remainder and gradient move 4 + 4 + 2 bytes, and two moments 2 x (4 + 4): 26 bytes, 1,630 us.
-//   c   Scales are 0.5 bytes in place of 0.25: 14.5. Then 8 lanes have a group, and 3 shuffles reduce it.
+//   c   Fields take 0.5 bytes in place of 0.25: 14.5. Then 8 lanes have a span, and 3 shuffles reduce it.
 //   d   10 + 10 / 16 = 10.6, 750 us: memory decides, with 900 us. But a lane's 32 bytes of weights take two
 //       loads, and its values take more registers, so fewer threads fit.
 //   e   65,536 / (256 x 72) = 3.6: three.

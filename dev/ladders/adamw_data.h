@@ -8,19 +8,19 @@ namespace ladder {
 // ===========================================================================================================
 // 1. What a kernel is given
 
-constexpr int GROUP = MOMENT_GROUP;  // 128 parameters
+constexpr int SPAN = MOMENT_GROUP;  // the parameters of a span: 128
 
-struct MomentScaling {  // of one moment of a group: two of its four scales
+struct MomentScaling {  // of a moment group: two of the four fields of a span
     float max, k;
 };
 struct Moment {
     uint8_t* codes;  // (n)
     float* max;      // (n / 128)
     float* k;        // (n / 128)
-    __device__ MomentScaling scaling(int64_t group) const { return {max[group], k[group]}; }
-    __device__ void set_scaling(int64_t group, const MomentScaling& s) const {
-        max[group] = s.max;
-        k[group] = s.k;
+    __device__ MomentScaling scaling(int64_t span) const { return {max[span], k[span]}; }
+    __device__ void set_scaling(int64_t span, const MomentScaling& s) const {
+        max[span] = s.max;
+        k[span] = s.k;
     }
 };
 // n is a multiple of 128.
@@ -51,25 +51,25 @@ inline Constants constants_of_step() {
     return c;
 }
 
-// What differs from the CPU reference. Codes are compared in groups that have the same k.
+// What differs from the CPU reference. Codes are compared in moment groups that have the same k.
 struct Difference {
     int64_t weights = 0;         // masters that differ by more than 1e-4 of the learning rate
-    int64_t max = 0;             // of groups: by more than 1e-5 of it
-    int64_t k = 0, far_k = 0;    // of groups: at all; by more than 1/256
+    int64_t max = 0;             // of moment groups: by more than 1e-5 of it
+    int64_t k = 0, far_k = 0;    // of moment groups: at all; by more than 1/256
     int64_t codes = 0, far = 0;  // at all; by more than one
 };
 
 class Optimizer {
 public:
     explicit Optimizer(int64_t n)
-        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / GROUP), shard_(1),
+        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), fields_(4 * n / SPAN), shard_(1),
           gradient_state_(1) {
-        const gpu::MomentRef m{m_.get(), scales(0), scales(1), Format::E4M3};
-        const gpu::MomentRef v{v_.get(), scales(2), scales(3), Format::E4M3};
+        const gpu::MomentRef m{m_.get(), fields(0), fields(1), Format::E4M3};
+        const gpu::MomentRef v{v_.get(), fields(2), fields(3), Format::E4M3};
         shard_.write({{0, n, m, v, true, nullptr}});
         gradient_state_.write({{0, 0, 1.0f, 0}});
     }
-    // Random weights and gradients; the moments after three steps from zero. Two groups have no gradient, so
+    // Random weights and gradients; the moments after three steps from zero. Two spans have no gradient, so
     // their moments stay zero.
     void reset() {
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
@@ -79,20 +79,19 @@ public:
         };
         gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, 0, p, values(0), nullptr);
         gpu::initialize({gradient_.get(), nullptr, Format::BF16}, 0, p, values(1), nullptr);
-        gpu::check(cudaMemset(gradient_.get() + 3 * GROUP, 0, 2 * GROUP * sizeof(uint16_t)),
-                   "Clearing failed");
+        gpu::check(cudaMemset(gradient_.get() + 3 * SPAN, 0, 2 * SPAN * sizeof(uint16_t)), "Clearing failed");
         m_.fill(0);
         v_.fill(0);
-        std::vector<float> initial(scales_.size, 0.0f);
-        for (int64_t g = 0; g < n_ / GROUP; g++) {
-            initial[1 * (n_ / GROUP) + g] = 1.0f;  // k of m
-            initial[3 * (n_ / GROUP) + g] = 1.0f;  // k of v
+        std::vector<float> initial(fields_.size, 0.0f);
+        for (int64_t g = 0; g < n_ / SPAN; g++) {
+            initial[1 * (n_ / SPAN) + g] = 1.0f;  // k of m
+            initial[3 * (n_ / SPAN) + g] = 1.0f;  // k of v
         }
-        scales_.write(initial);
+        fields_.write(initial);
         for (int step = 0; step < 3; step++) run_as_in_training();
     }
-    // Gradients of the same signs and of other sizes. With those of the steps before, all moments of a group
-    // would change by the same factor, and none of its codes would. With other signs some m would be the
+    // Gradients of the same signs and of other sizes. With those of the steps before, all moments of a moment
+    // group would change by the same factor, and no code would change. With other signs some m would be the
     // small difference of two numbers, and k would depend on their last bits.
     void change_gradient() {
         std::vector<uint16_t> gradient = gradient_.read();
@@ -120,13 +119,13 @@ public:
         reference_moment(m_, 0).load(m.data());
         reference_moment(v_, 2).load(v.data());
         const std::vector<uint8_t> codes_m = m_.read(), codes_v = v_.read();
-        const std::vector<float> scales = scales_.read();
+        const std::vector<float> fields = fields_.read();
         reference::adamw(constants_of_step(), n_, g.data(), master.data(), m.data(), v.data());
         run(rung);
         const std::vector<uint16_t> new_weight = weight_.read();
         const std::vector<int16_t> new_remainder = remainder_.read();
         if (new_weight == weight && new_remainder == remainder && m_.read() == codes_m &&
-            v_.read() == codes_v && scales_.read() == scales)
+            v_.read() == codes_v && fields_.read() == fields)
             return {.right = true, .written = false, .text = ""};
         Difference d;
         for (int64_t i = 0; i < n_; i++) {
@@ -143,7 +142,7 @@ private:
     Buffer<uint16_t> weight_, gradient_;
     Buffer<uint8_t> m_, v_;
     Buffer<int16_t> remainder_;
-    Buffer<float> scales_;  // (4, n / 128): max and k of m, max and k of v
+    Buffer<float> fields_;  // (4, n / 128): max and k of m, max and k of v
     Buffer<gpu::Shard> shard_;
     Buffer<gpu::GradientState> gradient_state_;
 
@@ -157,24 +156,24 @@ private:
                    {weight_.get(), remainder_.get(), Format::BF16}, /*rounding_key=*/0, gradient_state_.get(),
                    nullptr);
     }
-    float* scales(int which) const { return scales_.get() + which * (n_ / GROUP); }
+    float* fields(int which) const { return fields_.get() + which * (n_ / SPAN); }
     State state() const {
         return {n_,
                 weight_.get(),
                 remainder_.get(),
                 reinterpret_cast<const bf16*>(gradient_.get()),
-                {m_.get(), scales(0), scales(1)},
-                {v_.get(), scales(2), scales(3)}};
+                {m_.get(), fields(0), fields(1)},
+                {v_.get(), fields(2), fields(3)}};
     }
-    // The moment that is now on the GPU, whose max is row `which` of the scales, and k the next row.
+    // The moment that is now on the GPU, whose max is row `which` of the fields, and k the next row.
     reference::Moment reference_moment(const Buffer<uint8_t>& codes, int which) const {
         reference::Moment moment;
         moment.init(Format::E4M3, true, n_);
-        const std::vector<float> all = scales_.read();
-        const auto max = all.begin() + which * (n_ / GROUP), k = max + n_ / GROUP;
+        const std::vector<float> all = fields_.read();
+        const auto max = all.begin() + which * (n_ / SPAN), k = max + n_ / SPAN;
         moment.codes = codes.read();
         moment.max.assign(max, k);
-        moment.k.assign(k, k + n_ / GROUP);
+        moment.k.assign(k, k + n_ / SPAN);
         return moment;
     }
     void compare(const std::vector<float>& x, bool second, const reference::Moment& now,
@@ -182,14 +181,14 @@ private:
         reference::Moment expected;
         expected.init(Format::E4M3, true, n_);
         expected.store(x.data(), second);
-        for (int64_t g = 0; g < n_ / GROUP; g++) {
+        for (int64_t g = 0; g < n_ / SPAN; g++) {
             const float off = std::abs(now.k[g] - expected.k[g]);
             d.max += !(std::abs(now.max[g] - expected.max[g]) <= 1e-5f * expected.max[g]);
             d.k += !(off == 0);
             d.far_k += !(off <= 1 / 256.0f);
             if (!(off == 0)) continue;
             // Codes are ordered like magnitudes.
-            for (int64_t i = g * GROUP; i < (g + 1) * GROUP; i++) {
+            for (int64_t i = g * SPAN; i < (g + 1) * SPAN; i++) {
                 const int by = std::abs(now.codes[i] - expected.codes[i]);
                 d.codes += by != 0;
                 d.far += by > 1;
@@ -200,21 +199,25 @@ private:
         if (d.weights)
             return {.right = false, .written = true, .text = std::to_string(d.weights) + " weights"};
         if (d.max)
-            return {.right = false, .written = true, .text = "max of " + std::to_string(d.max) + " groups"};
+            return {.right = false,
+                    .written = true,
+                    .text = "max of " + std::to_string(d.max) + " moment groups"};
         if (d.far_k)
-            return {.right = false, .written = true, .text = "k of " + std::to_string(d.far_k) + " groups"};
+            return {.right = false,
+                    .written = true,
+                    .text = "k of " + std::to_string(d.far_k) + " moment groups"};
         if (d.far) return {.right = false, .written = true, .text = std::to_string(d.far) + " codes"};
         if (d.codes == 0 && d.k == 0) return {.right = true, .written = true, .text = "equal"};
         return {.right = true,
                 .written = true,
-                .text = std::to_string(d.codes) + " by one, k of " + std::to_string(d.k) + " groups"};
+                .text = std::to_string(d.codes) + " by one, k of " + std::to_string(d.k) + " moment groups"};
     }
 };
 
 // What main() returns.
 inline int climb_adamw(int argc, char** argv, const std::vector<Rung>& rungs) try {
-    // The small one has an odd number of groups: the last has no partner in its warp.
-    constexpr int64_t SMALL = (1 << 20) + GROUP, LARGE = 1 << 28;
+    // The small one has an odd number of spans: the last has no partner in its warp.
+    constexpr int64_t SMALL = (1 << 20) + SPAN, LARGE = 1 << 28;
     Optimizer small(SMALL), large(LARGE);
     printf("FP8 AdamW, 2^28 parameters of 14.25 bytes; codes of 2^20: ");
     return climb(

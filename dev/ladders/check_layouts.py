@@ -103,8 +103,8 @@ def check_first_element(first_element):
     firsts = {f"lane {lane}": number(f"first_element({lane})", first_element(lane), 256, 8) for lane in range(LANES)}
     once_each(firsts, lambda first: f"the eight elements that begin at {first}")
     for half in range(2):
-        groups = {first_element(16 * half + lane) // 128 for lane in range(16)}
-        require(len(groups) == 1, f"lanes {16 * half} to {16 * half + 15} have elements of both groups")
+        spans = {first_element(16 * half + lane) // 128 for lane in range(16)}
+        require(len(spans) == 1, f"lanes {16 * half} to {16 * half + 15} have elements of both spans")
     few_sectors([2 * first_element(lane) for lane in range(LANES)], 16, 16, "a load of weights")
     few_sectors([first_element(lane) for lane in range(LANES)], 8, 8, "a load of codes")
 
@@ -120,12 +120,12 @@ def check_partner(partner):
             require(numbers[lane] == 2, f"lane {lane} has a number of the other half of the warp")
 
 
-def check_scale_of_lane(scale_of_lane):
-    scales = {f"lane {lane}": pair(f"scale_of_lane({lane})", scale_of_lane(lane), 8, 4, 1) for lane in range(LANES)}
-    once_each(scales, lambda scale: f"scale {scale[1]} of group {scale[0]}")
+def check_field_of_lane(field_of_lane):
+    fields = {f"lane {lane}": pair(f"field_of_lane({lane})", field_of_lane(lane), 8, 4, 1) for lane in range(LANES)}
+    once_each(fields, lambda field: f"field {field[1]} of span {field[0]}")
     for lane in range(LANES):
-        group = scale_of_lane(lane)[0]
-        require(group % 2 == lane // 16, f"lane {lane} has a scale of group {group}, which the other half updates")
+        span = field_of_lane(lane)[0]
+        require(span % 2 == lane // 16, f"lane {lane} has a field of span {span}, which the other half updates")
 
 
 def check_first_number(first_number):
@@ -147,7 +147,7 @@ CHECKS = {  # the functions that are checked together, and how
     ("piece_place", "upper_or_lower"): check_swizzle,
     ("first_element",): check_first_element,
     ("partner",): check_partner,
-    ("scale_of_lane",): check_scale_of_lane,
+    ("field_of_lane",): check_field_of_lane,
     ("first_number",): check_first_number,
 }
 

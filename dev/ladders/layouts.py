@@ -51,8 +51,8 @@ def upper_or_lower(turn, across):
 
 
 def first_element(lane):
-    """Rung 5. A warp has two groups of 128 elements, which follow each other. A lane has 8 neighbours. Return the first
-    of them, 0 to 255. Each half of the warp is to have one group. A load of weights (2 bytes each) is to want 16
+    """Rung 5. A warp has two spans of 128 elements, which follow each other. A lane has 8 neighbours. Return the first
+    of them, 0 to 255. Each half of the warp is to have one span. A load of weights (2 bytes each) is to want 16
     sectors, a load of codes (a byte each) 8."""
     return None
 
@@ -64,10 +64,10 @@ def partner(lane, round):
     return None
 
 
-def scale_of_lane(lane):
-    """Rung 8. A warp takes eight groups: its lower half (lanes 0 to 15) updates groups 0, 2, 4 and 6, its upper half
-    groups 1, 3, 5 and 7. A group has four scales: 0 is m.max, 1 is m.k, 2 is v.max, 3 is v.k. Each lane loads one of
-    the 32, of a group that its own half updates. Return (group, scale)."""
+def field_of_lane(lane):
+    """Rung 8. A warp takes eight spans: its lower half (lanes 0 to 15) updates spans 0, 2, 4 and 6, its upper half
+    spans 1, 3, 5 and 7. A span has four fields: 0 is m.max, 1 is m.k, 2 is v.max, 3 is v.k. Each lane loads one of
+    the 32, of a span that its own half updates. Return (span, field)."""
     return None
 
 

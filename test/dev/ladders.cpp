@@ -59,7 +59,7 @@ static const std::map<std::string, std::string> SOLVED = {
     {"upper_or_lower", "lambda turn, across: turn ^ across % 2"},
     {"first_element", "lambda lane: 8 * lane"},
     {"partner", "lambda lane, round: lane ^ 2 ** round"},
-    {"scale_of_lane", "lambda lane: (lane % 16 // 4 * 2 + lane // 16, lane % 4)"},
+    {"field_of_lane", "lambda lane: (lane % 16 // 4 * 2 + lane // 16, lane % 4)"},
     {"first_number", "lambda lane, load: 8 * (4 * load + lane % 4)"}};
 
 // What the check says of these functions: the lines that it prints.
@@ -125,17 +125,17 @@ PYTHON_TEST_CASE("layouts.py: each mistake is named") {
         {"first_element", "lambda lane: 4 * lane",
          "wrong: first_element(1) returns 4, which is no multiple of 8"},
         {"first_element", "lambda lane: lane % 2 * 128 + lane // 2 * 8",
-         "wrong: lanes 0 to 15 have elements of both groups"},
+         "wrong: lanes 0 to 15 have elements of both spans"},
         {"partner", "lambda lane, round: lane ^ (round + 1)",
          "wrong: lane 8 never learns of the number of lane 0"},
         {"partner", "lambda lane, round: lane ^ 2 ** (round + 1)",
          "wrong: lane 0 has a number of the other half of the warp"},
         {"partner", "lambda lane, round: (lane + 2 ** round) % 32",
          "wrong: lane 1 has a number of the other half of the warp"},
-        {"scale_of_lane", "lambda lane: (lane // 4, lane % 4)",
-         "wrong: lane 4 has a scale of group 1, which the other half updates"},
-        {"scale_of_lane", "lambda lane: (lane % 8, lane // 8)",
-         "wrong: lane 1 has a scale of group 1, which the other half updates"},
+        {"field_of_lane", "lambda lane: (lane // 4, lane % 4)",
+         "wrong: lane 4 has a field of span 1, which the other half updates"},
+        {"field_of_lane", "lambda lane: (lane % 8, lane // 8)",
+         "wrong: lane 1 has a field of span 1, which the other half updates"},
         {"first_number", "lambda lane, load: 32 * (lane % 4) + 8 * load", "wrong: load 0 wants 4 sectors"},
     };
     for (const auto& [name, function, said] : mistakes) {
