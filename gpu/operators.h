@@ -15,7 +15,7 @@
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
 //     which may depend on the number of multiprocessors. The only atomics are maxima and sums of integers,
-//     whose order does not matter. (The exception are the sums of the quantization report.)
+//     whose order does not matter. (The sums of the quantization report are the exception.)
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:
