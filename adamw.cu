@@ -27,12 +27,13 @@
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
-// So half a warp keeps the fields of the spans that it updates itself, and finds them by a shuffle among its
-// 16 lanes.
+// So half a warp keeps the fields of the spans that it updates itself, and its 16 lanes pass them to each
+// other by shuffles.
 //
-// Which bytes move. An element takes 14.25 bytes. Read and written are its BF16 weight (2 bytes), the
-// remainder of the FP32 master (2), m (1), v (1) and its part of its span's fields (0.125): 2 x 6.125. The
-// gradient is only read: 2 bytes if it is in BF16. An H200 does that at 87% of its copy bandwidth.
+// Which bytes move. An element takes 14.25 bytes. These are read and written: its BF16 weight (2 bytes), the
+// remainder of the FP32 master (2), m (1), v (1) and its part of the fields of its span (0.125), together
+// 2 x 6.125. The gradient is only read: 2 bytes if it is in BF16. An H200 moves these bytes at 87% of its
+// copy bandwidth.
 //
 // dev/ladders/adamw.cu builds such a kernel up, idea by idea, for a single parameter, and without the careful
 // path of part 1. There rung 6, without bundles and without loads ahead, reaches 91% of the copy bandwidth,
@@ -166,8 +167,9 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// A table by code, without the sign of the code, whose value is y: log2(|y| / FMAX); or |y| where nothing is
-// expanded. It saves a thread 16 logarithms for each span, one for each of its eight m and eight v.
+// Fills the table of a moment's codes. Its entry for a code without a sign, whose value is y, is
+// log2(y / FMAX); or y where nothing is expanded. The table saves a thread 16 logarithms for each span, one
+// for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
 template <class Traits> __device__ void fill_table(float* table) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
@@ -176,7 +178,7 @@ template <class Traits> __device__ void fill_table(float* table) {
     }
 }
 
-// The magnitude, with the sign of its FP8 code, which is moved to where FP32 has its sign.
+// The magnitude, with the sign of its FP8 code: the code's sign bit is moved to where FP32 has its sign bit.
 template <class Traits> __device__ float with_sign(float magnitude, uint32_t code) {
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
@@ -312,10 +314,10 @@ template <class W, class M, class V> struct ElementsOfThread {
     }
 };
 
-// A warp updates bundles of a shard: the one that begins with span `first_span`, and then every WARPS-th
-// that begins before `end_span`. If the last span of the shard has no partner in its pair, half of the
-// warp computes it a second time and stores nothing. Returns the bits of the largest magnitude of this lane's
-// new weights.
+// A warp updates bundles of a shard: the bundle that begins with span `first_span`, and from there on every
+// WARPS-th bundle that begins before `end_span`. If the last span of the shard has no partner in its pair, the
+// second half of the warp computes the last span, too, and stores nothing. Returns the bits of the largest
+// magnitude of this lane's new weights.
 //
 // When a bundle of four pairs is loaded, computed and stored:
 //
@@ -392,8 +394,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     return largest_bits;
 }
 
-// The last shard that starts at or before an element. The shards are in order, and the first starts at
-// first_element.
+// The number of the last shard that begins at or before an element. The shards are in order, and the first
+// begins at first_element.
 __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
@@ -404,10 +406,10 @@ __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     return low;
 }
 
-// A block has consecutive spans, [begin, end) in the rank's order, and goes through the shards to which
-// they belong. In each shard, where spans are counted from the shard's first, warp 0 takes the first
-// bundle, warp 1 the second, and so on; after the last warp it is warp 0 again. A bundle that lies in two
-// blocks belongs to the one in which it begins.
+// A block has consecutive spans, [begin, end) in the rank's order, and goes through the shards to which these
+// spans belong. In each shard warp 0 takes the first bundle, warp 1 the second, and so on; after the last
+// warp, warp 0 takes the next. (Spans and bundles are counted from the beginning of the shard.) A bundle that
+// lies in two blocks belongs to the block in which it begins.
 template <class W, class M, class V>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];

@@ -23,11 +23,13 @@
 //   wgrad()
 //     make_operand()                        x
 //   make_g_operand_and_dbias()
-//     allocate_g_operand()
+//     allocate_g_operand()                  (model.cu calls this and the next one itself for dgate_up)
 //     write_g_operand_and_dbias()           chooses the passes over g (table in linear.cpp):
 //       write_g_operand_and_sum_columns()   write_operand_and_sum_columns() of coat.cu
 //       add_dbias()                         add_column_sums() of gpu/layers.cu
 //       write_operand()                     write_operand() of coat.cu
+//   write_cached_w_operand()
+//     write_operand()
 //
 // Memory comes from the Arena (gpu/state.h), which is a stack. A function whose name begins with allocate_
 // takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lies in the

@@ -469,10 +469,10 @@ void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped
 // is null, nothing is done.
 void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Adds the errors of storing the moments that a step with this gradient, unclipped, and with the default
-// betas would give a parameter of `count` elements. The CPU reference (reference.h) computes and stores them;
-// only this report calls it. Of a large parameter only a part is measured; the report then says so. Waits
-// for the stream.
+// A step with this gradient, unclipped, and with the default betas would give a parameter of `count` elements
+// new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
+// computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
+// report then says so. Waits for the stream.
 void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t stream);

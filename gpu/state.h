@@ -223,9 +223,10 @@ class Scales {
 public:
     Scales(const GpuContext& context, const MemoryMap& memory);
 
-    const int64_t param_count;  // the number of all parameters: of elements of Parameters::params
+    const int64_t param_count;  // the length of Parameters::params
     const int64_t linear_layer_count;
-    // Whether a history of amaxes may still be empty. Then operands are scaled just in time.
+    // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
+    // time.
     bool any_empty_history = false;
 
     int64_t count() const { return param_count + OPERAND_COUNT * linear_layer_count; }
