@@ -315,9 +315,9 @@ template <class W, class M, class V> struct ElementsOfThread {
 };
 
 // A warp updates bundles of a shard: the bundle that begins with span `first_span`, and from there on every
-// WARPS-th bundle that begins before `end_span`. If the last span of the shard has no partner in its pair, the
-// second half of the warp computes the last span, too, and stores nothing. Returns the bits of the largest
-// magnitude of this lane's new weights.
+// WARPS-th bundle that begins before `end_span`. If the last span of the shard has no partner in its pair,
+// the second half of the warp computes the last span, too, and stores nothing. Returns the bits of the
+// largest magnitude of this lane's new weights.
 //
 // When a bundle of four pairs is loaded, computed and stored:
 //
