@@ -42,7 +42,7 @@ void attention_forward(const AttentionShape& shape, const void* qkv, void* out, 
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
-    const void* qkv;  // qkv, out and lse are those of forward
+    const void* qkv;  // qkv, out and lse are what forward has read and written
     const void* out;
     const float* lse;
     const void* dout;  // (B, T, NH HS), the gradient of out

@@ -1,8 +1,8 @@
 // gpu/cuda.h - CUDA for the host: errors, streams, events and recorded graphs, what is put on a stream, and
 // functions of libraries that are found at run time.
 //
-// A dry run finds out how much memory a training step takes. It runs the same code without a GPU, on the
-// stream DRY_RUN: enqueue(), through which nearly all work is put on a stream, then does nothing.
+// A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU, because
+// its stream is DRY_RUN: enqueue(), through which nearly all work is put on a stream, then does nothing.
 #pragma once
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -100,7 +100,7 @@ public:
 
 // Work that is launched again and again with the same arguments. Only the first run() calls work(), and
 // records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
-// of kernels start as one. It is not for dry runs.
+// of kernels start as one. A dry run must not call run().
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -383,8 +383,8 @@ inline __device__ float gelu_sigmoid(float u) {
     return one_over_1_plus_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
 inline __device__ float gelu(float u) { return __fmul_rn(u, gelu_sigmoid(u)); }
-// The gradient of u, from d, that of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s
-// is zero.
+// The gradient of u, from d, the gradient of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s
+// or 1 - s is zero.
 inline __device__ float gelu_backward(float u, float d) {
     const float s = gelu_sigmoid(u);
     const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
@@ -396,7 +396,7 @@ inline __device__ float gelu_backward(float u, float d) {
 inline __device__ float gated_silu(float gate, float up) {
     return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
 }
-// The gradients of gate and up, from d, that of gated_silu(). silu'(u) = s + u s (1 - s).
+// The gradients of gate and up, from d, the gradient of gated_silu(). silu'(u) = s + u s (1 - s).
 inline __device__ void gated_silu_backward(float gate, float up, float d, float& dgate, float& dup) {
     const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
     dgate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
@@ -502,7 +502,7 @@ template <class F> void with_bf16_producer(const LazyTensor& x, F f) {
 //   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
 //
 // A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
-// BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
+// BF16 values and writes codes, row-major and transposed, in whole 128-byte lines.
 
 constexpr int TILE = 128;                   // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has

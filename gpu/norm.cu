@@ -13,7 +13,7 @@ namespace {
 
 // ===========================================================================================================
 // How threads share out rows. A team, one warp or several, holds a row in registers. A block has one team or
-// several: threadIdx.y is the number of a team in its block, threadIdx.x that of a thread in its team.
+// several: threadIdx.y is the number of a team in its block, threadIdx.x the number of a thread in its team.
 
 constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
 constexpr int ROW_WARPS = 16;  // the most warps of a team
@@ -30,7 +30,7 @@ __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threa
 
 // Adds numbers up over the threads of a team, which gives the sum over a row. Each sum uses one of two places
 // in shared memory, and the next sum the other: a thread may still be reading the parts of one sum when
-// another thread writes those of the next.
+// another thread writes the parts of the next.
 struct RowSum {
     int place = 0;  // the place of the next sum
 
