@@ -11,6 +11,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <optional>
 
 namespace coat::reference {
 
@@ -25,9 +26,9 @@ using Floats = std::vector<float>;
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Four results are quantized as they are computed, in FP32:
+// Four results go to the quantizer directly from FP32:
 //   residual sums                           residual_sum and residual_sum2 in layer_forward()
-//   outputs of norms                        norm()
+//   outputs of norms                        norm_layer_forward()
 //   output of the activation function       activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
 // All others are rounded to BF16 first.
@@ -35,7 +36,7 @@ using Floats = std::vector<float>;
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward takes each derivative at the values with which
 // forward computed. It treats rounding as the identity. (In coat-saved forward reads other values: see
-// input_in_forward().)
+// what_forward_reads().)
 
 namespace {
 
@@ -74,8 +75,6 @@ public:
     int64_t B_ = 0, T_ = 0, N_ = 0;
     std::vector<SavedLayer> saved_layers_;
 
-    // --- The whole network ---
-
     explicit Network(const Setup& s) : setup_(s), delayed_scales_(params_.size()) {
         for (size_t i = 0; i < params_.size(); i++) {
             param_index_[params_[i].name] = i;
@@ -85,6 +84,32 @@ public:
             for (DelayedScale& d : delayed_scales_[i]) d.history.resize(recipe_.history_steps);
         }
     }
+
+    // --- Values, gradients, names ---
+
+    // x, rounded to the compute dtype.
+    Tensor rounded(Tensor x) const {
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
+        return x;
+    }
+
+    static Tensor add(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
+    }
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients_[param_index_.at(name)];
+        gradient = add(gradient, contribution);
+        if (gradient_format(setup_) == recipe_.compute) gradient = rounded(gradient);
+    }
+
+    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights_[param_index_.at(name)]; }
+    std::string head() const { return config_.tied ? "embedding" : "head"; }
+    QuantStats* stats_of(ReportKind k) const { return stats_ ? stats_ + int(k) : nullptr; }
+
+    // --- The whole network ---
 
     // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
     void reset_finite_and_amaxes() {
@@ -118,9 +143,9 @@ public:
     // the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
                            double loss_weight, bool backward) {
-        const Tensor x = forward(tokens, sequences, length);  // (N, C)
-        const Tensor y = rounded(norm("final_norm", x));      // (N, C)
-        Tensor logits = head_forward(y);                      // (N, padded_V)
+        const Tensor x = forward(tokens, sequences, length);            // (N, C)
+        const Tensor y = rounded(norm_layer_forward("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                                // (N, padded_V)
         const double loss =
             cross_entropy(N_, config_.V, config_.padded_V(), logits.data(), targets, Real(loss_weight));
         finite_ = finite_ && std::isfinite(loss);
@@ -128,17 +153,82 @@ public:
 
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_layer_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         add_embedding_gradients(tokens, dresidual);
         return loss;
     }
 
+    // --- What a layer saves for backward ---
+
+    // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
+    // to FP8.
+    void check_finite(float amax) { finite_ = finite_ && std::isfinite(amax); }
+
+    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
+    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
+                                      ReportKind kind) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            if (storage.fp8()) check_finite(compute_amax(x.data(), int64_t(x.size())));
+            return quantize(x.data(), N_, cols, storage, stats_of(kind));
+        }
+    }
+    // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
+    Tensor what_forward_reads(const Tensor& x, const SavedActivation& saved) const {
+        return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
+    }
+    static Tensor load_saved(const SavedActivation& saved) {
+        if constexpr (!QUANTIZES) return saved;
+        else return dequantize(saved);
+    }
+
+    // --- RoPE, and Qwen3's norms of heads, between the q, k, v projection and attention ---
+    //
+    //   Llama, Mistral, Qwen2   projection -> RoPE -> saved -> attention
+    //   Qwen3                   projection -> saved -> norms of heads -> RoPE -> attention
+    //   GPT-2                   projection -> saved -> attention
+    //
+    // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. That of
+    // RoPE needs no values, so the other models save q and k as attention reads them. (On the GPU:
+    // rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
+
+    // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute dtype.
+    Tensor rotate_before_saving(Tensor qkv) const {
+        const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
+        if (rotates) rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
+        return rounded(qkv);
+    }
+    // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
+    Tensor norm_and_rotate_after_loading(const std::string& prefix, Tensor qkv) const {
+        if (!config_.arch.qk_norm) return qkv;
+        qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
+        qkv = rounded(qkv);
+        rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
+        return rounded(qkv);
+    }
+    // The backward pass of both: dqkv (N, qkv_cols), the gradient of what attention reads -> the gradient of
+    // what the projection gives. saved_qkv: as loaded. Adds to the gradient of the weight of Qwen3's norms.
+    Tensor norm_and_rotate_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
+        if (config_.arch.rope) {
+            rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
+            dqkv = rounded(dqkv);
+        }
+        if (config_.arch.qk_norm) {
+            const std::string name = prefix + "qk_norm.weight";
+            Tensor dweight(2 * config_.HS());
+            qk_norm_backward(config_, N_, saved_qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            add_gradient(name, dweight);
+            dqkv = rounded(dqkv);
+        }
+        return dqkv;
+    }
+
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
     // Layer l: the residual stream before the layer (N, C) -> after it (N, C). Both are sums in FP32
-    // that are not rounded yet. A sum has two readers: the groups of the next norm's input are made from the
-    // exact sum, and the residual stream goes on with the sum rounded to BF16.
+    // that are not rounded yet. The input of a norm is saved in groups of the exact sum. The residual stream
+    // goes on with rounded(sum).
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_layers_.emplace_back();
@@ -147,16 +237,16 @@ public:
         s.norm1_input =
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
-        // Norm 1 -> qkv -> RoPE. (Qwen3 has RoPE after the norms of heads, in attention_input().)
-        const Tensor norm1 = norm(prefix + "norm1", input_in_forward(residual_sum, s.norm1_input));
-        Tensor qkv = linear_forward(prefix + "qkv", norm1);
-        if (config_.arch.rope && !config_.arch.qk_norm) rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
-        s.qkv = save_for_backward(rounded(qkv), config_.qkv_cols(), recipe_.saved_attention,
-                                  ReportKind::Attention);
+        // Norm 1 -> q, k, v -> RoPE
+        const Tensor norm1 =
+            norm_layer_forward(prefix + "norm1", what_forward_reads(residual_sum, s.norm1_input));
+        const Tensor projected = linear_forward(prefix + "qkv", norm1);
+        s.qkv = save_for_backward(rotate_before_saving(projected), config_.qkv_cols(),
+                                  recipe_.saved_attention, ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them: the log-sum-exp has to belong to these
         // values. Values that are dequantized from groups are FP32, and attention reads them rounded to BF16.
-        qkv = attention_input(prefix, rounded(load_saved(s.qkv)));
+        const Tensor qkv = norm_and_rotate_after_loading(prefix, rounded(load_saved(s.qkv)));
         Tensor attention_output(N_ * config_.q_cols());
         s.lse.resize(N_ * config_.NH);
         attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data());
@@ -170,13 +260,14 @@ public:
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(prefix + "norm2", input_in_forward(residual_sum2, s.norm2_input));
+        const Tensor norm2 =
+            norm_layer_forward(prefix + "norm2", what_forward_reads(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
         s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                       ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(input_in_forward(gate_up, s.gate_up));
+        const Tensor act = activation(what_forward_reads(gate_up, s.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
@@ -196,9 +287,9 @@ public:
         activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
                                   dgate_up.data());
         const Tensor norm2_input = load_saved(s.norm2_input);
-        const Tensor norm2 = norm(prefix + "norm2", norm2_input);
+        const Tensor norm2 = norm_layer_forward(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, norm_backward(prefix + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, norm_layer_backward(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
         // below, reads it rounded to the compute dtype.
@@ -207,81 +298,46 @@ public:
 
         // Attention -> RoPE
         const Tensor attention_output = rounded(load_saved(s.attention_output));
-        const Tensor qkv = rounded(load_saved(s.qkv));
+        const Tensor saved_qkv = rounded(load_saved(s.qkv));
+        const Tensor qkv = norm_and_rotate_after_loading(prefix, saved_qkv);
         Tensor dqkv(qkv.size());
-        attention_backward(config_, B_, T_, attention_input(prefix, qkv).data(), attention_output.data(),
-                           s.lse.data(), dattention_output.data(), dqkv.data());
-        dqkv = rounded(dqkv);
-        if (config_.arch.rope) {
-            rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
-            dqkv = rounded(dqkv);
-        }
-        if (config_.arch.qk_norm) {
-            const std::string name = prefix + "qk_norm.weight";
-            Tensor dweight(2 * config_.HS());
-            qk_norm_backward(config_, N_, qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
-            add_gradient(name, dweight);
-            dqkv = rounded(dqkv);
-        }
+        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data(),
+                           dattention_output.data(), dqkv.data());
+        dqkv = norm_and_rotate_backward(prefix, saved_qkv, rounded(dqkv));
 
-        // qkv -> norm 1 -> residual gradient
+        // q, k, v -> norm 1 -> residual gradient
         const Tensor norm1_input = load_saved(s.norm1_input);
-        const Tensor norm1 = norm(prefix + "norm1", norm1_input);
+        const Tensor norm1 = norm_layer_forward(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, norm_backward(prefix + "norm1", norm1_input, dnorm1)));
-    }
-
-    // --- What a layer saves for backward ---
-
-    // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
-    // to FP8.
-    void check_finite(float amax) { finite_ = finite_ && std::isfinite(amax); }
-
-    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
-    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
-                                      ReportKind kind) {
-        if constexpr (!QUANTIZES) return x;
-        else {
-            if (storage.fp8()) check_finite(compute_amax(x.data(), int64_t(x.size())));
-            return quantize(x.data(), N_, cols, storage, stats_of(kind));
-        }
-    }
-    // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
-    Tensor input_in_forward(const Tensor& x, const SavedActivation& saved) const {
-        return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
-    }
-    static Tensor load_saved(const SavedActivation& saved) {
-        if constexpr (!QUANTIZES) return saved;
-        else return dequantize(saved);
+        return rounded(add(dresidual, norm_layer_backward(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // An operand of the linear layer with the weight number i, as a GEMM reads it: quantized and decoded
-    // again. x (rows, cols) are its values. The scale of a whole tensor is computed here (formats.h,
-    // Scaling); the scales of smaller scale blocks, in fake_quantize().
-    Tensor make_operand(WhichOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
-        if constexpr (!QUANTIZES) return x;
-        else {
-            const Storage& storage = storage_of(formats_, which);
-            const int64_t rows = int64_t(x.size()) / cols;
-            QuantStats* const stats = stats_of(report_kind(which));
-            if (!storage.fp8()) return fake_quantize(x, rows, cols, storage, over);
-            const float amax = compute_amax(x.data(), rows * cols);
-            check_finite(amax);
-            if (storage.granularity != PER_TENSOR) return fake_quantize(x, rows, cols, storage, over, stats);
-            const float scale = record_amax_and_choose_scale(which, i, amax);
-            return fake_quantize(x, rows, cols, storage, over, stats, &scale);
-        }
-    }
-    // The scale of an operand that has a single one. amax: of its values. With delayed scaling the amax goes
-    // into the operand's history, and the scale comes from there.
-    float record_amax_and_choose_scale(WhichOperand which, size_t i, float amax) {
+    // The scale of a whole operand x of the linear layer with the weight number i (formats.h, Scaling). With
+    // delayed scaling the amax of x goes into the operand's history, and the scale comes from there. An
+    // operand has no such scale if it is not in FP8, or if its scale blocks are smaller: quantize() computes
+    // their scales. Of all FP8 operands this checks that x is finite.
+    std::optional<float> scale_for(WhichOperand which, size_t i, const Tensor& x) {
         const Storage& storage = storage_of(formats_, which);
+        if (!storage.fp8()) return {};
+        const float amax = compute_amax(x.data(), int64_t(x.size()));
+        check_finite(amax);
+        if (storage.granularity != PER_TENSOR) return {};
         if (recipe_.scaling == Scaling::JustInTime) return scale_of(storage, amax);
         DelayedScale& delayed = delayed_scales_[i][int(which)];
         delayed.amax = std::max(delayed.amax, amax);
         return delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
+    }
+    // An operand of the linear layer with the weight number i, as a GEMM reads it: x (rows, cols), quantized
+    // and decoded again.
+    Tensor make_operand(WhichOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
+        if constexpr (!QUANTIZES) return x;
+        else {
+            const std::optional<float> scale = scale_for(which, i, x);
+            return fake_quantize(x, int64_t(x.size()) / cols, cols, storage_of(formats_, which), over,
+                                 stats_of(report_kind(which)), scale ? &*scale : nullptr);
+        }
     }
 
     // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: values in FP32,
@@ -310,12 +366,13 @@ public:
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
-        // wgrad: dw = g^T x. It reduces over tokens. If scale blocks are not symmetric, g is quantized again,
-        // with blocks along the tokens.
-        const bool again = !formats_.g.granularity.symmetric();
-        Tensor g_operand_wgrad = g_operand;
-        if (again) g_operand_wgrad = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
-        matmul<Real>(out, in, N_, {g_operand_wgrad.data(), 1, out}, {x_operand.data(), in, 1}, dw.data());
+        // wgrad: dw = g^T x. It sums over tokens. With symmetric scale blocks it reads the same operand as
+        // dgrad; with others g is quantized once more, in blocks along the tokens.
+        const bool is_symmetric = formats_.g.granularity.symmetric();
+        const Tensor g_transposed_operand =
+            is_symmetric ? g_operand : make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
+        matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
+                     dw.data());
         add_gradient(name, dw);
         // dbias is the sum of dy over tokens, without the rounding of FP8. Without FP8 it sums g_operand,
         // which is dy rounded to the compute dtype.
@@ -328,10 +385,10 @@ public:
         return rounded(dx);
     }
 
-    // --- Norms, activation, attention ---
+    // --- Norms and the activation function ---
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor norm(const std::string& name, const Tensor& x) const {
+    Tensor norm_layer_forward(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C, rows = int64_t(x.size()) / C;
         const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
         Tensor y(x.size());
@@ -341,11 +398,11 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_layer_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
-        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
-                                       weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                                       dbias.data());
+        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
@@ -356,16 +413,6 @@ public:
         Tensor act(N_ * config_.F);
         activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
         return act;
-    }
-
-    // q, k and v (N, qkv_cols) as attention reads them, from q, k and v as they are saved. Qwen3 saves them
-    // before the norms of heads and RoPE; the other models save them after RoPE.
-    Tensor attention_input(const std::string& prefix, Tensor qkv) const {
-        if (!config_.arch.qk_norm) return qkv;
-        qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
-        qkv = rounded(qkv);
-        rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
-        return rounded(qkv);
     }
 
     // --- Embedding and head ---
@@ -402,30 +449,6 @@ public:
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
     }
-
-    // --- Values, gradients, names ---
-
-    // x, rounded to the compute dtype.
-    Tensor rounded(Tensor x) const {
-        for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
-        return x;
-    }
-
-    static Tensor add(Tensor x, const Tensor& y) {
-        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
-        return x;
-    }
-    void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients_[param_index_.at(name)];
-        gradient = add(gradient, contribution);
-        if (gradient_format(setup_) == recipe_.compute) gradient = rounded(gradient);
-    }
-
-    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights_[param_index_.at(name)]; }
-    std::string head() const { return config_.tied ? "embedding" : "head"; }
-    QuantStats* stats_of(ReportKind k) const { return stats_ ? stats_ + int(k) : nullptr; }
 };
 
 // ===========================================================================================================
@@ -486,7 +509,60 @@ public:
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        reset_finite_and_amaxes();
+        const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
+        const double sum =
+            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
+        return finite_ ? sum / divisor : NAN;  // a quotient, as in step(), so that both have the same bits
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        reset_finite_and_amaxes();
+        const auto x = forward(tokens, 1, n);
+        const Floats last(x.end() - config_.C, x.end());
+        const auto row = head_forward(rounded(norm_layer_forward("final_norm", last)));
+        std::copy(row.begin(), row.begin() + config_.V, logits);
+    }
+
+    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
+        reset_finite_and_amaxes();
+        clear_gradients();
+        QuantReport report;
+        stats_ = report.kinds;
+        const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
+        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
+        // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
+        // with these gradients, unclipped, and with the default betas would store. This step is computed with
+        // lr = 0, on a copy of the state.
+        for (size_t i = 0; i < params_.size(); i++) {
+            ParamState s = states_[i];
+            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+            const AdamWOptions nothing_moves{.step = 1, .lr = 0};
+            const AdamWConstants constants =
+                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
+            update(s, i, constants, /*key=*/0);
+        }
+        stats_ = nullptr;
+        return report;
+    }
+
+    void read(const std::string& name, void* out) override {
+        const auto [data, bytes] = memory_of(name);
+        if (bytes) std::memcpy(out, data, bytes);
+    }
+    void write(const std::string& name, const void* in) override {
+        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
+        if (bytes) std::memcpy(data, in, bytes);
+        refresh_weight(param_index_of(params_, name));
+    }
+
+    const Setup& setup() const override { return setup_; }
+
 private:
+    // --- The parts of a step ---
+
     // All micro-batches of the step. Afterwards gradients_ has the gradients of the mean loss over the
     // target_count targets that count. Returns the sum of the losses of all ranks. Losses are added in the
     // order of the micro-batches: number a of rank r is number a * ranks + r of the step.
@@ -554,59 +630,8 @@ private:
         }
     }
 
-public:
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        reset_finite_and_amaxes();
-        const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
-        const double sum =
-            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
-        return finite_ ? sum / divisor : NAN;  // a quotient, as in step(), so that both have the same bits
-    }
+    // --- Weights and gradients ---
 
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        reset_finite_and_amaxes();
-        const auto x = forward(tokens, 1, n);
-        const Floats last(x.end() - config_.C, x.end());
-        const auto row = head_forward(rounded(norm("final_norm", last)));
-        std::copy(row.begin(), row.begin() + config_.V, logits);
-    }
-
-    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        reset_finite_and_amaxes();
-        clear_gradients();
-        QuantReport report;
-        stats_ = report.kinds;
-        const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
-        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
-        // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
-        // with these gradients, unclipped, and with the default betas would store. This step is computed with
-        // lr = 0, on a copy of the state.
-        for (size_t i = 0; i < params_.size(); i++) {
-            ParamState s = states_[i];
-            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-            const AdamWOptions nothing_moves{.step = 1, .lr = 0};
-            const AdamWConstants constants =
-                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update(s, i, constants, /*key=*/0);
-        }
-        stats_ = nullptr;
-        return report;
-    }
-
-    void read(const std::string& name, void* out) override {
-        const auto [data, bytes] = memory_of(name);
-        if (bytes) std::memcpy(out, data, bytes);
-    }
-    void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
-        if (bytes) std::memcpy(data, in, bytes);
-        refresh_weight(param_index_of(params_, name));
-    }
-
-    const Setup& setup() const override { return setup_; }
-
-private:
     void clear_gradients() {
         for (size_t i = 0; i < params_.size(); i++) gradients_[i].assign(params_[i].size(), 0.0f);
     }
@@ -719,10 +744,14 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
 
 }  // namespace coat::reference
 
-std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
-    // Every step allocates the same temporary tensors. If the allocator returned their memory to the system,
-    // a third of the time would go into fresh pages.
+// From now on the allocator of this process returns no memory to the system. Every step allocates the same
+// temporary tensors: a third of the time would go into fresh pages.
+static void keep_freed_memory() {
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 2147483647);
+}
+
+std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
+    keep_freed_memory();
     return std::make_unique<reference::ReferenceModel>(setup);
 }
