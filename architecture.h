@@ -53,8 +53,8 @@ struct ModelConfig {
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    // The model's window: a token attends to so many positions before it; 0: to all. Windows are not
-    // implemented, so this only limits --seq (longest_sequence()).
+    // A token attends only to the last `sliding_window` positions; 0: to all. Windows are not implemented, so
+    // --seq is at most the window (longest_sequence()): then the window makes no difference.
     int64_t sliding_window = 0;
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
@@ -63,8 +63,7 @@ struct ModelConfig {
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; rows from V on stay zero
-    // The longest --seq. Sliding windows are not implemented. A model that has one can read sequences up to
-    // the window's length, for which it makes no difference.
+    // The longest --seq.
     int64_t longest_sequence() const { return sliding_window ? std::min(sliding_window, max_T) : max_T; }
 };
 

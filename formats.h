@@ -14,6 +14,10 @@
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
 //   moment scaling  (max, k), which is stored for a moment group: max is its amax, and k is the exponent of
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
+//   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
+//                   more
+//   head            alone: the model's last matrix, from hidden states to logits. The others are query heads
+//                   and key/value heads of attention
 // clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
@@ -153,21 +157,21 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // this sum by the scales. Each scale block interrupts the tensor cores for such a multiplication: with groups
 // of 1x16 this would happen too often, so they are no operands of GEMMs.
 //
-// The Granularity of an operand in recipes(), below, is that of the matrix as the GEMM reads it: its columns
-// run along the reduction. Two GEMMs read each operand, and one of them reads the transpose:
+// In recipes(), below, `cols` of an operand's Granularity always runs along the dimension that the GEMM sums
+// over, also where that GEMM reads the transpose. Two GEMMs read each operand, and one of them reads the
+// transpose:
 //
 //   operand   read as it is by   transposed by   codes are made
 //   x         fprop              wgrad           for each GEMM (they are not kept from forward to backward)
-//   w         fprop              dgrad           once for both GEMMs, if a GPU caches weights
-//   g         dgrad              wgrad           once for both GEMMs
+//   w         fprop              dgrad           as those of g if a GPU caches weights, else for each GEMM
+//   g         dgrad              wgrad           once for both GEMMs if symmetric, else for each
 //
-// Codes can be made once for both GEMMs only if the scale blocks are symmetric (a tensor, 128x128): then they
-// are the same in the transpose, and so are the codes. With others (a row, 1x128) each of the two GEMMs reads
-// codes that are made for it.
+// Scale blocks are symmetric (a tensor, 128x128) if they are the same in the transpose. Then so are the
+// codes. With others (a row, 1x128) each of the two GEMMs reads codes that are made for it.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
 // largest amax of the last Recipe::history_steps steps. While there is no history, as in the first step, it
-// comes from the largest amax of the step so far, over its micro-batches.
+// comes from the largest amax of the step so far, over its micro-batches: so within this step it can grow.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor

@@ -98,7 +98,8 @@ inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GR
 // The format in which gradients are summed over the micro-batches of a step, the same for all parameters. A
 // micro-batch adds one gradient to each sum, or two to that of an embedding that is also the head. If no sum
 // has more than four gradients, all are in the compute dtype. Else all are in FP32, because every addition to
-// a BF16 sum rounds it. The micro-batches of all ranks count: the format does not depend on how they are
+// a BF16 sum rounds it. For example, if the head is the embedding: 2 micro-batches give 4 gradients, in BF16,
+// and 3 give 6, in FP32. The micro-batches of all ranks count: the format does not depend on how they are
 // divided among ranks.
 inline Format gradient_format(const Setup& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
@@ -288,10 +289,10 @@ public:
     // Whether the ranks are threads of one process, as in tests, and share its addresses.
     bool ranks_are_threads = false;
 
-    // Every rank calls these at the same time. They return the values that the ranks have given, by rank: on
-    // every rank or, if `on_all` is false, on rank 0 alone. T is a value, or a vector or string of values, of
-    // any length.
+    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. T
+    // is a type of one value, or a vector or string, which may have another length on each rank.
     template <class T> std::vector<T> all_gather(const T& mine);
+    // The same for bytes. If `on_all` is false, rank 0 alone gets them.
     virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
 
     // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so

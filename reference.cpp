@@ -48,10 +48,10 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
 //   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
-// The exponent field of a normal value is e + bias. Its number of steps has M + 1 bits, of which the highest
-// is 1. In the sum this bit falls on the lowest bit of the exponent field and adds 1 to it: so the field
-// begins with e + bias - 1. In the second row rounding carries to 16 = 10000 in binary. This adds 2, and the
-// code has the next exponent.
+// The exponent field of a normal value is e + bias. Its number of steps is at least 2^M, so adding the steps
+// raises the exponent field by 1. Therefore the field starts one lower, with e + bias - 1. If rounding gives
+// 2^(M + 1) steps, as in the second row, the field is raised by 2: this is the next exponent. A subnormal has
+// fewer than 2^M steps, and its field stays 0.
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
@@ -76,8 +76,8 @@ float decode(Format f, uint16_t code) {
     return code & sign_bit(f) ? -value : value;
 }
 
-// The bits of x rounded to BF16: the nearest, of two the even one. BF16 is the upper half of FP32, so an
-// addition to the lower half rounds.
+// The bits of x rounded to BF16: the nearest, of two the even one. BF16 is the upper half of FP32. Adding
+// 0x7FFF, plus 1 if the upper half is odd, carries into the upper half exactly when rounding goes up.
 uint16_t to_bf16(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return uint16_t(bits >> 16 | 0x40u);  // NaN stays NaN
@@ -135,9 +135,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, codes would hide this, because they saturate. So the scale is NaN, and so is every
-// value that is decoded with it. A whole tensor needs no NaN: a training step checks its amax, and changes
-// nothing if it is not finite. Its scale is 1 then.
+// If amax is not finite, codes would hide this, because they saturate. A training step notices it in one of
+// two ways. It checks the amax of a whole tensor, whose scale is then 1: the step changes nothing. A smaller
+// scale block needs no check of its amax (a GPU makes none for groups): its scale is NaN, so every value that
+// is decoded with it is NaN, and so is the loss or a gradient.
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -145,9 +146,9 @@ float scale_of(const Storage& storage, float amax) {
     return round_to(storage.scale_format, s);
 }
 
-// The largest |x| of n neighbouring values; infinity if one is NaN. The bits of |x| have the order of the
-// magnitudes, with NaN above infinity: a maximum of floats could lose a NaN.
-static float part_amax(const float* x, int64_t n) {
+// The largest |x| of n neighbours; infinity if one is NaN. The bits of |x| have the order of the magnitudes,
+// with NaN above infinity: a maximum of floats could lose a NaN.
+static float amax_of_neighbours(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
     return std::bit_cast<float>(std::min(largest, 0x7F800000u));
@@ -159,8 +160,10 @@ static float part_amax(const float* x, int64_t n) {
 float compute_amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
-    for (int64_t first = 0; first < n; first += PER_1x16.cols)
-        largest = std::max(largest, part_amax(x + first, std::min<int64_t>(PER_1x16.cols, n - first)));
+    for (int64_t first = 0; first < n; first += PER_1x16.cols) {
+        const int64_t count = std::min<int64_t>(PER_1x16.cols, n - first);
+        largest = std::max(largest, amax_of_neighbours(x + first, count));
+    }
     return largest;
 }
 
@@ -187,15 +190,16 @@ static void add_error(QuantStats& s, float x, float dequantized) {
 // Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes.
 static void compute_scales(const float* x, StoredMatrix& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
-    const int64_t blocks = q.storage.scale_count(q.rows, q.cols), across = q.storage.scale_cols(q.cols);
+    const int64_t blocks = q.storage.scale_count(q.rows, q.cols);
+    const int64_t blocks_per_row = q.storage.scale_cols(q.cols);
 #pragma omp parallel for if (blocks > 1 && q.rows * q.cols > MIN_PARALLEL)
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t first_row = block / across * height, first_col = block % across * width;
+        const int64_t first_row = block / blocks_per_row * height, first_col = block % blocks_per_row * width;
         const int64_t end_row = std::min(q.rows, first_row + height);
         float largest = 0;
         for (int64_t row = first_row; row < end_row; row++) {
             const float* part = x + row * q.cols + first_col;  // the scale block's part of the row
-            largest = std::max(largest, part_amax(part, std::min(width, q.cols - first_col)));
+            largest = std::max(largest, amax_of_neighbours(part, std::min(width, q.cols - first_col)));
         }
         write_element(q.storage.scale_format, q.scales.data(), block, scale_of(q.storage, largest));
     }
@@ -460,15 +464,15 @@ void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, fl
 template <class Real> struct RowStatistics { Real mean, rstd; };
 template <class Real>
 static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
-    Real mean = 0, square = 0;
+    Real mean = 0, sum_of_squares = 0;
     if (!rms) {
 #pragma omp simd reduction(+ : mean)
         for (int64_t c = 0; c < C; c++) mean += x[c];
         mean /= Real(C);
     }
-#pragma omp simd reduction(+ : square)
-    for (int64_t c = 0; c < C; c++) square += (x[c] - mean) * (x[c] - mean);
-    return {.mean = mean, .rstd = 1 / std::sqrt(square / Real(C) + eps)};
+#pragma omp simd reduction(+ : sum_of_squares)
+    for (int64_t c = 0; c < C; c++) sum_of_squares += (x[c] - mean) * (x[c] - mean);
+    return {.mean = mean, .rstd = 1 / std::sqrt(sum_of_squares / Real(C) + eps)};
 }
 
 // RMSNorm or LayerNorm of each row of x (N, C):
@@ -522,31 +526,32 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 }
 
 // RMSNorm of each head of q and of k (Qwen3). A head is a row of norm_forward(), with HS columns.
-template <class Real> void qk_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv) {
+template <class Real>
+void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        Real* const queries = qkv + n * c.qkv_cols();
-        Real* const keys = queries + c.q_cols();
-        norm_forward<Real>(/*rms=*/true, Real(c.norm_eps), c.NH, c.HS(), queries, weight, /*bias=*/nullptr,
-                           queries);
-        norm_forward<Real>(/*rms=*/true, Real(c.norm_eps), c.NKV, c.HS(), keys, weight + c.HS(),
-                           /*bias=*/nullptr, keys);
+        Real* const queries = qkv + n * config.qkv_cols();
+        Real* const keys = queries + config.q_cols();
+        norm_forward<Real>(/*rms=*/true, Real(config.norm_eps), config.NH, config.HS(), queries, weight,
+                           /*bias=*/nullptr, queries);
+        norm_forward<Real>(/*rms=*/true, Real(config.norm_eps), config.NKV, config.HS(), keys,
+                           weight + config.HS(), /*bias=*/nullptr, keys);
     }
 }
 
 // The backward pass of qk_norm_forward(): dqkv is overwritten, and dweight is added to.
 template <class Real>
-void qk_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                       Real* dweight) {
     // The heads of one row, which begin at element `first` of qkv; the norm's weight begins at `part`.
     auto backward = [&](int64_t first, int64_t heads, int64_t part) {
-        const std::vector<Real> dy(dqkv + first, dqkv + first + heads * c.HS());
-        norm_backward<Real>(/*rms=*/true, Real(c.norm_eps), heads, c.HS(), qkv + first, weight + part,
-                            dy.data(), dqkv + first, dweight + part, /*dbias=*/nullptr);
+        const std::vector<Real> dy(dqkv + first, dqkv + first + heads * config.HS());
+        norm_backward<Real>(/*rms=*/true, Real(config.norm_eps), heads, config.HS(), qkv + first,
+                            weight + part, dy.data(), dqkv + first, dweight + part, /*dbias=*/nullptr);
     };
     for (int64_t n = 0; n < N; n++) {  // one after the other, so that every sum runs over the rows in order
-        backward(n * c.qkv_cols(), c.NH, 0);
-        backward(n * c.qkv_cols() + c.q_cols(), c.NKV, c.HS());
+        backward(n * config.qkv_cols(), config.NH, 0);
+        backward(n * config.qkv_cols() + config.q_cols(), config.NKV, config.HS());
     }
 }
 
@@ -583,17 +588,18 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const int64_t gate = (gated ? 2 : 1) * n * F + f, up = gate + F;
-            const Real d = dact[n * F + f], a = gate_up[gate];
+            const int64_t gate_at = (gated ? 2 : 1) * n * F + f;  // of gate, or of GELU's input
+            const int64_t up_at = gate_at + F;
+            const Real d = dact[n * F + f], a = gate_up[gate_at];
             if (gated) {
                 const Real s = sigmoid(a);
-                dgate_up[up] = d * a * s;
-                dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
+                dgate_up[up_at] = d * a * s;
+                dgate_up[gate_at] = d * gate_up[up_at] * s * (1 + a * (1 - s));
             } else {
                 // The limit keeps a * a finite. Where it acts, 1 - t * t is 0, and 0 * infinity would be NaN.
                 const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
-                dgate_up[gate] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
+                dgate_up[gate_at] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
         }
 }
@@ -601,9 +607,9 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 // The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants
 // (architecture.h, RopeScaling). Llama 3's formula is apply_scaling in Meta's llama-models and
 // _compute_llama3_parameters in transformers, Hugging Face's library.
-double rope_frequency(const ModelConfig& c, int64_t i) {
-    const RopeScaling& s = c.rope_scaling;
-    const double f = std::pow(double(c.rope_theta), -2.0 * double(i) / double(c.HS()));
+double rope_frequency(const ModelConfig& config, int64_t i) {
+    const RopeScaling& s = config.rope_scaling;
+    const double f = std::pow(double(config.rope_theta), -2.0 * double(i) / double(config.HS()));
     if (s.type == RopeScaling::Default) return f;
     const double wavelength = 2 * 3.14159265358979323846 / f, original = double(s.original_positions);
     if (wavelength > original / s.low_freq_factor) return f / s.factor;
@@ -615,16 +621,16 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
 
 // RoPE: rotates each pair (x_i, x_(i + HS/2)) of a head at position t by the angle t f_i. The heads of q and
 // of k are rotated, v is not.
-template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
-    const int64_t half = c.HS() / 2;
+template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse) {
+    const int64_t half = config.HS() / 2;
 #pragma omp parallel for
     for (int64_t t = 0; t < T; t++)
         for (int64_t i = 0; i < half; i++) {
-            const double angle = double(t) * rope_frequency(c, i);
+            const double angle = double(t) * rope_frequency(config, i);
             const Real cosine = Real(std::cos(angle)), sine = Real(std::sin(inverse ? -angle : angle));
             for (int64_t b = 0; b < B; b++)
-                for (int64_t head = 0; head < c.NH + c.NKV; head++) {
-                    Real* x = qkv + (b * T + t) * c.qkv_cols() + head * c.HS() + i;
+                for (int64_t head = 0; head < config.NH + config.NKV; head++) {
+                    Real* x = qkv + (b * T + t) * config.qkv_cols() + head * config.HS() + i;
                     const Real first = x[0], second = x[half];
                     x[0] = first * cosine - second * sine;
                     x[half] = second * cosine + first * sine;
@@ -659,17 +665,19 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
 //   p_j = softmax_j(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
 // The largest score is subtracted from all. This does not change the softmax, and exp cannot overflow.
 template <class Real>
-void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
-    const int64_t HS = c.HS(), NH = c.NH, stride = c.qkv_cols();  // elements from one token to the next
+void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, Real* out,
+                       Real* lse) {
+    const int64_t HS = config.HS(), NH = config.NH;
+    const int64_t stride = config.qkv_cols();  // elements from one token to the next
     const Real score_factor = 1 / std::sqrt(Real(HS));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
-            const int64_t kv_head = head / (NH / c.NKV);
+            const int64_t kv_head = head / (NH / config.NKV);
             // Each is (T, HS). Its rows are `stride` elements apart.
             const Real* queries = qkv + b * T * stride + head * HS;
-            const Real* keys = qkv + b * T * stride + c.q_cols() + kv_head * HS;
-            const Real* values = keys + c.kv_cols();
+            const Real* keys = qkv + b * T * stride + config.q_cols() + kv_head * HS;
+            const Real* values = keys + config.kv_cols();
             const auto key_columns = transposed(keys, T, HS, stride);
             std::vector<Real> p(T);
             for (int64_t t = 0; t < T; t++) {
@@ -693,35 +701,41 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 //   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q
 // One thread has all query heads that share a key/value head, so sums have a fixed order.
 template <class Real>
-void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
+void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {
-    const int64_t HS = c.HS(), NH = c.NH, heads = NH / c.NKV;  // query heads of a key/value head
-    const int64_t stride = c.qkv_cols();                       // elements from one token to the next
+    const int64_t HS = config.HS(), NH = config.NH;
+    const int64_t heads = NH / config.NKV;     // query heads of a key/value head
+    const int64_t stride = config.qkv_cols();  // elements from one token to the next
     const Real score_factor = 1 / std::sqrt(Real(HS));
     std::fill(dqkv, dqkv + B * T * stride, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t kv_head = 0; kv_head < c.NKV; kv_head++) {
-            // Where the key and the value of position 0 begin in qkv and in dqkv.
-            const int64_t key_at = b * T * stride + c.q_cols() + kv_head * HS,
-                          value_at = key_at + c.kv_cols();
-            const auto key_columns = transposed(qkv + key_at, T, HS, stride);
-            const auto value_columns = transposed(qkv + value_at, T, HS, stride);
+        for (int64_t kv_head = 0; kv_head < config.NKV; kv_head++) {
+            // Where the keys and values of this head begin in qkv, and their gradients in dqkv: (T, HS), with
+            // rows that are `stride` elements apart.
+            const int64_t keys_at = b * T * stride + config.q_cols() + kv_head * HS;
+            const int64_t values_at = keys_at + config.kv_cols();
+            const Real* k = qkv + keys_at;
+            Real *dk = dqkv + keys_at, *dv = dqkv + values_at;
+            const auto key_columns = transposed(k, T, HS, stride);
+            const auto value_columns = transposed(qkv + values_at, T, HS, stride);
             std::vector<Real> p(T), ds(T);
             for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
                 for (int64_t t = 0; t < T; t++) {
                     const int64_t query_at = (b * T + t) * stride + head * HS;
                     const int64_t output_at = ((b * T + t) * NH + head) * HS;
-                    const Real *q = qkv + query_at, *dy = dout + output_at;
-                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + output_at, HS);
+                    const Real *q = qkv + query_at, *dout_t = dout + output_at;
+                    Real* dq = dqkv + query_at;
+                    const Real lse_t = lse[(b * NH + head) * T + t];
+                    const Real dout_out = dot(dout_t, out + output_at, HS);  // dout . out
                     dot_products(q, key_columns, T, t + 1, score_factor, p.data());
-                    dot_products(dy, value_columns, T, t + 1, Real(1), ds.data());
-                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - log_sum);
-                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * score_factor;
+                    dot_products(dout_t, value_columns, T, t + 1, Real(1), ds.data());
+                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - lse_t);
+                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dout_out) * score_factor;
                     for (int64_t j = 0; j <= t; j++) {
-                        add_scaled(HS, p[j], dy, dqkv + value_at + j * stride);
-                        add_scaled(HS, ds[j], q, dqkv + key_at + j * stride);
-                        add_scaled(HS, ds[j], qkv + key_at + j * stride, dqkv + query_at);
+                        add_scaled(HS, p[j], dout_t, dv + j * stride);
+                        add_scaled(HS, ds[j], q, dk + j * stride);
+                        add_scaled(HS, ds[j], k + j * stride, dq);
                     }
                 }
         }
@@ -741,13 +755,13 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
             std::fill(row, row + V_stride, Real(0));
             continue;
         }
-        const Real largest = *std::max_element(row, row + V), target = row[targets[n]];
+        const Real largest = *std::max_element(row, row + V), target_logit = row[targets[n]];
         Real sum = 0;
         for (int64_t v = 0; v < V; v++) {
             row[v] = std::exp(row[v] - largest);
             sum += row[v];
         }
-        losses[n] = double(std::log(sum) + largest - target);
+        losses[n] = double(std::log(sum) + largest - target_logit);
         for (int64_t v = 0; v < V; v++) row[v] *= loss_weight / sum;
         row[targets[n]] -= loss_weight;
         std::fill(row + V, row + V_stride, Real(0));

@@ -142,9 +142,10 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 
 // RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
 // Backward turns dqkv, the gradient of the norms' outputs, into that of their inputs. qkv are the inputs.
-template <class Real> void qk_norm_forward(const ModelConfig& c, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
-void qk_norm_backward(const ModelConfig& c, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
+template <class Real>
+void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                       Real* dweight);
 
 // gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
@@ -157,15 +158,16 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 
 // Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. The backward
 // pass is the inverse: it rotates the gradients by the opposite angle.
-double rope_frequency(const ModelConfig& c, int64_t i);  // of pair i, 0 <= i < HS / 2
-template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse);
+double rope_frequency(const ModelConfig& config, int64_t i);  // of pair i, 0 <= i < HS / 2
+template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
 
 // Causal attention. qkv, dqkv: (B, T, qkv_cols). out, dout: (B, T, NH * HS). lse: (B, NH, T), the log-sum-exp
 // of the scaled scores.
 template <class Real>
-void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse);
+void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, Real* out,
+                       Real* lse);
 template <class Real>
-void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
+void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv);
 
 // Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
@@ -179,7 +181,7 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
 
 // --- The whole step in double, for tests ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
-double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
+double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients);
 

@@ -455,6 +455,8 @@ public:
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
 // Each rank has all weights and the sums of all gradients, and updates the part of the state that it owns.
+// The model is the network of part 5 with this state: params_, weights_, gradients_ and the like are
+// Network's.
 
 class ReferenceModel : public Model, Network<float> {
     // The state of one parameter. weight and remainder have all elements of the parameter, but only those
@@ -728,12 +730,12 @@ private:
 
 }  // namespace
 
-double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
+double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     const MomentFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    Network<double> network({c, recipe, optimizer, B, T});
+    Network<double> network({config, recipe, optimizer, B, T});
     network.weights_ = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =

@@ -130,7 +130,7 @@ int save_last(Run& run) {
     return 0;
 }
 
-void read_or_save_on_all_ranks(Run& run, const std::function<void()>& read) {
+void read_or_fail_together(Run& run, const std::function<void()>& read) {
     std::string error;
     try {
         read();

@@ -28,6 +28,6 @@ bool save(Run& run);
 int save_last(Run& run);
 // Calls `read`, which reads micro-batches. It can fail on one rank alone, say because a file was cut. Then
 // all ranks save the last step, and get an Error.
-void read_or_save_on_all_ranks(Run& run, const std::function<void()>& read);
+void read_or_fail_together(Run& run, const std::function<void()>& read);
 
 }  // namespace coat

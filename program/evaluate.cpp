@@ -23,7 +23,7 @@ static void read_validation_batch(Run& run, int64_t number) {
     const int64_t count = evaluated_window_count(run);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
-    read_or_save_on_all_ranks(run, [&] {
+    read_or_fail_together(run, [&] {
         for (int64_t i = 0; i < run.setup.B; i++) {
             const bool counts = first + i < count;
             const int64_t repeated = first < count ? first : 0;

@@ -93,24 +93,24 @@ double flops_per_token(const ModelConfig& c, int64_t T) {
     return 6 * (weights + double(c.L * c.q_cols() * T));
 }
 
-// Prints and logs a step. It took `took` seconds; the rest of the run will take `left`, with validations,
+// Prints and logs a step. It took `seconds`; the rest of the run will take `seconds_left`, with validations,
 // samples and saves. Tokens and floating-point operations a second are those of all ranks.
-void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
+void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left) {
     const int64_t step = run.state.step, steps = run.flags.steps;
-    const double rate = run.step_tokens() / took;
+    const double rate = run.step_tokens() / seconds;
     const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
     const char* note = "";
     if (result.skipped)
         note = result.target_count ? " | skipped: not finite or too large" : " | skipped: no token counts";
     std::printf(
         "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
-        int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, took * 1e3, rate,
-        tflops, duration(left).c_str(), note);
+        int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, seconds * 1e3,
+        rate, tflops, duration(seconds_left).c_str(), note);
     run.write_to_log("step", {{"skipped", result.skipped},
                               {"loss", result.loss},
                               {"grad_norm", result.grad_norm},
                               {"lr", lr},
-                              {"ms", took * 1e3},
+                              {"ms", seconds * 1e3},
                               {"tokens_per_second", rate},
                               {"tflops", tflops}});
 }

@@ -79,7 +79,7 @@ double flops_per_token(const ModelConfig& c, int64_t T);
 
 void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);
-void print_step(Run& run, const StepResult& result, float lr, double took, double left);
+void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left);
 // The steps that were made since this program was started, and the seconds that they took.
 struct StepTimes {
     int64_t steps;

@@ -62,7 +62,7 @@ static int finish(Run& run, const Progress& progress);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // A run that is continued has a checkpoint from its start.
+    // A run that is resumed already has a checkpoint; errors shall name it.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -77,10 +77,10 @@ int train(Run& run) {
         if (events.signal && !last) return save_and_end_at_signal(run, events.signal);
         if (!last && every(flags.eval_every)) validate_and_report(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
-        const bool saves = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
+        const bool is_save_time = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
         // After a skipped step the weights may have overflowed, and saving waits for a step that is not
         // skipped.
-        if (!last && saves && progress.skipped_in_a_row == 0) {
+        if (!last && is_save_time && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
         }
@@ -95,7 +95,7 @@ static void read_step(Run& run) {
     const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
-    read_or_save_on_all_ranks(run, [&] {
+    read_or_fail_together(run, [&] {
         for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
             run.training_windows->read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
@@ -143,11 +143,12 @@ static void train_step(Run& run, Progress& progress) {
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
     count_step(run, result, progress);
 
-    const double took = now() - before;
-    const double made = double(run.state.step - progress.steps_before);
-    if (made > 1) progress.timed += took;
-    const double left = (now() - progress.started) / made * double(run.flags.steps - run.state.step);
-    print_step(run, result, adamw.lr, took, left);
+    const double seconds = now() - before;
+    const double steps_made = double(run.state.step - progress.steps_before);
+    if (steps_made > 1) progress.timed += seconds;
+    const double seconds_per_step = (now() - progress.started) / steps_made;
+    const double seconds_left = seconds_per_step * double(run.flags.steps - run.state.step);
+    print_step(run, result, adamw.lr, seconds, seconds_left);
     if (progress.skipped_in_a_row == MOST_SKIPPED)
         throw Error("In ", MOST_SKIPPED,
                     " steps in a row the loss, a gradient or a quantized tensor was not ",
