@@ -66,6 +66,8 @@ struct DelayedScale {
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
+    // After a step: moves amax into the history, and clears it. scale becomes the largest amax of the history
+    // over FMAX, unless that amax is 0 or not finite.
     void update_history_and_scale(Format fp8);
 };
 
