@@ -145,10 +145,11 @@ template <class Traits> __device__ uint2 encode_with_signs(Values& y, const Valu
     return encode(Traits::E5M2, y, 1.0f);
 }
 
-// The codes of eight moments x. What the fast path expands is at least FMIN without further care: with the
-// exact k of equation 4 the smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded,
-// it may be 1/512 too large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most
-// 2^120 or so, which makes R_X^(-1/512) at least 0.85. And the code of 0.85 FMIN is that of FMIN.
+// The codes of eight moments x. The fast path needs no at_least_fmin(): what it expands is at least
+// 0.85 FMIN, and the code of that is the code of FMIN. The reason: with the exact k of equation 4 the
+// smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it may be 1/512 too
+// large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, which
+// makes R_X^(-1/512) at least 0.85.
 template <class Traits, Path PATH>
 __device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
     const float inverse_max = inverse_of_max(scaling.max);

@@ -587,6 +587,7 @@ private:
     // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a slice
     // of HEAD_SLICE_TOKENS tokens at a time.
 
+    // Of evaluate(). A step calls loss_and_head_backward() instead.
     void loss_without_gradients(const Pass& pass) {
         const Arena::Scope scope(arena_);
         sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
@@ -612,7 +613,7 @@ private:
             sum.data = arena_.allocate<float>(sum.rows * sum.cols);
             sum.storage = PLAIN_FP32;
         }
-        // Backward: prefetch the last layer next
+        // Direction::Backward: the weights that are gathered ahead are those of the last layer
         sharding_->gather_weights(sharding_->head_stage(), Direction::Backward);
         // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);

@@ -348,8 +348,8 @@ inline EitherDense either_dense(const TensorRef& v) { return either_dense(v.data
 // ===========================================================================================================
 // 4. Producers
 //
-// A producer computes a tensor that is not stored, while a kernel needs it: what a LazyTensor (operators.h)
-// describes. For 8 columns of one row,
+// A producer gives a kernel the values of a LazyTensor (operators.h): it loads them, or computes them from
+// what is stored. For 8 columns of one row,
 //   cursor(row, col)              is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)               fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor, values)  computes the FP32 values of the tensor from what was fetched.

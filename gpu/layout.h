@@ -26,7 +26,7 @@ int64_t arena_bytes(const Setup& s, bool cache_weights);
 // Whether it pays off to make all FP8 weights once per step, if memory allows.
 bool should_cache_weights(const Setup& s);
 
-// A GPU maps what the other ranks of its machine have allocated, at most seven. The page tables have 8 bytes
+// A GPU maps the allocations of the other ranks of its machine, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
 inline int64_t page_table_bytes(int64_t ranks, int64_t allocated) {
     return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
@@ -86,9 +86,10 @@ int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
-// A sum in BF16 is rounded at most four times in a step. A micro-batch adds to the head's gradient once for
-// each slice of HEAD_SLICE_TOKENS, and a tied embedding adds once more. Where these would be more than four
-// additions in a step, the slices of a micro-batch are added in FP32, and their sum is rounded once.
+// The rule is that no sum in BF16 is rounded more than four times in a step. A micro-batch adds to the head's
+// gradient once for each slice of HEAD_SLICE_TOKENS, and a tied embedding adds once more. Where these would
+// be more than four additions in a step, the slices of a micro-batch are added in FP32, and their sum is
+// rounded once.
 inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
     return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;

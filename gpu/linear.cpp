@@ -148,14 +148,14 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
 //   FP8                        no     known or unneeded   operand
 //   FP8                        no     to be computed      amax                operand
 //   FP8                        yes    to be computed      amax and dbias      operand
-//   FP8, scaled just in time   yes    known               operand and dbias
-//   FP8 in another recipe      yes    known or unneeded   dbias               operand
+//   FP8, COAT and its like     yes    known               operand and dbias
+//   FP8, other scales          yes    known or unneeded   dbias               operand
 //   BF16                       no     unneeded            operand
 //   BF16                       yes    unneeded            operand             dbias
 //
-// "Just in time" means here: with one scale for the tensor, as in most recipes, COAT among them. The other
-// recipes are te, rowwise and deepseek. write_operand_and_sum_columns() (coat.cu) decides between one pass
-// and two.
+// "COAT and its like" are the recipes with one scale for the tensor, taken just in time. Other scales are
+// delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_sum_columns() (coat.cu)
+// decides between one pass and two.
 void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
     AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;

@@ -15,8 +15,8 @@
 // Who calls whom. model.cu calls the functions on the left:
 //
 //   fprop()
-//     make_operand()                        x: the operand itself, or memory for it and then
-//       write_operand()                     its codes: write_operand() of coat.cu
+//     make_operand()                        x: in BF16 x itself; in FP8 it allocates memory for codes, and
+//       write_operand()                     makes them: write_operand() of coat.cu
 //     get_or_make_w_operand()               w: from the cache, from another GPU's codes, or by make_operand()
 //   dgrad()
 //     get_or_make_w_operand()

@@ -53,7 +53,8 @@ struct RowSum {
         }
     }
     // Leaves out a sum, but uses its place. RMSNorm needs one sum fewer than LayerNorm, and row_statistics()
-    // serves both: so `place` is the same after both branches there, and the compiler knows it.
+    // serves both. With skip() `place` is the same after both branches there, so it is a constant for the
+    // compiler.
     __device__ void skip() { place ^= 1; }
 };
 

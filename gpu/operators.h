@@ -15,7 +15,8 @@
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
 //     which may depend on the number of multiprocessors. The only atomics are maxima and sums of integers,
-//     whose order does not matter. (The sums of the quantization report are the exception.)
+//     whose order does not matter, and tickets, which only decide which thread block does which work. (The
+//     sums of the quantization report are the exception.)
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:
@@ -33,8 +34,8 @@
 //   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
 //   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
 //                 groups; the padding stays zero
-//   rank's order  all shards of this rank, one after the other, in which its weights, masters, moments and
-//                 sums of gradients lie
+//   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
+//                 lie its weights, masters, moments and sums of gradients
 //   stage         with several ranks: a part of the model whose weights are gathered at a time: the
 //                 embeddings, a linear layer, or the head (gpu/sharding.h)
 #pragma once
@@ -73,7 +74,7 @@ struct alignas(16) AmaxAndScale {
 //   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
 //   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
 //   BF16, FP32                  anything: nobody reads it
-// Null data means "no tensor" (but see Operand).
+// Null data means "no tensor". (In an Operand it can also mean that only the transposed codes exist.)
 struct TensorRef {
     void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
     void* scales;
@@ -250,8 +251,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
 // the weights are the masters.
 struct Weights {
-    void* values;        // (total) BF16 or FP32
-    int16_t* remainder;  // (total); null if the weights are FP32, or have no master
+    void* values;        // BF16 or FP32: all elements of the rank's order
+    int16_t* remainder;  // the same elements; null if the weights are FP32, or have no master
     Format format;
 };
 
@@ -260,7 +261,7 @@ struct Weights {
 //   FP8 or FP16, one scale a tensor   max[0] is the amax that decodes the codes; max[1] is room for the next
 //   FP32, BF16                        both are null
 struct MomentRef {
-    void* data;  // (padded_size) of format; padding stays zero
+    void* data;  // the shard's moments, padded to whole moment groups, in `format`; padding stays zero
     float* max;
     float* k;  // null without expansion
     Format format;

@@ -61,8 +61,8 @@ struct GradientsOfRanks {
 // `overwrite`, without the old sum. sum (n) has the format of the gradients.
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
 
-// mine (n): amax = the largest of all ranks, whose entries are theirs (ranks, n); scale = amax / FMAX, or the
-// delayed scale.
+// theirs (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes the
+// largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
 void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t stream);
 

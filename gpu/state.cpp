@@ -208,6 +208,7 @@ void Parameters::register_state() {
         const int64_t count = places[i].own.count;
         int16_t* const remainder =
             memory_.weights.remainder ? memory_.weights.remainder + places[i].rank_offset : nullptr;
+        // In the fp32 recipe weights are FP32, and transfer() does not use these two entries
         entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
