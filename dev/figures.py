@@ -475,7 +475,7 @@ def flow_saved(ax, y, words, made):
 
 
 def flow_legend(ax, colors):
-    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dw goes to the optimizer"),
+    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dgrad reads w again (not drawn)"),
             ("norm", "a norm or activation function: reads groups, which are saved, too"),
             ("bf16", "computed in BF16"),
             ("saved", "filled: saved for backward, 16.3 C bytes a token in all (BF16: 22.8 C)"),
@@ -487,7 +487,7 @@ def flow_legend(ax, colors):
     groups(ax, 0.5, -3.0)
     note(ax, 1.1, -3.0, "here groups are made: 16 values with one scale", color=theme["text"])
     add(ax, -3.4, 0.5)
-    note(ax, 1.1, -3.4, "a sum in FP32, rounded to BF16 for the stream, and to groups for a norm", color=theme["text"])
+    note(ax, 1.1, -3.4, "a sum in FP32, rounded to BF16 for the stream (and, in forward, to groups)", color=theme["text"])
 
 
 # --- Where an amax comes from

@@ -20,7 +20,7 @@ public:
         int gpus = 0;
         const bool none = cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0;
         const cudaError_t error = cudaDeviceSynchronize();
-        if (none) judge::failure = "there is no GPU here that CUDA can use. Only exercises 13 and 14 need one.";
+        if (none) judge::failure = "there is no GPU here that CUDA can use. Only 13 and 14 need one.";
         else if (error != cudaSuccess)
             judge::failure = std::string("the kernel failed: ") + cudaGetErrorString(error) +
                              ". Does a thread read or write outside an array?";

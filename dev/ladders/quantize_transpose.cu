@@ -550,7 +550,8 @@ int main(int argc, char** argv) {
 //
 // 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
-// The prediction was made from instructions, for both kernels. Measured alone, they take 177 and 153 us:
+// The prediction was made from instructions, for both kernels. Measured alone, they take 177 and 153 us.
+// These are times in us:
 //
 //                     instructions   shared memory   memory   latency   measured
 //   first kernel      104                            47       200       177
