@@ -161,8 +161,8 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 
 // What is stored beside the codes of moments.
 static const char* moment_scaling_name(const MomentFormats& o) {
-    if (o.per_tensor) return "scales of moments, per tensor";
-    return o.uses_expansion(o.m) ? "max and k of 128 moments" : "max of 128 moments";
+    if (o.per_tensor) return "moment scaling: one scale per tensor";
+    return o.uses_expansion(o.m) ? "moment scaling: max and k of 128" : "moment scaling: max of 128";
 }
 
 std::vector<MemoryRow> memory_plan(const Setup& s) {

@@ -165,8 +165,8 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
     for (const bool second : {false, true})
         for (const gpu::MomentRef& moment : m.moments[second]) {
             begins[moment.data] = second ? "second moments" : "first moments";
-            if (moment.max) begins[moment.max] = "scales per";
-            if (moment.k) begins[moment.k] = "scales per";
+            if (moment.max) begins[moment.max] = "moment scaling";
+            if (moment.k) begins[moment.k] = "moment scaling";
         }
     if (!s.keep_gradients || s.ranks > 1) {
         // The gradients of one micro-batch. In a run of several ranks they are working memory
