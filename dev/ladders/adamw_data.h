@@ -126,7 +126,7 @@ public:
         const std::vector<int16_t> new_remainder = remainder_.read();
         if (new_weight == weight && new_remainder == remainder && m_.read() == codes_m &&
             v_.read() == codes_v && fields_.read() == fields)
-            return {.right = true, .written = false, .text = ""};
+            return {.written = false};
         Difference d;
         for (int64_t i = 0; i < n_; i++) {
             const double now = reference::join_master(new_weight[i], new_remainder[i]);
@@ -196,40 +196,31 @@ private:
         }
     }
     Verdict verdict(const Difference& d) const {
-        if (d.weights)
-            return {.right = false, .written = true, .text = std::to_string(d.weights) + " weights"};
-        if (d.max)
-            return {.right = false,
-                    .written = true,
-                    .text = "max of " + std::to_string(d.max) + " moment groups"};
-        if (d.far_k)
-            return {.right = false,
-                    .written = true,
-                    .text = "k of " + std::to_string(d.far_k) + " moment groups"};
-        if (d.far) return {.right = false, .written = true, .text = std::to_string(d.far) + " codes"};
-        if (d.codes == 0 && d.k == 0) return {.right = true, .written = true, .text = "equal"};
+        if (d.weights) return {.right = false, .text = std::to_string(d.weights) + " weights"};
+        if (d.max) return {.right = false, .text = "max of " + std::to_string(d.max) + " moment groups"};
+        if (d.far_k) return {.right = false, .text = "k of " + std::to_string(d.far_k) + " moment groups"};
+        if (d.far) return {.right = false, .text = std::to_string(d.far) + " codes"};
+        if (d.codes == 0 && d.k == 0) return {.right = true, .text = "equal"};
         return {.right = true,
-                .written = true,
                 .text = std::to_string(d.codes) + " by one, k of " + std::to_string(d.k) + " moment groups"};
     }
 };
 
 // What main() returns.
-inline int climb_adamw(int argc, char** argv, const std::vector<Rung>& rungs) try {
-    // The small one has an odd number of spans: the last has no partner in its warp.
-    constexpr int64_t SMALL = (1 << 20) + SPAN, LARGE = 1 << 28;
-    Optimizer small(SMALL), large(LARGE);
-    printf("FP8 AdamW, 2^28 parameters of 14.25 bytes; codes of 2^20: ");
-    return climb(
-        rungs, copying(14.25 * LARGE), argc, argv,
-        [&](const Rung& rung) {
-            large.reset();  // what a wrong rung leaves behind would change the time of the next
-            return small.against_reference(rung);
-        },
-        [&](const Rung& rung) { large.run(rung); });
-} catch (const Error& e) {
-    fprintf(stderr, "%s\n", e.what());
-    return 1;
+inline int climb_adamw(int argc, char** argv, const std::vector<Rung>& rungs) {
+    return print_error_of([&] {
+        // The small one has an odd number of spans: the last has no partner in its warp.
+        constexpr int64_t SMALL = (1 << 20) + SPAN, LARGE = 1 << 28;
+        Optimizer small(SMALL), large(LARGE);
+        printf("FP8 AdamW, 2^28 parameters of 14.25 bytes; codes of 2^20: ");
+        return climb(
+            rungs, copying(14.25 * LARGE), argc, argv,
+            [&](const Rung& rung) {
+                large.reset();  // what a wrong rung leaves behind would change the time of the next
+                return small.against_reference(rung);
+            },
+            [&](const Rung& rung) { large.run(rung); });
+    });
 }
 
 }  // namespace ladder

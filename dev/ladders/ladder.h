@@ -58,7 +58,7 @@ inline double copy_rate() {
 struct Verdict {
     bool right = true;
     bool written = true;  // false: the kernel has written nothing, because the reader has not written it yet
-    std::string text;     // for the last column of the table
+    std::string text{};   // for the last column of the table
 };
 
 // A row of the table. launch(arguments) starts the kernels of a rung, and waits for nothing. AS_IN_TRAINING:
@@ -120,6 +120,20 @@ int climb(const std::vector<Rung>& rungs, const Limit& limit, int argc, char** a
         }
     }
     return wrong;
+}
+// The same for two sets of data that compare and run rungs themselves.
+template <class Rung, class Data>
+int climb(const std::vector<Rung>& rungs, const Limit& limit, int argc, char** argv, Data& small,
+          Data& large) {
+    return climb(
+        rungs, limit, argc, argv, [&](const Rung& rung) { return small.against_reference(rung); },
+        [&](const Rung& rung) { large.run(rung); });
+}
+
+// Returns what the body of main() returns; or 1 if it throws an Error, whose message is printed.
+template <class Body> int print_error_of(Body body) try { return body(); } catch (const Error& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 1;
 }
 
 }  // namespace ladder
