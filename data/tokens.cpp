@@ -90,8 +90,8 @@ TokenStream::Facts TokenStream::scan() {
     constexpr int64_t PART = 1 << 18;  // tokens
     int64_t largest = -1;
     uint64_t hash = size_;
-    std::exception_ptr
-        error;  // what a thread has thrown, since an exception must not leave the parallel loop
+    // What a thread has thrown: an exception must not leave the parallel loop.
+    std::exception_ptr error;
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += PART) {
         try {

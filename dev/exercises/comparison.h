@@ -322,8 +322,7 @@ private:
         else {
             const char* const nothing =
                 "No typical mistake makes these values. Compute the one above on paper, with what stands "
-                "above "
-                "the function, and print the steps of your own.";
+                "above the function, and print the steps of your own.";
             std::cout << " The first:" << result.first << hint_line(number_, nothing);
         }
     }
