@@ -778,36 +778,34 @@ private:
     }
 
     // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
-    // output; the norm's backward pass uses dy, and returns the norm's output x; wgrad reads x.
+    // output; the norm's backward pass uses dy; wgrad reads the norm's output.
     void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g_operand,
                                   AmaxAndScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
         const TensorRef dy = allocate_tensor(pass.N, config_.C);
         n.reader->dgrad(g_operand, dy);
-        const LazyTensor x =
-            residual_norm_backward(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
+        residual_norm_backward(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
         until_dresidual.end();
-        n.reader->wgrad(g_operand, x, pass.overwrites_gradients);
+        // The norm's output is computed from the row statistics that its backward pass has just written.
+        n.reader->wgrad(g_operand, lazy_norm(n.norm), pass.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input. dy: the gradient of the norm's output. dresidual_in: dresidual(), too; no tensor at the
-    // head, where the residual stream ends. Returns the norm's output. It is computed from row statistics
-    // that norm_backward() has just written, so it must be read before the next norm writes its own to the
-    // same place.
-    LazyTensor residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
-                                      const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
+    // head, where the residual stream ends.
+    void residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
+                                const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))
             dbias = sharding_->gradient_to_write(*bias_index);
-        return norm_backward(n.norm,
-                             {.dy = dy,
-                              .residual_in = dresidual_in,
-                              .residual_out = dresidual(pass),
-                              .residual_amax_out = dresidual_amax_out,
-                              .dweight = dweight,
-                              .dbias = dbias},
-                             memory_.norm_partials, stream_);
+        norm_backward(n.norm,
+                      {.dy = dy,
+                       .residual_in = dresidual_in,
+                       .residual_out = dresidual(pass),
+                       .residual_amax_out = dresidual_amax_out,
+                       .dweight = dweight,
+                       .dbias = dbias},
+                      memory_.norm_partials, stream_);
     }
 
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the

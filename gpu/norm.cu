@@ -438,7 +438,7 @@ void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* w
 
 size_t norm_backward_workspace(int64_t C) { return sizeof(float) * 2 * most_norm_blocks() * C; }
 
-LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
+void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
     const unsigned grid =
         std::min(blocks(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_layout(n.in, [&](auto in) {
@@ -446,7 +446,6 @@ LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);
     });
     reduce_partials(workspace, grid, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);  // gpu/layers.cu
-    return lazy_norm(n);
 }
 
 }  // namespace coat::gpu

@@ -340,9 +340,9 @@ struct NormGradients {
 };
 // The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
 // residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
-// bytes. The function computes the row statistics of the norm anew, and returns the norm's output,
-// lazy_norm(n). This output may be read until the next norm runs: then the row statistics are that norm's.
-LazyTensor norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
+// bytes. The function computes the row statistics of the norm anew. So afterwards lazy_norm(n) may be read
+// (unless residual_out has overwritten n.in), until another norm writes its statistics to the same place.
+void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 size_t norm_backward_workspace(int64_t C);
 
 // ===========================================================================================================
