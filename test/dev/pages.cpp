@@ -152,42 +152,67 @@ TEST_CASE("make read: its pages open without an error in any width" * doctest::s
             CHECK(opened_in_browser(folder / page, width) == "opened: ");
 }
 
-// Whatever was set before, a guess sets the controls to its question, and says what its section shows then. A
-// new number falls onto its code. Keys move a dot of section 2, and section 6 has no plan for a batch of 0. Play begins again at step 1, moves, and stops at the last step.
+// Whatever was set before, a guess sets the controls to its question, explains the answer, and says what its
+// section shows then. What does not bear on the question may move after that; once anything else has, the
+// explanation is gone, and a line says so. A new number falls onto its code. Keys move a dot of section 2, and
+// section 6 has no plan for a batch of 0. Play begins again at step 1, moves, and stops at the last step.
 static const char* const GUESSES = R"(
   const shown = ["0.001 becomes 0.0019531", "11 of 16 with the scale of 300,000", "with k = 2.00 it is 0.53",
                  "0.50% become zero at the end, with a history of 16", "0.22%, where 100% of the terms have the same sign",
-                 "with 64 sequences activations make most of the difference, 110.9 GB"];
-  const compare = (box, wanted) => {
-    const words = box.querySelector(".shown").textContent;
-    if (!words.includes(wanted)) wrong.push(words + " in place of " + wanted);
+                 "the largest difference with 64 sequences: activations, 110.9 GB"];
+  const set = (id, value) => {
+    const control = document.getElementById(id);
+    if (control.type === "checkbox") control.checked = value;
+    else control.value = value;
+    moved(control);
   };
+  const harmless = [["zoom", 2], null, null, ["now", 100], null, ["noMaster", true]];
+  const harmful = [[["number", 0.02]], [["outlier", 10], ["width", 4]], [["k", 3]],
+                   [["history", 1], ["delayedFormat", "E5M2"]], [["agree", 75]],
+                   [["B", 8], ["model", "gpt2"], ["T", 1024], ["B", 0]]];
   document.querySelectorAll(".guess").forEach((guess, question) => {
-    guess.querySelectorAll("button")[guess.dataset.right].click();
-    compare(guess, shown[question]);
+    const right = guess.querySelectorAll("button")[guess.dataset.right];
+    const answer = guess.querySelector(".shown").closest("p");
+    const check = (visible, when) => {
+      const lines = guess.innerText, again = lines.includes("The controls have moved: guess again.");
+      const marked = guess.querySelector(".right") !== null;
+      if ([lines.includes(shown[question]), !answer.hidden, !again, marked].some(said => said !== visible))
+        wrong.push("guess " + (question + 1) + " " + when + ": " + lines);
+    };
+    for (const [id, value] of harmful[question]) {
+      right.click();
+      check(true, "at first");
+      if (harmless[question]) set(...harmless[question]);
+      check(true, "after a harmless change");
+      set(id, value);
+      check(false, "after another " + id);
+    }
   });
-  const [number, now, play] = ["number", "now", "play"].map(id => document.getElementById(id));
+  const [now, play] = ["now", "play"].map(id => document.getElementById(id));
   const roundings = {"1.0625": "lies between 1 and 1.125; a tie: this code is even", "-1.1": "between -1.125 and -1",
                      "448": "neighbours: 416 and none", "460": "rounds to the largest",
                      "465": "saturates; error: 3.7%", "-inf": "saturates", "nan": "NaN"};
   for (const [typed, wanted] of Object.entries(roundings)) {
-    number.value = typed;
-    moved(number);
+    set("number", typed);
     const words = document.getElementById("value0").textContent;
     if (!words.includes(wanted)) wrong.push(typed + " has " + words);
   }
-  number.value = "1.1";
-  moved(number);
+  set("number", 1.1);
+  for (const [format, bit, code] of [[0, 7, "0xB9"], [0, 0, "0xB8"], [1, 1, "0xBE"]]) {
+    document.querySelector(`[data-format="${format}"][data-bit="${bit}"]`).click();
+    const words = document.getElementById("hex" + format).textContent;
+    if (words !== code) wrong.push("bit " + bit + " leads to " + words);
+  }
+  set("number", 1.1);
   if (document.querySelector(".falls")?.getAnimations().length !== 1) wrong.push("no dot falls");
   for (const [key, wanted] of [["End", "256"], ["PageDown", "98.699"], ["Home", "-256"], ["ArrowRight", "-232.73"]]) {
     document.querySelector("#bars [data-i]").dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
     const value = document.querySelector("#bars [data-i]").getAttribute("aria-valuenow");
     if (value !== wanted) wrong.push(key + " leads to " + value);
   }
-  const batch = document.getElementById("B");
-  batch.value = 0;
-  moved(batch);
+  set("B", 0);
   if (!document.getElementById("memorySays").textContent.includes("whole numbers")) wrong.push("a plan for a batch of 0");
+  now.value = now.max;
   play.click();
   if (now.value !== "1") wrong.push("Play begins at step " + now.value);
   now.value = 197;
