@@ -88,17 +88,18 @@ struct SavedTensor {
     int64_t bytes(int64_t N) const { return storage.bytes(N, cols); }
 };
 
-inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
+inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const Recipe& r) {
     // clang-format off
     return {
-        {.which = SavedKind::Norm1Input, .name = "norm 1 input", .cols = c.C, .storage = r.saved_inputs},
-        {.which = SavedKind::Qkv, .name = "q, k, v", .cols = c.qkv_cols(), .storage = r.saved_attention},
-        {.which = SavedKind::AttentionOutput, .name = "attention output", .cols = c.q_cols(),
+        {.which = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .storage = r.saved_inputs},
+        {.which = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .storage = r.saved_attention},
+        {.which = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
          .storage = r.saved_attention},
-        {.which = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = c.NH, .storage = PLAIN_FP32},
-        {.which = SavedKind::Norm2Input, .name = "norm 2 input", .cols = c.C, .storage = r.saved_inputs},
-        {.which = SavedKind::GateUp, .name = c.arch.gated ? "gate, up" : "GELU input",
-         .cols = c.gate_up_cols(), .storage = r.saved_inputs},
+        {.which = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
+         .storage = PLAIN_FP32},
+        {.which = SavedKind::Norm2Input, .name = "norm 2 input", .cols = config.C, .storage = r.saved_inputs},
+        {.which = SavedKind::GateUp, .name = config.arch.gated ? "gate, up" : "GELU input",
+         .cols = config.gate_up_cols(), .storage = r.saved_inputs},
     };
     // clang-format on
 }
@@ -144,7 +145,7 @@ struct Param {
 
 // The table of parameters while it is built. Each function appends to it.
 struct ParamTable {
-    const ModelConfig& c;
+    const ModelConfig& config;
     std::vector<Param> params{};
     int64_t bucket = 0, layer = -1;  // of the parameters that are appended next
 
@@ -160,8 +161,8 @@ struct ParamTable {
                           .layer = layer});
     }
     void add_norm(const std::string& name) {
-        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
-        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
+        add(name + ".weight", NORM_WEIGHT, 1, config.C, 0);
+        if (!config.arch.rms) add(name + ".bias", BIAS, 1, config.C, 0);
     }
     void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
         add(name, LINEAR, out, in, init_std);
@@ -169,45 +170,45 @@ struct ParamTable {
     }
 };
 
-inline std::vector<Param> parameters(const ModelConfig& c) {
-    ParamTable table{.c = c};
+inline std::vector<Param> parameters(const ModelConfig& config) {
+    ParamTable table{.config = config};
     // GPT-2's initial weights: the matrices whose outputs are added to the residual stream, two in each
     // layer, get smaller ones.
-    const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * c.L);
-    table.add("embedding", EMBEDDING, c.padded_V(), c.C, init_std);
-    if (!c.arch.rope) table.add("positions", EMBEDDING, c.max_T, c.C, init_std);
-    for (int64_t layer = 0; layer < c.L; layer++) {
+    const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
+    table.add("embedding", EMBEDDING, config.padded_V(), config.C, init_std);
+    if (!config.arch.rope) table.add("positions", EMBEDDING, config.max_T, config.C, init_std);
+    for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
         table.bucket++;  // each bucket of a layer has a linear layer, with the norms that stand beside it
         table.add_norm(prefix + "norm1");
-        table.add_linear(prefix + "qkv", c.qkv_cols(), c.C, init_std, c.arch.qkv_bias);
-        if (c.arch.qk_norm)  // [of q | of k]
-            table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * c.HS(), 0);
+        table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
+        if (config.arch.qk_norm)  // [of q | of k]
+            table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
         table.bucket++;
-        table.add_linear(prefix + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
+        table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std, config.arch.bias);
         table.bucket++;
         table.add_norm(prefix + "norm2");
-        table.add_linear(prefix + "gate_up", c.gate_up_cols(), c.C, init_std, c.arch.bias);
+        table.add_linear(prefix + "gate_up", config.gate_up_cols(), config.C, init_std, config.arch.bias);
         table.bucket++;
-        table.add_linear(prefix + "down", c.C, c.F, residual_std, c.arch.bias);
+        table.add_linear(prefix + "down", config.C, config.F, residual_std, config.arch.bias);
     }
     table.layer = -1;
     table.bucket++;
     table.add_norm("final_norm");
-    if (!c.tied) table.add("head", EMBEDDING, c.padded_V(), c.C, init_std);
+    if (!config.tied) table.add("head", EMBEDDING, config.padded_V(), config.C, init_std);
     return table.params;
 }
 
 // The number of elements of p that are not padding. Padding are the rows after those of the vocabulary, which
 // stay zero.
-inline int64_t used_elements(const ModelConfig& c, const Param& p) {
-    return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
+inline int64_t used_elements(const ModelConfig& config, const Param& p) {
+    return p.name == "embedding" || p.name == "head" ? config.V * p.cols : p.size();
 }
 
-inline int64_t parameter_count(const ModelConfig& c) {  // elements, without padding rows
+inline int64_t parameter_count(const ModelConfig& config) {  // elements, without padding rows
     int64_t n = 0;
-    for (const Param& p : parameters(c)) n += used_elements(c, p);
+    for (const Param& p : parameters(config)) n += used_elements(config, p);
     return n;
 }
 
@@ -293,9 +294,9 @@ inline const std::vector<ModelConfig>& models() {
 }
 
 // Error if the shape is not supported. Nothing is allocated before this check.
-inline void require_supported(const ModelConfig& c) {
+inline void require_supported(const ModelConfig& config) {
     auto require = [&](bool ok, const auto&... what) {
-        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
+        if (!ok) throw Error("Model ", config.name, " is not supported: ", what..., ".");
     };
     // With these limits a model has fewer than 2^49 parameters, and no number of bytes overflows. A row of
     // FP32 logits fits the workspace of a GPU's GEMMs, and a row of the hidden size fits the kernels of
@@ -303,25 +304,29 @@ inline void require_supported(const ModelConfig& c) {
     const struct {
         const char* name;
         int64_t value, limit;
-    } sizes[] = {{.name = "number of layers", .value = c.L, .limit = 1 << 12},
-                 {.name = "hidden size", .value = c.C, .limit = 1 << 14},
-                 {.name = "number of heads", .value = c.NH, .limit = 1 << 15},
-                 {.name = "number of key/value heads", .value = c.NKV, .limit = 1 << 15},
-                 {.name = "feed-forward size", .value = c.F, .limit = 1 << 20},
-                 {.name = "vocabulary", .value = c.V, .limit = 1 << 22},
-                 {.name = "number of positions", .value = c.max_T, .limit = 1 << 21}};
+    } sizes[] = {{.name = "number of layers", .value = config.L, .limit = 1 << 12},
+                 {.name = "hidden size", .value = config.C, .limit = 1 << 14},
+                 {.name = "number of heads", .value = config.NH, .limit = 1 << 15},
+                 {.name = "number of key/value heads", .value = config.NKV, .limit = 1 << 15},
+                 {.name = "feed-forward size", .value = config.F, .limit = 1 << 20},
+                 {.name = "vocabulary", .value = config.V, .limit = 1 << 22},
+                 {.name = "number of positions", .value = config.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
     constexpr int64_t multiple = std::max(16, PER_1x16.cols);
-    require(c.C % multiple == 0 && c.F % multiple == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
-            " must be multiples of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 128, "head size ", c.HS(), " must be a multiple of 8 up to 128");
-    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
-    require(c.q_cols() % multiple == 0 && c.kv_cols() % multiple == 0,
+    require(config.C % multiple == 0 && config.F % multiple == 0, "hidden size ", config.C,
+            " and feed-forward size ", config.F, " must be multiples of ", multiple,
+            ", as FP8 GEMMs and groups need");
+    require(config.head_size || config.C % config.NH == 0,
+            "hidden size must be a multiple of the number of heads");
+    require(config.HS() % 8 == 0 && config.HS() <= 128, "head size ", config.HS(),
+            " must be a multiple of 8 up to 128");
+    require(config.q_cols() <= 1 << 20, "heads x head size is ", config.q_cols(), ", above the limit of ",
+            1 << 20);
+    require(config.q_cols() % multiple == 0 && config.kv_cols() % multiple == 0,
             "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
-    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
+    require(config.NH % config.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
 }  // namespace coat

@@ -188,7 +188,7 @@ private:
                     .saved_tensors = {}};
         if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
         uint8_t* here = memory_.saved_activations + l * saved_layer_bytes(setup_);
-        for (const SavedTensor& t : saved_per_layer(setup_)) {
+        for (const SavedTensor& t : saved_per_layer(setup_.config, setup_.recipe)) {
             uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
             layer.saved_tensors.push_back({here, scales, N, t.cols, t.storage});
             here += round_up(t.bytes(N), GPU_ALIGNMENT);

@@ -40,9 +40,6 @@ struct Setup {
 inline int64_t micro_batches_of_step(const Setup& s) { return s.micro_batches_per_rank * s.ranks; }
 
 inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
-inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
-    return saved_per_layer(s.config, s.recipe);
-}
 
 // Error if a run with these settings is not supported. The CPU has the limits of GPUs, too.
 inline void require_supported(const Setup& s) {
@@ -143,9 +140,9 @@ inline size_t param_index_of(const std::vector<Param>& params, const std::string
     return best;
 }
 
-inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
+inline std::vector<StateTensor> weight_tensors(const ModelConfig& config) {
     std::vector<StateTensor> table;
-    for (const Param& p : parameters(c))
+    for (const Param& p : parameters(config))
         table.push_back({.name = p.name, .dtype = "BF16", .bytes = 2, .shape = {p.rows, p.cols}, .param = p});
     return table;
 }
@@ -158,7 +155,7 @@ inline const char* suffix_of(WhichOperand o) {
 
 // The state of delayed scaling (formats.h, Scaling), for each operand of a linear layer: the amaxes of the
 // last steps, the newest first, and the scale of the next step. All are 0 before the first step.
-inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, const Recipe& r) {
+inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& config, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
         table.push_back({.name = p.name + suffix,
@@ -168,7 +165,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& c, co
                          .param = p,
                          .shared_by = StateTensor::ALL});
     };
-    for (const Param& p : parameters(c)) {
+    for (const Param& p : parameters(config)) {
         if (r.scaling != Scaling::Delayed || !p.role.linear) continue;
         for (WhichOperand o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);

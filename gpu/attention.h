@@ -26,8 +26,8 @@ struct AttentionShape {
     int64_t qkv_cols() const { return (NH + 2 * NKV) * HS; }
 };
 
-inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T, Format format) {
-    return {B, T, c.NH, c.NKV, c.HS(), format};
+inline AttentionShape attention_shape(const ModelConfig& config, int64_t B, int64_t T, Format format) {
+    return {B, T, config.NH, config.NKV, config.HS(), format};
 }
 
 // Computes attention.

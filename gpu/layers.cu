@@ -97,10 +97,10 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_
     });
 }
 
-void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t stream) {
-    const int64_t half = c.HS() / 2;
+void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream) {
+    const int64_t half = config.HS() / 2;
     launch("fill_rope_table", fill_rope_table_kernel, blocks(positions * half, 256), 256, 0, stream,
-           positions * half, static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
+           positions * half, static_cast<int>(half), config.rope_theta, config.rope_scaling, table);
 }
 
 // ===========================================================================================================

@@ -55,16 +55,16 @@ ReceivedBytes received_bytes(const Setup& s) {
 // layers 0 to l have saved. The head's come first, and a tied embedding's with them; any other embedding's
 // come last.
 int64_t gradients_offset(const Setup& s) {
-    const ModelConfig& c = s.config;
+    const ModelConfig& config = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
-    if (s.micro_batches_per_rank > 1) return c.L * layer_bytes;
-    const std::vector<Param> params = parameters(c);
+    if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;
+    const std::vector<Param> params = parameters(config);
     const std::vector<ShardPlace> places = shard_places(s);
     const int64_t gradient_bytes = info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        const bool last = params[i].name == "positions" || (params[i].name == "embedding" && !c.tied);
-        const int64_t layers_alive = params[i].layer >= 0 ? params[i].layer + 1 : last ? 0 : c.L;
+        const bool last = params[i].name == "positions" || (params[i].name == "embedding" && !config.tied);
+        const int64_t layers_alive = params[i].layer >= 0 ? params[i].layer + 1 : last ? 0 : config.L;
         offset = std::max(offset, layers_alive * layer_bytes - places[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
@@ -72,7 +72,7 @@ int64_t gradients_offset(const Setup& s) {
 
 int64_t saved_layer_bytes(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s))
+    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
         bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
     return bytes;
 }

@@ -353,7 +353,7 @@ struct Rope {
     // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
     int64_t T, HS, rotated_cols;
 };
-void fill_rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t stream);
+void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
 // the amax of all columns.
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream);

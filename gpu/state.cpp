@@ -98,8 +98,8 @@ static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Are
 MemoryMap allocate_memory(GpuContext& context) {
     const Setup& s = context.setup;
     Arena& arena = context.arena;
-    const ModelConfig& c = s.config;
-    const std::vector<Param> params = parameters(c);
+    const ModelConfig& config = s.config;
+    const std::vector<Param> params = parameters(config);
     const std::vector<ShardPlace> places = shard_places(s);
     const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
@@ -132,11 +132,11 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.targets = arena.allocate<int32_t>(tokens);
     m.token_order = arena.allocate<int32_t>(tokens);
     m.token_rows = arena.allocate<TokenRows>(tokens);
-    m.dresidual = arena.allocate(padded_tokens(s) * c.C * compute_bytes);
-    m.norm_partials = arena.allocate<float>(int64_t(norm_backward_workspace(c.C) / sizeof(float)));
+    m.dresidual = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
+    m.norm_partials = arena.allocate<float>(int64_t(norm_backward_workspace(config.C) / sizeof(float)));
     m.norm_statistics = arena.allocate<RowStatistics>(padded_tokens(s));
     m.losses = arena.allocate<float>(tokens);
-    m.rope_table = arena.allocate<float2>(c.arch.rope ? s.T * c.HS() / 2 : 0);
+    m.rope_table = arena.allocate<float2>(config.arch.rope ? s.T * config.HS() / 2 : 0);
     return m;
 }
 

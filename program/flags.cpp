@@ -260,9 +260,9 @@ void print_help() {
             std::printf("%40sdefault where --model is a folder: %s\n", "", flag.folder_default);
     }
     std::printf("\n--model\n");
-    for (const ModelConfig& c : models())
-        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
-                    c.L, c.C, c.max_T);
+    for (const ModelConfig& config : models())
+        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", config.name.c_str(),
+                    config.arch.name, config.L, config.C, config.max_T);
     std::printf("\n--recipe\n");
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");

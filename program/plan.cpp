@@ -49,7 +49,7 @@ static FormatTexts format_texts(const Setup& s) {
 
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
 static std::string saved_text(const Setup& s, SavedKind which) {
-    const SavedTensor t = saved_per_layer(s)[int(which)];
+    const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(which)];
     return concat(t.name, " ", t.storage.text());
 }
 
@@ -166,17 +166,17 @@ static const char* moment_scaling_name(const MomentFormats& o) {
 }
 
 std::vector<MemoryRow> memory_plan(const Setup& s) {
-    const ModelConfig& c = s.config;
-    const int64_t N = s.B * s.T, count = parameter_count(c);
+    const ModelConfig& config = s.config;
+    const int64_t N = s.B * s.T, count = parameter_count(config);
     const Format compute = s.recipe.compute, dw = gradient_format(s);
     // The bytes of all tensors that this rank keeps, by the end of their names: ".m", ".m.max", ...; "": the
     // weights.
     std::map<std::string, int64_t> kept_of;
-    for (const auto& table : {weight_tensors(c), optimizer_tensors(s)})
+    for (const auto& table : {weight_tensors(config), optimizer_tensors(s)})
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;
-    for (const StateTensor& t : delayed_scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
+    for (const StateTensor& t : delayed_scaling_tensors(config, s.recipe)) scaling += t.total_bytes();
     const GradientBufferSizes bucket = gradient_buffer_sizes(s);
     // How many elements of gradients exist at the same time.
     const int64_t gradients =
@@ -196,11 +196,11 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
         {Optimizer, moment_scaling_name(s.optimizer),
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
-        {Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
+        {Activations, format("final norm input", compute), N * config.C * info(compute).bytes, "token", N},
     };
-    for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * c.L,
-                        "token and layer", N * c.L});
+    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
+        plan.push_back({Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * config.L,
+                        "token and layer", N * config.L});
     return plan;
 }
 
@@ -213,7 +213,7 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s)) bytes += t.bytes(s.B * s.T);
+    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) bytes += t.bytes(s.B * s.T);
     return double(bytes) / (s.B * s.T);
 }
 

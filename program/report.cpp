@@ -39,10 +39,11 @@ static std::string text_of_bytes(const Run& run) {
 // Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
-    const ModelConfig& c = s.config;
+    const ModelConfig& config = s.config;
     const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
-    print("model: ", c.name, ", ", with_commas(parameter_count(c)), " parameters: ", with_noun(c.L, "layer"),
-          ", hidden size ", c.C, ", ", with_noun(c.NH, "head"), ", vocabulary ", c.V, "; ",
+    print("model: ", config.name, ", ", with_commas(parameter_count(config)),
+          " parameters: ", with_noun(config.L, "layer"), ", hidden size ", config.C, ", ",
+          with_noun(config.NH, "head"), ", vocabulary ", config.V, "; ",
           run.weights_folder.empty() ? "random weights" : "weights of " + run.weights_folder);
     print("recipe: ", recipe_text(s));
     print("optimizer: ", s.optimizer.name, ": ", s.optimizer.about,
@@ -85,12 +86,12 @@ static std::string duration(double seconds) {
     return concat(minutes / 60, "h", minutes % 60, "m");
 }
 
-double flops_per_token(const ModelConfig& c, int64_t T) {
+double flops_per_token(const ModelConfig& config, int64_t T) {
     double weights = 0;
-    for (const Param& p : parameters(c))
-        if (p.role.linear || p.name == (c.tied ? "embedding" : "head"))
-            weights += double(used_elements(c, p));
-    return 6 * (weights + double(c.L * c.q_cols() * T));
+    for (const Param& p : parameters(config))
+        if (p.role.linear || p.name == (config.tied ? "embedding" : "head"))
+            weights += double(used_elements(config, p));
+    return 6 * (weights + double(config.L * config.q_cols() * T));
 }
 
 // Prints and logs a step. It took `seconds`; the rest of the run will take `seconds_left`, with validations,

@@ -75,7 +75,7 @@ struct Run {
 // are 2 in forward and 4 in backward; the head has such a GEMM, and looking up the embedding has none.
 // Attention in each layer has 6 T for each element of q: two products with T / 2 keys on average, forward and
 // twice backward.
-double flops_per_token(const ModelConfig& c, int64_t T);
+double flops_per_token(const ModelConfig& config, int64_t T);
 
 void print_start(const Run& run);
 Setup setup_of_last_rank(const Run& run);

@@ -58,9 +58,10 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags) {
 static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     if (flags.resumes()) return resumed.checkpoint;
     if (!fs::is_directory(flags.model)) return "";
-    for (const ModelConfig& c : models())
-        if (c.name == flags.model)
-            throw Error("--model ", c.name, " is also a folder; write ./", c.name, " for the folder.");
+    for (const ModelConfig& config : models())
+        if (config.name == flags.model)
+            throw Error("--model ", config.name, " is also a folder; write ./", config.name,
+                        " for the folder.");
     return model_in(flags.model);
 }
 
