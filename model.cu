@@ -74,7 +74,7 @@ struct ResidualStream {
     ResidualOutput output_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next = next.norm,
-                .forward_reads_saved = norm_reads_saved(next),
+                .norm_reads_saved = norm_reads_saved(next),
                 .y_amax_out = next.output_amax_out()};
     }
     // The stream before the norm n, in the compute dtype.
@@ -121,7 +121,7 @@ class GpuModel final : public Model {
     Scales scales_{context_, memory_};                    // of FP8 operands
     Parameters parameters_{context_, memory_, scales_};  // weights, gradients and moments that this rank owns
     const std::unique_ptr<Sharding> sharding_;           // whole weights and gradients, also of other ranks
-    Gemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
+    CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
 
@@ -220,11 +220,11 @@ public:
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
         after_weight_change();
-        scales_.update_from_histories(outcome());  // for delayed scaling
+        scales_.update_histories(outcome());  // for delayed scaling
 
         const StepOutcome found = fetch_outcome();
         const bool skipped = found.gradients.skip != 0;
-        if (!skipped) scales_.note_empty_histories(found.empty_histories);
+        if (!skipped && found.empty_histories == 0) scales_.any_empty_history = false;
         first_step_done_ = true;
         return {.loss = sum_of_ranks(found.loss),
                 .grad_norm = found.gradients.norm,
@@ -406,14 +406,14 @@ private:
     Norm norm_args(size_t weight_index, const TensorRef& in) const {
         const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
         return {.in = in,
-                .weight = sharding_->gathered_weight(weight_index).data,
-                .bias = bias_index ? sharding_->gathered_weight(*bias_index).data : nullptr,
+                .weight = sharding_->weight(weight_index).data,
+                .bias = bias_index ? sharding_->weight(*bias_index).data : nullptr,
                 .row_statistics = memory_.norm_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
     QkNorm qk_norm_args(const Layer& layer) const {
-        return {.weight = sharding_->gathered_weight(*layer.qk_norm_index).data,
+        return {.weight = sharding_->weight(*layer.qk_norm_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
@@ -481,10 +481,9 @@ private:
         // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
         // input of the first norm 1
         sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Direction::Forward);
-        const TensorRef positions =
-            rotary_ ? TensorRef{} : sharding_->gathered_weight(parameters_.index("positions"));
+        const TensorRef positions = rotary_ ? TensorRef{} : sharding_->weight(parameters_.index("positions"));
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
-        embed(sharding_->gathered_weight(embedding_index_), positions, memory_.tokens, pass.T,
+        embed(sharding_->weight(embedding_index_), positions, memory_.tokens, pass.T,
               residual.output_for(first_norm), stream_);
         add_norm_input_errors(residual, first_norm);
         for (int64_t l = 0; l < config_.L; l++) {
@@ -641,8 +640,8 @@ private:
                       memory_.losses + first, stream_);
         const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
         const bool overwrites = pass.overwrites_gradients && first == 0;
-        gemms_.run(Gemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
-        gemms_.run(Gemm::Dgrad, {dlogits}, {sharding_->gathered_weight(head_index_)},
+        gemms_.run(WhichGemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
+        gemms_.run(WhichGemm::Dgrad, {dlogits}, {sharding_->weight(head_index_)},
                    row_slice(dy, first, y.rows), stream_);
     }
 
@@ -655,7 +654,7 @@ private:
         slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         store_values(lazy_norm(slice), y, stream_);
-        gemms_.run(Gemm::Fprop, {y}, {sharding_->gathered_weight(head_index_)}, logits, stream_);
+        gemms_.run(WhichGemm::Fprop, {y}, {sharding_->weight(head_index_)}, logits, stream_);
         return logits;
     }
     int64_t slice_tokens(const Pass& pass, int64_t first) const {

@@ -149,25 +149,25 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
-const char* gemm_ceiling(Gemm kind, const Storage& operand, const Recipe& r) {
+const char* gemm_ceiling(WhichGemm kind, const Storage& operand, const Recipe& r) {
     if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
     return operand.format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
-    Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
+    CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
     const Format stream = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
     const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{stream};
     const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
     const TensorRef out = memory.random(SIDE, SIDE, stream);
-    const Gemm kind = name == EXACT ? Gemm::Dgrad : Gemm::Fprop;
+    const WhichGemm kind = name == EXACT ? WhichGemm::Dgrad : WhichGemm::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{COPY, copy_rate(clock)}};
-    for (Gemm kind : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
+    for (WhichGemm kind : {WhichGemm::Fprop, WhichGemm::Dgrad, WhichGemm::Wgrad})
         for (const Storage& q : {Storage{r.compute}, r.x}) {
             const char* name = gemm_ceiling(kind, q, r);
             if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
@@ -181,7 +181,7 @@ ordered_json measure_sizes(Clock& clock) {
     ordered_json rows;
     for (const int64_t side : {1024, 2048, 3072, 4096, 8192, 12288}) {
         Memory memory;
-        Gemms gemms(memory.take(Gemms::SCRATCH), {true, true, true});
+        CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, true, true});
         const TensorRef x = memory.random(side, side, Format::BF16),
                         w = memory.random(side, side, Format::BF16),
                         out = memory.random(side, side, Format::BF16);
@@ -191,7 +191,9 @@ ordered_json measure_sizes(Clock& clock) {
             compute_amax(stored(from), amax_and_scale(to.tensor), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
-        auto gemm = [&](const Operand& a, const Operand& b) { gemms.run(Gemm::Fprop, a, b, out, nullptr); };
+        auto gemm = [&](const Operand& a, const Operand& b) {
+            gemms.run(WhichGemm::Fprop, a, b, out, nullptr);
+        };
         quantized(x, x8), quantized(w, w8);
         const double bf16 = clock.seconds([&] { gemm({x}, {w}); }),
                      alone = clock.seconds([&] { gemm(x8, w8); }),
@@ -249,7 +251,7 @@ private:
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
     AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
-    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.fast_accumulation};
+    CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
 
     bool wanted(const char* group, const std::string& name) const {
         return (group + (": " + name)).find(only_) != std::string::npos;
@@ -295,8 +297,9 @@ private:
         compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
-            check(cudaMemcpyAsync(&slot->from_history, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
-                  "Copying a scale failed");
+            check(
+                cudaMemcpyAsync(&slot->delayed_scale, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
+                "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q,
                        Use use) {
@@ -325,7 +328,7 @@ private:
     }
 
     // --- GEMMs ---------------------------------------------------------------------------------------------
-    void gemm(const char* group, const std::string& name, double count, Gemm kind, const Operand& a,
+    void gemm(const char* group, const std::string& name, double count, WhichGemm kind, const Operand& a,
               const Operand& b, const TensorRef& out, double flops, const void* bias, bool accumulate) {
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
@@ -342,10 +345,11 @@ private:
                       x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
         const void* bias = biased ? random(1, out).data : nullptr;
-        gemm(LINEAR_LAYERS, name + " fprop", layers_, Gemm::Fprop, x, w, random(N_, out), flops, bias, false);
-        gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " fprop", layers_, WhichGemm::Fprop, x, w, random(N_, out), flops, bias,
              false);
-        gemm(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " dgrad", layers_, WhichGemm::Dgrad, g, w, random(N_, in), flops, nullptr,
+             false);
+        gemm(LINEAR_LAYERS, name + " wgrad", layers_, WhichGemm::Wgrad, g, x, random(out, in), flops, nullptr,
              setup_.micro_batches_per_rank > 1);
         memory_.release();
     }
@@ -370,7 +374,7 @@ private:
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
-        const char* ceiling = gemm_ceiling(Gemm::Fprop, Storage{stream_}, r_);
+        const char* ceiling = gemm_ceiling(WhichGemm::Fprop, Storage{stream_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
                                AmaxAndScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
@@ -399,7 +403,7 @@ private:
                      c_.arch.rms,         c_.norm_eps};
         const TensorRef x = random(N_, c_.C), branch = random(N_, c_.C);
         const TensorRef x_out = groups_ ? random(N_, c_.C) : TensorRef{};
-        residual_add(x, branch, {x_out, n, /*forward_reads_saved=*/true, nullptr},
+        residual_add(x, branch, {x_out, n, /*norm_reads_saved=*/true, nullptr},
                      nullptr);  // for statistics
         return n;
     }
@@ -539,11 +543,11 @@ private:
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const TensorRef dw = random(V, c_.C), dy = random(n, c_.C);
-        gemm(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.tensor, flops, nullptr, false);
+        gemm(HEAD, "head fprop", count, WhichGemm::Fprop, y, w, logits.tensor, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor),
              [&] { cross_entropy(logits.tensor, c_.V, targets, loss_weight, losses, nullptr); });
-        gemm(HEAD, "head wgrad", count, Gemm::Wgrad, logits, y, dw, flops, nullptr, true);
-        gemm(HEAD, "head dgrad", count, Gemm::Dgrad, logits, w, dy, flops, nullptr, false);
+        gemm(HEAD, "head wgrad", count, WhichGemm::Wgrad, logits, y, dw, flops, nullptr, true);
+        gemm(HEAD, "head dgrad", count, WhichGemm::Dgrad, logits, w, dy, flops, nullptr, false);
     }
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.

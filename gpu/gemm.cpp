@@ -1,5 +1,5 @@
-// gpu/gemm.cpp - Gemms::run() (gpu/gemm.h), by cuBLASLt: operands as cuBLAS sees them, the description of a
-// GEMM, the choice of its algorithm, and the launch.
+// gpu/gemm.cpp - CublasGemms::run() (gpu/gemm.h): operands as cuBLAS sees them, the description of a GEMM, the
+// choice of its algorithm, and the launch.
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands are contiguous along the
 // dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;
@@ -145,7 +145,7 @@ struct Problem {
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
             check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
         };
-        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{Gemms::SCRATCH});
+        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH});
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
                uint32_t(by_tile ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (auto name :
@@ -169,13 +169,14 @@ struct Problem {
 
 }  // namespace
 
-Gemms::~Gemms() {
+CublasGemms::~CublasGemms() {
     if (handle_) cublasLtDestroy(handle_);
 }
 
-void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const TensorRef& out,
-                cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a = matrix(right, kind != Gemm::Fprop, true), b = matrix(left, kind == Gemm::Wgrad, false);
+void CublasGemms::run(WhichGemm kind, const Operand& left, const Operand& right, const TensorRef& out,
+                      cudaStream_t stream, const GemmOptions& options) {
+    const Matrix a = matrix(right, kind != WhichGemm::Fprop, true),
+                 b = matrix(left, kind == WhichGemm::Wgrad, false);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
@@ -207,7 +208,7 @@ void Gemms::run(Gemm kind, const Operand& left, const Operand& right, const Tens
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
         } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool by_tile = (fast || a.format == Format::BF16) && kind != Gemm::Wgrad &&
+            const bool by_tile = (fast || a.format == Format::BF16) && kind != WhichGemm::Wgrad &&
                                  out.rows * out.cols >= LARGE &&
                                  device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
             const std::vector<cublasLtMatmulAlgo_t> all = problem.candidates(handle_, by_tile);

@@ -21,33 +21,33 @@
 
 namespace coat::gpu {
 
-enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
+enum class WhichGemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
     const void* bias = nullptr;  // (out) in the format of the output: added to each of its rows
 };
 
-class Gemms {
+class CublasGemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
 
-    // fast_accumulation says for each Gemm whether it sums in fewer bits (formats.h, FastAccumulation).
-    Gemms(void* scratch, const FastAccumulation& fast_accumulation)
+    // fast_accumulation says for each WhichGemm whether it sums in fewer bits (formats.h, FastAccumulation).
+    CublasGemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
-    ~Gemms();
-    Gemms(const Gemms&) = delete;
+    ~CublasGemms();
+    CublasGemms(const CublasGemms&) = delete;
 
     // Launches a GEMM. left and right are x and w for Fprop, g and w for Dgrad, g and x for Wgrad. out is in
     // FP32 or BF16. If cuBLASLt has no GEMM for a combination of formats, that is an Error.
-    void run(Gemm kind, const Operand& left, const Operand& right, const TensorRef& out, cudaStream_t stream,
-             const GemmOptions& options = {});
+    void run(WhichGemm kind, const Operand& left, const Operand& right, const TensorRef& out,
+             cudaStream_t stream, const GemmOptions& options = {});
 
 private:
     // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
     struct Key {
-        Gemm kind;
+        WhichGemm kind;
         Format a, b, out;
         int32_t a_scales, b_scales;  // cuBLASLt's scale modes
         int64_t rows, cols;          // the shape of `out`

@@ -37,7 +37,7 @@ inline int64_t page_table_bytes(int64_t ranks, int64_t allocated) {
 
 // The part of a parameter that this rank owns, and where it is in the rank's order.
 struct ShardPlace {
-    Range own;            // elements of the parameter: owned()
+    Range owned;          // elements of the parameter: owned() of model.h
     int64_t rank_offset;  // elements before it in the rank's order
     // The shard units of all parameters are numbered in the flat order. This is the number of the parameter's
     // first shard unit, whoever owns it. (Shard::first_owned_unit is the number of the first one that this

@@ -27,18 +27,18 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
-    const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Fprop);
-    const Operand w_operand = get_or_make_w_operand(Gemm::Fprop);
-    const void* const bias = bias_index_ ? context_.sharding.gathered_weight(*bias_index_).data : nullptr;
+    const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Fprop);
+    const Operand w_operand = get_or_make_w_operand(WhichGemm::Fprop);
+    const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
     whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
-    context_.gemms.run(Gemm::Fprop, x_operand, w_operand, whole_y, stream(), {.bias = bias});
+    context_.gemms.run(WhichGemm::Fprop, x_operand, w_operand, whole_y, stream(), {.bias = bias});
 }
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    const Operand w_operand = get_or_make_w_operand(Gemm::Dgrad);
-    context_.gemms.run(Gemm::Dgrad, g_operand, w_operand, dx, stream());
+    const Operand w_operand = get_or_make_w_operand(WhichGemm::Dgrad);
+    context_.gemms.run(WhichGemm::Dgrad, g_operand, w_operand, dx, stream());
 }
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
@@ -48,9 +48,9 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
-    const Operand x_operand = make_operand(WhichOperand::X, x, Gemm::Wgrad);
+    const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(Gemm::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
+    context_.gemms.run(WhichGemm::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ void LinearLayer::write_operand(WhichOperand which, const LazyTensor& source, co
 
 // The operand of the input or of the weight, as `gemm` reads it: fprop reduces over columns of both; dgrad
 // reduces over rows of the weight, and wgrad over rows of the input.
-Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, Gemm gemm) const {
+Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
-    const Form form = fp8 && gemm != Gemm::Fprop ? Form::Transposed : Form::RowMajor;
+    const Form form = fp8 && gemm != WhichGemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(which, source.rows, form);
     write_operand(which, source, operand);
     return operand;
@@ -104,17 +104,17 @@ Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, 
 
 // The operand of w, as `gemm` reads it. It may be in the cache. It may have arrived from other GPUs as
 // row-major codes, which are transposed for dgrad. Otherwise it is made here from the weight.
-Operand LinearLayer::get_or_make_w_operand(Gemm gemm) const {
+Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
-                                     gemm == Gemm::Fprop ? Direction::Forward : Direction::Backward);
-    const TensorRef w = context_.sharding.gathered_weight(weight_index_);
+                                     gemm == WhichGemm::Fprop ? Direction::Forward : Direction::Backward);
+    const TensorRef w = context_.sharding.weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_w_amax_if_needed();
         return make_operand(WhichOperand::W, stored(w), gemm);
     }
-    if (gemm == Gemm::Fprop) return {w};
+    if (gemm == WhichGemm::Fprop) return {w};
     const Operand w_operand = allocate_operand(WhichOperand::W, out_, Form::Transposed);
     transpose_codes(w, w_operand.transposed, stream());
     return w_operand;
@@ -122,8 +122,7 @@ Operand LinearLayer::get_or_make_w_operand(Gemm gemm) const {
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(WhichOperand::W, stored(context_.sharding.gathered_weight(weight_index_)),
-                  cached_w_operand_);
+    write_operand(WhichOperand::W, stored(context_.sharding.weight(weight_index_)), cached_w_operand_);
 }
 
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
@@ -195,7 +194,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // uses the entry of the operand w instead: its amax is computed here while some history of amaxes is empty.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax(stored(context_.sharding.gathered_weight(weight_index_)), w_amax_and_scale_, stream());
+        compute_amax(stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
 }
 
 }  // namespace coat::gpu

@@ -81,7 +81,7 @@ struct LinearContext {
     const Parameters& parameters;
     const Scales& scales;
     Sharding& sharding;
-    Gemms& gemms;
+    CublasGemms& gemms;
     // Whether the FP8 codes of all weights are made once per step, in both forms.
     const bool caches_weights;
     const LinearFormats formats = linear_formats(gpu_context.setup);
@@ -157,8 +157,8 @@ private:
 
     Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
     void write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const;
-    Operand make_operand(WhichOperand which, const LazyTensor& source, Gemm gemm) const;
-    Operand get_or_make_w_operand(Gemm gemm) const;
+    Operand make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const;
+    Operand get_or_make_w_operand(WhichGemm gemm) const;
     void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
     void write_g_operand_and_sum_columns(const LazyTensor& g, const Operand& g_operand) const;
     void compute_w_amax_if_needed() const;

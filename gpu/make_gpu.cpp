@@ -18,7 +18,7 @@ int gpu_capability() {
 
 // Why this GPU does not run the program's kernels, which are compiled for one kind of GPU; empty if it does.
 static std::string why_no_kernels() {
-    const cudaError_t error = check_kernels();
+    const cudaError_t error = kernel_status();
     if (error == cudaSuccess) return "";
     if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
         return concat("the GPU does not start: ", cudaGetErrorString(error));

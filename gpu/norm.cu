@@ -129,7 +129,7 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 // tensor. tokens is null, or (N): see rows_to_add(). The sum is written to x_out, if that is a tensor, and to
 // norm_input, the memory of next.in. For the norm `next`, the kernel computes the row statistics and, if
 // y_amax_out is not null, the amax of the norm's output.
-template <class Layout, bool FORWARD_READS_SAVED, class Element = typename Layout::Compute>
+template <class Layout, bool NORM_READS_SAVED, class Element = typename Layout::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_add_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t T,
                         Dense<Element> x_out, Layout norm_input, const Norm next, AmaxAndScale* y_amax_out) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));  // sum becomes what x_out holds
         norm_input.round_in_place_and_store(i, v[c], live(c));            // v becomes what was saved
-        if (!FORWARD_READS_SAVED)
+        if (!NORM_READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     RowSum sum_over_row;
@@ -172,8 +172,8 @@ void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& 
     const dim3 block = block_shape(next.in.cols);
     with_layout(next.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
-        auto kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/false>;
-        if (out.forward_reads_saved) kernel = residual_add_kernel<decltype(in), /*FORWARD_READS_SAVED=*/true>;
+        auto kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/false>;
+        if (out.norm_reads_saved) kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/true>;
         launch(what, kernel, blocks(next.in.rows, block.y), block, 0, stream, dense<Element>(x.data),
                dense<Element>(branch.data), tokens, T, dense<Element>(out.x_out.data), in, next,
                out.y_amax_out);

@@ -64,7 +64,7 @@ struct alignas(16) AmaxAndScale {
     // above those of all numbers, and those of NaN are above those of infinity. So amax is NaN if an x is.
     // (The CPU's compute_amax() returns infinity then. Both say only that a value is not finite.)
     float amax;
-    float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while there is none
+    float delayed_scale;  // delayed scaling: the scale from earlier amaxes; 0 while there is none
     float unused;
 };
 
@@ -318,7 +318,7 @@ struct ResidualOutput {
     // Whether forward's norm reads next.in (else it reads x_out). It does if the recipe's forward_reads_saved
     // (formats.h) is true, or if next.in is not in groups. The row statistics and the amax are computed from
     // what forward's norm reads.
-    bool forward_reads_saved;
+    bool norm_reads_saved;
     AmaxAndScale* y_amax_out;  // the amax of the norm's output
 };
 // The residual sum x + branch, both (N, C).
@@ -437,14 +437,14 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps. With
-// delayed scaling the scale of a step is from_history, which follows from the amaxes of earlier steps. Which
+// delayed scaling the scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which
 // function writes a field of AmaxAndScale:
 //
-//   amax           quantize()
-//   from_history   update_delayed_scales(), after each step
-//   scale          quantize(), and update_delayed_scales()
+//   amax            quantize()
+//   delayed_scale   update_delayed_scales(), after each step
+//   scale           quantize(), and update_delayed_scales()
 //
-// While the history is empty, from_history is 0, and everything is as if scaling were just in time.
+// While the history is empty, delayed_scale is 0, and everything is as if scaling were just in time.
 struct DelayedScales {
     AmaxAndScale* scales;  // (n)
     float* histories;      // (n, length), the newest first
@@ -453,8 +453,8 @@ struct DelayedScales {
     Format fp8;
 };
 // Delayed scaling, after a step. Each tensor's amax enters its history. The scale of its next step is
-// from_history = max(history) / FMAX. If that maximum is 0 or not finite, from_history stays as it was. If
-// *skipped is not 0, everything stays as it was. *empty += the number of scales whose from_history is still
+// delayed_scale = max(history) / FMAX. If that maximum is 0 or not finite, delayed_scale stays as it was. If
+// *skipped is not 0, everything stays as it was. *empty += the number of scales whose delayed_scale is still
 // 0.
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
                            cudaStream_t stream);

@@ -153,9 +153,9 @@ template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
                             uint8_t* codes, uint8_t* transposed) {
-    const bool delayed = amax_and_scale->from_history > 0;
+    const bool delayed = amax_and_scale->delayed_scale > 0;
     const float just_in_time = scale_of(fmax, amax_and_scale->amax);
-    const float scale = delayed ? amax_and_scale->from_history : just_in_time;
+    const float scale = delayed ? amax_and_scale->delayed_scale : just_in_time;
     const float inverse = __frcp_rn(scale);
     float largest = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
@@ -191,10 +191,11 @@ static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_
         most = max(most, magnitude_bits(history[j]));
     }
     const float wanted = __uint_as_float(most);
-    if (wanted > 0 && wanted < INFINITY) mine.from_history = scale_of(fmax, wanted);
-    if (!(mine.from_history > 0)) atomicAdd(empty, 1u);
+    if (wanted > 0 && wanted < INFINITY) mine.delayed_scale = scale_of(fmax, wanted);
+    if (!(mine.delayed_scale > 0)) atomicAdd(empty, 1u);
     else
-        mine.scale = mine.from_history;  // for a rank that owns no part of this weight and receives its codes
+        // For a rank that owns no part of this weight and receives its codes
+        mine.scale = mine.delayed_scale;
 }
 
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,

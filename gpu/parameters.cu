@@ -25,14 +25,14 @@ static __global__ void initialize_kernel(Weights w, int64_t first, Range own, in
     if (w.remainder) w.remainder[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitialValues& values,
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& values,
                 cudaStream_t stream) {
-    const int64_t n = padded_count(values.own);
+    const int64_t n = padded_count(values.owned);
     launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, rank_offset,
-           values.own, n, p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
+           values.owned, n, p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
 }
 
-cudaError_t check_kernels() {
+cudaError_t kernel_status() {
     cudaFuncAttributes unused;
     const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
     cudaGetLastError();
@@ -181,7 +181,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
     launch("add_gradients", add_gradients_kernel, blocks(g.n / CHUNK, THREADS), THREADS, 0, stream,
-           either_dense(sum, g.format), overwrite, either_dense(g.own, g.format),
+           either_dense(sum, g.format), overwrite, either_dense(g.mine, g.format),
            either_dense(g.received, g.format), g.n, g.rank, g.ranks);
 }
 
@@ -195,7 +195,7 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndSc
         largest_bits = max(largest_bits, magnitude_bits(theirs[r * n + i].amax));
     AmaxAndScale& combined = mine[i];
     combined.amax = __uint_as_float(largest_bits);
-    combined.scale = combined.from_history > 0 ? combined.from_history : scale_of(fmax, combined.amax);
+    combined.scale = combined.delayed_scale > 0 ? combined.delayed_scale : scale_of(fmax, combined.amax);
 }
 
 void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,

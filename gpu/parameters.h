@@ -10,19 +10,19 @@ namespace coat::gpu {
 // 1. First values
 
 // The arguments of initialize() that are not in Param (architecture.h, initial_value()).
-struct InitialValues {
-    Range own;             // the elements of the parameter that this rank owns
+struct InitializeArguments {
+    Range owned;           // the elements of the parameter that this rank owns
     uint64_t param_index;  // the number of the parameter
     int64_t used;          // used_elements() of architecture.h
     uint64_t seed;
 };
 // Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
 // rank's order on.
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitialValues& values,
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& values,
                 cudaStream_t stream);
 
-// Whether this GPU can run the program's kernels; else the reason.
-cudaError_t check_kernels();
+// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.
+cudaError_t kernel_status();
 
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
@@ -52,7 +52,7 @@ void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss
 
 // The gradients that all ranks have of n elements.
 struct GradientsOfRanks {
-    const void* own;       // (n) this rank's
+    const void* mine;      // (n) this rank's
     const void* received;  // (ranks - 1, n) the other ranks', in their order, with no gap for this rank
     Format format;
     int64_t n, rank, ranks;

@@ -23,7 +23,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
             if (amax_and_scale) {
-                scale = amax_and_scale->from_history;
+                scale = amax_and_scale->delayed_scale;
                 if (!(scale > 0)) scale = scale_of(fmax, amax_and_scale->amax);
             }
 #pragma unroll 1

@@ -233,7 +233,7 @@ public:
     using Sharding::Sharding;
 
     void gather_weights(int64_t, Direction) override {}
-    TensorRef gathered_weight(size_t i) const override { return parameters_.whole_weight(i); }
+    TensorRef weight(size_t i) const override { return parameters_.whole_weight(i); }
     void forget_gathered_weights() override {}
     void combine_amaxes_of_ranks() override {}
 
@@ -268,7 +268,7 @@ public:
         const int64_t next = direction == Direction::Forward ? stage + 1 : stage - 1;
         if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
     }
-    TensorRef gathered_weight(size_t i) const override {
+    TensorRef weight(size_t i) const override {
         return parameters_.params[i].is_vector() ? parameters_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
@@ -307,19 +307,19 @@ public:
             for (int64_t other = 0; other < setup_.ranks; other++)
                 if (other != me)
                     transfers.push_back({.with = other,
-                                         .send = gradient_from(i, own(i, other).first),
+                                         .send = gradient_from(i, owned_by(i, other).first),
                                          .there = received(i, me, other),
-                                         .send_bytes = padded_count(own(i, other)) * each,
+                                         .send_bytes = padded_count(owned_by(i, other)) * each,
                                          .receive = received(i, other, me),
-                                         .receive_bytes = padded_count(own(i, me)) * each});
+                                         .receive_bytes = padded_count(owned_by(i, me)) * each});
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first; i < b.last; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
-                          {.own = gradient_from(i, own(i, me).first),
+                          {.mine = gradient_from(i, owned_by(i, me).first),
                            .received = received(i, me == 0 ? 1 : 0, me),
                            .format = parameters_.gradient_storage.format,
-                           .n = padded_count(own(i, me)),
+                           .n = padded_count(owned_by(i, me)),
                            .rank = me,
                            .ranks = setup_.ranks},
                           comm_stream_);
@@ -389,7 +389,7 @@ private:
     }
 
     // --- Gradients
-    Range own(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
+    Range owned_by(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
     uint8_t* gradient_from(size_t i, int64_t element) const {
         const Param& p = parameters_.params[i];
         const int64_t in_bucket = p.flat_offset - parameters_.buckets[p.bucket].flat_offset;
@@ -398,9 +398,9 @@ private:
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* received(size_t i, int64_t from, int64_t to) const {
-        int64_t elements = (from - (from > to)) * padded_count(own(i, to));
+        int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
         for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)
-            elements += (setup_.ranks - 1) * padded_count(own(j, to));
+            elements += (setup_.ranks - 1) * padded_count(owned_by(j, to));
         return memory_.received_gradients + elements * parameters_.gradient_bytes;
     }
     int buffer_of(int64_t bucket) const {  // as allocate_memory() takes them
@@ -443,7 +443,8 @@ private:
                 codes ? scales_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
             const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {
-                return Range{.first = own(i, rank).first * each, .count = padded_count(own(i, rank)) * each};
+                return Range{.first = owned_by(i, rank).first * each,
+                             .count = padded_count(owned_by(i, rank)) * each};
             };
             const Range mine = part(setup_.rank);
             const TensorRef kept = parameters_.owned_weight(i);

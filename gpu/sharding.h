@@ -38,9 +38,9 @@ public:
     // until they are gathered. The direction says in which order stages follow, for the one to be gathered
     // next.
     virtual void gather_weights(int64_t stage, Direction direction) = 0;
-    // The whole parameter i, (rows, cols): as it is stored, or as FP8 codes. A matrix must have been
-    // gathered.
-    virtual TensorRef gathered_weight(size_t i) const = 0;
+    // The whole of the weight that is parameter i, (rows, cols), whoever owns it: as it is stored, or as FP8
+    // codes. With several ranks a matrix must have been gathered.
+    virtual TensorRef weight(size_t i) const = 0;
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() = 0;

@@ -57,8 +57,8 @@ static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
     for (size_t i = 0; i < params.size(); i++)
         for (const bool second : {false, true}) {
             const Format f = params[i].moment_format(second ? o.v : o.m);
-            const int64_t moment_groups = o.moment_group_count(f, places[i].own.count);
-            MomentRef moment{.data = arena.allocate(padded_count(places[i].own) * info(f).bytes),
+            const int64_t moment_groups = o.moment_group_count(f, places[i].owned.count);
+            MomentRef moment{.data = arena.allocate(padded_count(places[i].owned) * info(f).bytes),
                              .max = nullptr,
                              .k = nullptr,
                              .format = f};
@@ -108,7 +108,7 @@ MemoryMap allocate_memory(GpuContext& context) {
 
     MemoryMap m{};
     m.scalars = arena.allocate<Scalars>(1);
-    m.gemm_scratch = arena.allocate(Gemms::SCRATCH);
+    m.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
     m.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
@@ -168,7 +168,7 @@ void Scales::clear_operand_amaxes() const {
 
 void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
 
-void Scales::update_from_histories(StepOutcome* outcome) const {
+void Scales::update_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (WhichOperand o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
@@ -205,7 +205,7 @@ std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
 void Parameters::register_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const std::string& name = params[i].name;
-        const int64_t count = places[i].own.count;
+        const int64_t count = places[i].owned.count;
         int16_t* const remainder =
             memory_.weights.remainder ? memory_.weights.remainder + places[i].rank_offset : nullptr;
         // In the fp32 recipe weights are FP32, and transfer() does not use these two entries
@@ -227,7 +227,7 @@ void Parameters::register_delayed_scales(size_t i) {
         const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer_index(i);
         entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history_steps * 4};
-        entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->from_history, 4};
+        entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->delayed_scale, 4};
     }
 }
 
@@ -247,22 +247,22 @@ void Parameters::initialize_state() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [own, rank_offset, first_unit] = places[i];
-        const InitialValues values{
-            .own = own, .param_index = i, .used = used_elements(setup.config, p), .seed = setup.seed};
+        const auto& [owned, rank_offset, first_unit] = places[i];
+        const InitializeArguments values{
+            .owned = owned, .param_index = i, .used = used_elements(setup.config, p), .seed = setup.seed};
         initialize(memory_.weights, rank_offset, p, values, stream_);
         recompute_weight_amax(i);
         const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
         for (float* const k : {m.k, v.k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
         table.push_back({.rank_offset = rank_offset,
-                         .size = own.count,
+                         .size = owned.count,
                          .m = m,
                          .v = v,
                          .decays = p.role.decays,
                          .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
-                         .to_flat_order = p.flat_offset + own.first - rank_offset,
-                         .first_owned_unit = first_unit + own.first / SHARD_UNIT});
+                         .to_flat_order = p.flat_offset + owned.first - rank_offset,
+                         .first_owned_unit = first_unit + owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     context_.wait("Initializing the weights failed");
@@ -306,10 +306,10 @@ void Parameters::add_moment_quant_errors_of(int64_t bucket, const Sharding& shar
                                             QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
-        const Range& own = places[i].own;
+        const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
         add_moment_quant_errors(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
-                                gradient + own.first * gradient_bytes, gradient_storage.format, own.count,
+                                gradient + owned.first * gradient_bytes, gradient_storage.format, owned.count,
                                 report, stream_);
     }
 }
@@ -369,7 +369,7 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
 // The fp32 recipe stores FP32 masters. Files have the two halves of a master: the BF16 weight and the
 // remainder.
 void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
-    const int64_t count = places[i].own.count;
+    const int64_t count = places[i].owned.count;
     uint8_t* const masters = owned_weight_data(i);
     std::vector<uint32_t> bits(count);
     context_.copy_to_host(bits.data(), masters, count * 4);
@@ -386,7 +386,7 @@ void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, c
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void Parameters::read_gradient(size_t i, float* out) const {
-    const int64_t count = places[i].own.count, bytes = gradient_bytes;
+    const int64_t count = places[i].owned.count, bytes = gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);
     context_.copy_to_host(raw.data(), owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);

@@ -143,7 +143,7 @@ struct Scalars {
 //                                             gradients
 struct MemoryMap {
     Scalars* scalars;
-    void* gemm_scratch;  // Gemms::SCRATCH bytes
+    void* gemm_scratch;  // CublasGemms::SCRATCH bytes
 
     // What other ranks write here, if there are several. The distance of each place from the beginning of the
     // allocation is the same on all ranks. One rank needs `loss_and_squares` alone.
@@ -226,7 +226,7 @@ public:
     const int64_t param_count;  // the length of Parameters::params
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
-    // time.
+    // time. A step that was not skipped sets it to false if it has found no empty history (StepOutcome).
     bool any_empty_history = false;
 
     int64_t count() const { return param_count + OPERAND_COUNT * linear_layer_count; }
@@ -249,13 +249,10 @@ public:
     void clear_operand_amaxes() const;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
-    // To be called after a step that was not skipped. count: how many histories are still empty.
-    void note_empty_histories(uint32_t count) {
-        if (count == 0) any_empty_history = false;
-    }
-    // Delayed scaling: the amaxes of the step enter the histories. If the linear layers of this run are not
-    // in FP8, there are no amaxes, and histories and scales stay as they are. outcome: on the device.
-    void update_from_histories(StepOutcome* outcome) const;
+    // Delayed scaling: the amaxes of the step enter the histories, from which the scales of the next step
+    // follow; and the empty histories are counted. If the linear layers of this run are not in FP8, there are
+    // no amaxes, and histories and scales stay as they are. outcome: on the device.
+    void update_histories(StepOutcome* outcome) const;
 
 private:
     const Setup& setup_;
@@ -299,13 +296,13 @@ public:
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: this rank owns only a part of
-    // any other parameter, and Sharding::gathered_weight() has the whole.
+    // any other parameter, and Sharding::weight() has the whole.
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
     // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP columns.
     TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, places[i].own.count / MOMENT_GROUP, MOMENT_GROUP,
+        return {owned_weight_data(i), nullptr, places[i].owned.count / MOMENT_GROUP, MOMENT_GROUP,
                 weight_storage};
     }
     // Where the sums of gradients begin that the update reads for this rank's part of parameter i.
@@ -346,7 +343,7 @@ private:
     void register_state();
     void register_delayed_scales(size_t i);
     void initialize_state();
-    int64_t moment_groups(size_t i) const { return ceil_div(places[i].own.count, MOMENT_GROUP); }
+    int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
     void transfer(const std::string& name, void* out, const void* in) const;

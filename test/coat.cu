@@ -308,7 +308,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
                 wanted[i].history.assign(length, 0.0f);
                 if (i == 0) continue;  // has never had an amax
                 for (float& amax : wanted[i].history) amax = rng.below(3) ? random_amax() : 0.0f;
-                scales[i].from_history = wanted[i].scale = float(rng.uniform());
+                scales[i].delayed_scale = wanted[i].scale = float(rng.uniform());
             }
             histories.write(wanted_histories());
             Buffer<AmaxAndScale> device_scales(SCALES);
@@ -328,7 +328,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
                 scales = device_scales.read();
                 for (int i = 0; i < SCALES; i++) {
                     if (!skipped) wanted[i].update_history_and_scale(format);
-                    CHECK(scales[i].from_history == wanted[i].scale);
+                    CHECK(scales[i].delayed_scale == wanted[i].scale);
                 }
                 CHECK(histories.read() == wanted_histories());
             }

@@ -142,7 +142,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
             CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_table_bytes(ranks, bytes));
             // At least cuBLASLt's scratch, and the logits.
             const int64_t logits = setup.B * setup.T * setup.config.padded_V() * 2;
-            CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::Gemms::SCRATCH) + logits);
+            CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::CublasGemms::SCRATCH) + logits);
         }
     });
 }

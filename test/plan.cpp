@@ -153,8 +153,8 @@ static bool activations_stay_whole(const Setup& s, int64_t offset) {
     auto write_gradients = [&](const auto& chosen) {
         for (size_t i = 0; i < params.size(); i++)
             if (chosen(params[i]))
-                gradients.push_back(
-                    {offset + shards[i].rank_offset * gradient_bytes, shards[i].own.count * gradient_bytes});
+                gradients.push_back({offset + shards[i].rank_offset * gradient_bytes,
+                                     shards[i].owned.count * gradient_bytes});
     };
     auto layer_is_whole = [&](int64_t layer) {
         const int64_t first = layer * layer_bytes, end = first + layer_bytes;

@@ -74,8 +74,8 @@ public:
     void reset() {
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0, -1};
         const Range all{0, n_};
-        auto values = [&](uint64_t param_index) -> gpu::InitialValues {
-            return {.own = all, .param_index = param_index, .used = n_, .seed = 1};
+        auto values = [&](uint64_t param_index) -> gpu::InitializeArguments {
+            return {.owned = all, .param_index = param_index, .used = n_, .seed = 1};
         };
         gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, 0, p, values(0), nullptr);
         gpu::initialize({gradient_.get(), nullptr, Format::BF16}, 0, p, values(1), nullptr);

@@ -6,25 +6,25 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::Gemm;
+using gpu::WhichGemm;
 
 namespace {
 
 // One of the three GEMMs of a linear layer: out (M, N) = a b, reduced over K.
 struct GemmCase {
-    Gemm kind;
+    WhichGemm kind;
     const char* name;
     Shape a, b;  // as stored
 
-    int64_t M() const { return kind == Gemm::Wgrad ? a.cols : a.rows; }
-    int64_t N() const { return kind == Gemm::Fprop ? b.rows : b.cols; }
-    int64_t K() const { return kind == Gemm::Wgrad ? a.rows : a.cols; }
+    int64_t M() const { return kind == WhichGemm::Wgrad ? a.cols : a.rows; }
+    int64_t N() const { return kind == WhichGemm::Fprop ? b.rows : b.cols; }
+    int64_t K() const { return kind == WhichGemm::Wgrad ? a.rows : a.cols; }
 };
 
 std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
-    return {{Gemm::Fprop, "fprop", {tokens, in}, {out, in}},
-            {Gemm::Dgrad, "dgrad", {tokens, out}, {out, in}},
-            {Gemm::Wgrad, "wgrad", {tokens, out}, {tokens, in}}};
+    return {{WhichGemm::Fprop, "fprop", {tokens, in}, {out, in}},
+            {WhichGemm::Dgrad, "dgrad", {tokens, out}, {out, in}},
+            {WhichGemm::Wgrad, "wgrad", {tokens, out}, {tokens, in}}};
 }
 
 // The operands of a GEMM: on the device, and the exact values that it multiplies.
@@ -34,10 +34,10 @@ struct Operands {
     Doubles left, right;  // (M, K) and (K, N)
 
     Operands(const GemmCase& p, const Floats& x, Storage qa, const Floats& y, Storage qb)
-        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == Gemm::Wgrad)),
-          right(values(y, p.b, qb, p.kind != Gemm::Fprop)) {
-        if (p.kind == Gemm::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
-        if (p.kind == Gemm::Fprop) right = transposed(right, p.b.rows, p.b.cols);
+        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == WhichGemm::Wgrad)),
+          right(values(y, p.b, qb, p.kind != WhichGemm::Fprop)) {
+        if (p.kind == WhichGemm::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
+        if (p.kind == WhichGemm::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
     static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
         using reference::ReduceOver;
@@ -54,8 +54,8 @@ struct Operands {
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.
-void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, Storage qb, Format out_format,
-                bool accumulate, bool with_bias) {
+void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, Storage qa, Storage qb,
+                Format out_format, bool accumulate, bool with_bias) {
     Operands operands(p, rng.normals<float>(p.a.n()), qa, rng.normals<float>(p.b.n()), qb);
     const Floats before = normals(rng, out_format, p.M() * p.N()), bias = normals(rng, out_format, p.N());
     const Tensor device_bias(bias, out_format);
@@ -86,11 +86,11 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Storage qa, S
 
 }  // namespace
 
-GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference") {
+GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the reference") {
     FRESH_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
-    gpu::Gemms exact(scratch.get(), {false, false, false});  // no fast accumulation
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    gpu::CublasGemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
+    gpu::CublasGemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;
         Storage x, w, g;
@@ -113,15 +113,16 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
         for (const auto& size : sizes) {
             const bool fits = size.tokens % 16 == 0 && size.out % 16 == 0 && size.in % 16 == 0;
             if (f.x.fp8() && !fits) continue;
-            gpu::Gemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
+            gpu::CublasGemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
-                const Storage qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
+                const Storage qa = p.kind == WhichGemm::Fprop ? f.x : f.g,
+                              qb = p.kind == WhichGemm::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out,
                      " x ", size.in);
                 check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
-                if (p.kind == Gemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
+                if (p.kind == WhichGemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
                 const Format compute = f.x.format == Format::FP32 ? Format::FP32 : Format::BF16;
-                if (p.kind == Gemm::Fprop && f.out == compute)
+                if (p.kind == WhichGemm::Fprop && f.out == compute)
                     check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
         }
@@ -130,10 +131,10 @@ GPU_TEST_CASE("Gemms::run: all three GEMMs in every format equal the reference")
 // All terms lie between 1 and 3.1 and have four binary places. So the sum of 128 of them is exact in the 14
 // bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all
 // K terms is not exact in 14 bits: with fast accumulation it loses some percent.
-GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
+GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
     FRESH_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     auto random_values = [&](int64_t n) {
         Floats x(n);
         for (float& v : x) v = 1 + 0.25f * float(rng.below(4));
@@ -155,19 +156,19 @@ GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accum
 }
 
 // Of so many outputs, a Hopper GPU's algorithm is chosen by its tile.
-GPU_TEST_CASE("Gemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
+GPU_TEST_CASE("CublasGemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
     FRESH_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
     check_gemm(gemms, rng, fprop, E4M3_TENSOR, E4M3_TENSOR, Format::BF16, false, true);
     check_gemm(gemms, rng, fprop, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, true);
     check_gemm(gemms, rng, dgrad, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, false);
 }
 
-GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second time") {
-    const Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms gemms(scratch.get(), {false, false, false});
+GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the second time") {
+    const Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    gpu::CublasGemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
     const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, PLAIN_BF16), e4m3(ones, s, E4M3_TENSOR),
@@ -177,15 +178,15 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected also the second tim
     groups.tensor.storage = E4M3_1x16;
     const struct {
         const char* why;
-        Gemm kind;
+        WhichGemm kind;
         gpu::Operand a, b;
         const Tensor& out;
-    } rows[] = {{"both are E5M2", Gemm::Fprop, e5m2.operand(), e5m2.operand(), out},
-                {"one is BF16", Gemm::Fprop, e4m3.operand(), bf16.operand(), out},
-                {"the transposed codes are missing", Gemm::Dgrad, e5m2.operand(), row_major, out},
-                {"out has too few columns", Gemm::Fprop, bf16.operand(), bf16.operand(), narrow},
-                {"neither has 1x128 scales", Gemm::Fprop, blocks.operand(), blocks.operand(), out},
-                {"groups", Gemm::Fprop, groups, groups, out}};
+    } rows[] = {{"both are E5M2", WhichGemm::Fprop, e5m2.operand(), e5m2.operand(), out},
+                {"one is BF16", WhichGemm::Fprop, e4m3.operand(), bf16.operand(), out},
+                {"the transposed codes are missing", WhichGemm::Dgrad, e5m2.operand(), row_major, out},
+                {"out has too few columns", WhichGemm::Fprop, bf16.operand(), bf16.operand(), narrow},
+                {"neither has 1x128 scales", WhichGemm::Fprop, blocks.operand(), blocks.operand(), out},
+                {"groups", WhichGemm::Fprop, groups, groups, out}};
     for (const auto& row : rows) {
         CAPTURE(std::string(row.why));
         auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.ref(), nullptr); };

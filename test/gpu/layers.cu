@@ -74,10 +74,9 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool rms : {true, false})
             for (Shape s : all)
-                for (bool forward_reads_saved : {true, false}) {
-                    if (!forward_reads_saved && !f.saved_inputs.fp8()) continue;
-                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm",
-                         forward_reads_saved ? "" : " reads the sum");
+                for (bool norm_reads_saved : {true, false}) {
+                    if (!norm_reads_saved && !f.saved_inputs.fp8()) continue;
+                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", norm_reads_saved ? "" : " reads the sum");
                     const Storage compute{f.compute};
                     const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                         branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
@@ -86,7 +85,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     gpu::residual_add(x.ref(), branch.ref(),
                                       {.x_out = x_out.ref(),
                                        .next = c.norm(c.in.ref()),
-                                       .forward_reads_saved = forward_reads_saved,
+                                       .norm_reads_saved = norm_reads_saved,
                                        .y_amax_out = y.slot.get()},
                                       0);
                     Floats sum = x.values();
@@ -94,7 +93,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
                     check_quantized(x_out, sum);
                     check_quantized(c.in, sum);
-                    const Tensor& read = forward_reads_saved ? c.in : x_out;
+                    const Tensor& read = norm_reads_saved ? c.in : x_out;
                     const LazyTensor norm = gpu::lazy_norm(c.norm(read.ref()));
                     check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
                     gpu::store_values(norm, values.ref(), 0);
@@ -159,7 +158,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
                        {.x_out = x.ref(),
                         .next = c.norm(c.in.ref()),
-                        .forward_reads_saved = true,
+                        .norm_reads_saved = true,
                         .y_amax_out = nullptr},
                        0);
             Floats sum(N * C);

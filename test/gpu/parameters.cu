@@ -18,7 +18,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
             const Param& p = params[i];
             const int64_t used = used_elements(c, p);
             gpu::initialize({values.codes.get(), rest, f}, p.flat_offset, p,
-                            {.own = {0, p.size()}, .param_index = i, .used = used, .seed = 7}, 0);
+                            {.owned = {0, p.size()}, .param_index = i, .used = used, .seed = 7}, 0);
             for (int64_t e = 0; e < p.size(); e++)
                 expected[p.flat_offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
         }
@@ -91,7 +91,7 @@ GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks are rounded on
                     }
                     const Tensor sum(before, f), device_own(own, f), others(received, f);
                     gpu::add_gradients(sum.codes.get(), assign,
-                                       {.own = device_own.codes.get(),
+                                       {.mine = device_own.codes.get(),
                                         .received = others.codes.get(),
                                         .format = f,
                                         .n = N,
