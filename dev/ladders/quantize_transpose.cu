@@ -204,14 +204,25 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //   transposed       bytes 0 - 7     8 - 15   ...    56 - 63      8 lanes: 64 bytes of a row
 //
 // Inside the block codes still go to the tile and come back one byte at a time: 16 accesses for 8 elements,
-// each with two lanes that need different words of a bank. For instance reading: a row of the tile has 68
-// bytes, 17 whole words, so byte c of row r is in bank 17 r + c / 4 modulo 32. A warp reads four columns, the
-// bytes of one word, each from eight rows:
+// each with lanes that need different words of a bank. A row of the tile has 68 bytes, 17 whole words, so
+// byte c of row r is in bank 17 r + c / 4 modulo 32. A warp writes in four rows, to these banks:
+//
+//   column                     0    8   16   24   32   40   48   56
+//   row 0, lanes  0 -  7       0    2    4    6    8   10   12   14
+//   row 1, lanes  8 - 15      17   19   21   23   25   27   29   31
+//   row 2, lanes 16 - 23       2    4    6    8   10   12   14   16     row 0 has seven of these banks
+//   row 3, lanes 24 - 31      19   21   23   25   27   29   31    1     row 1 has seven of these
+//
+// And it reads four columns, the bytes of one word, each from eight rows:
 //
 //   row                        0    8   16   24   32   40   48   56     17 x 8 = 136 is 8 modulo 32
 //   bank of column 0 to 3      0    8   16   24    0    8   16   24     4 banks, two rows each
 //
-// With 65 bytes, a byte of padding as in rung 4, reading would need no bank twice, but writing still would.
+// With 65 bytes, a byte of padding as in rung 4, reading would need no bank twice. But most writes still
+// would: row 2 would have the banks of row 0. No padding of up to 32 bytes does away with both. banks.py
+// counts and draws an access; this is the first of the two above:
+//
+//   python3 dev/ladders/banks.py "68*(lane//8) + 8*(lane%8)" --bytes 1
 //
 // Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
 // load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is

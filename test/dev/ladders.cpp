@@ -15,7 +15,7 @@ static Ended python(const Folder& folder, const std::string& command) {
                              "' python3 -W error " + command);
 }
 
-// The answers on paper at the end of dev/ladders/quantize_transpose.cu, and what its rungs 4, 6 and 7 read and
+// The answers on paper at the end of dev/ladders/quantize_transpose.cu, and what its rungs 4 to 7 read and
 // write.
 PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
     const Folder folder;
@@ -44,6 +44,9 @@ PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
     prints("'33 * lane' --bytes 1", 32, 1);
     prints("'33 * lane + 1' --bytes 1", 32, 2);
     prints("'lane % 4 + 512 * (lane // 4)' --bytes 1", 8, 8);
+    prints("'68*(lane//8) + 8*(lane%8)' --bytes 1", 9, 2);
+    prints("'65*(lane//8) + 8*(lane%8)' --bytes 1", 8, 2);
+    prints("'65*8*(lane%8) + lane//8' --bytes 1", 8, 1);
     prints("lane --bytes 16", 16, 4);
     prints("'256*(lane%16) + 2*(lane//16)'", 16, 16);
     prints("'256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2'", 16, 1);
