@@ -36,6 +36,16 @@ static std::string text_of_bytes(const Run& run) {
     return text + "; data/tokenize.py makes others (--tokenizer gpt2, or --train-bpe 4096)";
 }
 
+// How often the run sees its training text: "900, with 29,491,200 tokens: 0.34 epochs of the training text".
+static std::string steps_text(const Run& run) {
+    const int64_t steps = run.flags.steps, tokens = steps * run.step_tokens();
+    const double epochs = double(tokens) / double(run.corpus.train.size());
+    char number[32] = "less than 0.01";
+    if (epochs >= 0.01) std::snprintf(number, sizeof number, "%.2f", epochs);
+    return concat(with_commas(steps), ", with ", with_commas(tokens), " tokens: ", number,
+                  " epochs of the training text");
+}
+
 // Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
@@ -67,6 +77,7 @@ void print_start(const Run& run) {
     if (const Corpus& text = run.corpus; text.train.size())
         print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
               with_commas(text.validation.size()), " held out: ", text.held_out);
+    if (run.corpus.train.size() && run.flags.steps > 0) print("steps: ", steps_text(run));
     if (run.corpus.bytes) print(text_of_bytes(run));
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));

@@ -48,8 +48,9 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
     const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
     CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
     for (const char* part :
-         {"weights of ", "batch: 128 tokens", "sample | step 6\n", "factor k of second moments",
-          "Validation loss 5.", "saved | step 12 | out/step-000012"})
+         {"weights of ", "batch: 128 tokens", "\nsteps: 12, with 1,536 tokens: 0.03 epochs of",
+          "sample | step 6\n", "factor k of second moments", "Validation loss 5.",
+          "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
     const auto log = logged(folder, "step"), end = logged(folder, "end");
     double seconds = 0;
@@ -96,7 +97,8 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     }
     CHECK(flags > 20);
     for (const char* words : {"one of: compute groups", "one of: exact none", "one of: kept none",
-                              "(its eps is 1e-8)", "The tokens of text are its bytes", "\nExamples\n"})
+                              "--clip 0, --accumulate 1, one GPU", "as packed", "(its eps is 1e-8)",
+                              "The tokens of text are its bytes", "\nExamples\n"})
         CHECK(contains(help.out, words));
     const Ended ran = tiny(folder, "--steps 0");
     require_success(ran);
