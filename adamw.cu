@@ -474,7 +474,7 @@ template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_trai
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 moment groups.
-template <class F> void with_moment_traits(const MomentFormats& o, F f) {
+template <class F> void with_moment_traits(const Optimizer& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
     if (both_e4m3 && o.expansion) call_with_traits<E4M3, E4M3, /*EXPANSION=*/true>(f);
@@ -493,7 +493,7 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);

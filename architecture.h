@@ -137,7 +137,7 @@ struct Param {
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
     // The format in which this parameter's first or second moments are stored. of_optimizer is the
-    // optimizer's format for them (MomentFormats::m or v), which vectors do not use.
+    // optimizer's format for them (Optimizer::m or v), which vectors do not use.
     Format moment_format(Format of_optimizer) const {
         return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
     }

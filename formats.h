@@ -271,7 +271,8 @@ template <class Formats> const Storage& storage_of(const Formats& formats, Which
 
 inline constexpr int MOMENT_GROUP = 128;
 
-struct MomentFormats {
+// A row of optimizers(). The optimizer is always AdamW; the rows differ in how its moments are stored.
+struct Optimizer {
     const char* name;
     Format m, v;              // of first and of second moments
     bool expansion = false;   // dynamic range expansion of FP8 moments
@@ -290,9 +291,9 @@ struct MomentFormats {
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 
-inline const std::vector<MomentFormats>& optimizers() {
+inline const std::vector<Optimizer>& optimizers() {
     // clang-format off
-    static const std::vector<MomentFormats> table = {
+    static const std::vector<Optimizer> table = {
         {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expansion = true,
          .about = "FP8 moments with dynamic range expansion (paper, section 4)"},
         {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expansion = true,

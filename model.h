@@ -23,7 +23,7 @@ class Communicator;  // how the ranks of a run exchange values: below
 struct Setup {
     ModelConfig config;
     Recipe recipe;
-    MomentFormats optimizer;
+    Optimizer optimizer;
     int64_t B, T;                        // a micro-batch has B sequences of T tokens
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;

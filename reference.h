@@ -90,7 +90,7 @@ struct Moment {
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. expansion, per_tensor: as in formats.h, MomentFormats.
+    // A moment of n zeros. expansion, per_tensor: as in formats.h, Optimizer.
     void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
     void load(float* x) const;  // x: (n)
     // Stores x (n). If the format is scaled, the errors are added to *stats. A positive second moment in a

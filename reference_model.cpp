@@ -475,7 +475,7 @@ public:
         : Network(setup), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
-            const MomentFormats& o = setup.optimizer;
+            const Optimizer& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), owned_count = owned(setup, p).count;
             ParamState& s = states_[i];
             s.m.init(p.moment_format(o.m), o.expansion, owned_count, o.per_tensor);
@@ -734,7 +734,7 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    const MomentFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
+    const Optimizer& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
     network.weights_ = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);

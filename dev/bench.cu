@@ -552,7 +552,7 @@ private:
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
     void optimizer() {
-        const MomentFormats& o = setup_.optimizer;
+        const Optimizer& o = setup_.optimizer;
         const Param last = parameters(c_).back();
         const int64_t total = last.flat_offset + last.padded_size();
         size_t free = 0, all = 0;

@@ -161,7 +161,7 @@ struct AdamWArguments {
     EitherDense gradients;  // the gradients of these shards, from first_element on
     const GradientState* state;
 
-    // v is in moment groups where m is (formats.h, MomentFormats::has_fp8_moment_groups).
+    // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
         return moments_need_scaling(shard.m.format) && !per_tensor;
     }

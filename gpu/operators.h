@@ -301,7 +301,7 @@ struct ShardGradients {
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
 // that of this step (step.h), for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
-void adamw(const AdamWOptions& options, const MomentFormats& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -474,7 +474,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
 // computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
 // report then says so. Waits for the stream.
-void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const MomentRef& v,
+void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t stream);
 

@@ -77,7 +77,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void add_moment_quant_errors(const MomentFormats& o, const MomentRef& m, const MomentRef& v,
+void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
                              const void* gradient, Format format, int64_t count, QuantReport& report,
                              cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;

@@ -50,7 +50,7 @@ static int64_t count_linear_layers(const std::vector<Param>& params) {
 // while the update encodes with the new scale, the old one still decodes.
 static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
                              const std::vector<ShardPlace>& places) {
-    const MomentFormats& o = s.optimizer;
+    const Optimizer& o = s.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.allocate(0);
     const std::vector<Param> params = parameters(s.config);

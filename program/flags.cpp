@@ -266,7 +266,7 @@ void print_help() {
     std::printf("\n--recipe\n");
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
-    for (const MomentFormats& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+    for (const Optimizer& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
     std::printf(
         "\n--data\n"
         "  The tokens of text are its bytes. data/tokenize.py makes token files with a tokenizer.\n"

@@ -160,7 +160,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 // Memory
 
 // What is stored beside the codes of moments.
-static const char* moment_scaling_name(const MomentFormats& o) {
+static const char* moment_scaling_name(const Optimizer& o) {
     if (o.per_tensor) return "moment scaling: one scale per tensor";
     return o.uses_expansion(o.m) ? "moment scaling: max and k of 128" : "moment scaling: max of 128";
 }

@@ -70,7 +70,7 @@ ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resu
     if (flags.optimizer.empty()) flags.optimizer = recipe.optimizer;
     if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
     if (flags.on_gpu() && place.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
-    const MomentFormats optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
+    const Optimizer optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
     if (flags.gradients == "none" && flags.clip > 0 && place.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     const std::string folder = find_weights(resumed, flags);

@@ -58,7 +58,7 @@ struct ModelAndFormats {
     std::string weights_folder;
     ModelConfig config;  // a row of the table may have vocabulary size 0: that of the data
     Recipe recipe;       // as this GPU runs it, so that print-outs show that. make_gpu() asks for itself
-    MomentFormats optimizer;
+    Optimizer optimizer;
 };
 // Sets the flags that these have defaults for. Error if --gradients and --clip contradict each other.
 ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags);

@@ -29,7 +29,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
          .distribution = "exp of normal"},
         {.compute = Format::FP32, .has_master = true, .gradients = Format::FP32, .distribution = "normal"}};
     for (const auto& row : rows)
-        for (const MomentFormats& o : optimizers())
+        for (const Optimizer& o : optimizers())
             for (const Distribution& d : distributions()) {
                 if (row.distribution && d.name != row.distribution) continue;
                 if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares overflow
@@ -55,7 +55,7 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
 GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
-        const MomentFormats& o = find_row(optimizers(), name, "--optimizer");
+        const Optimizer& o = find_row(optimizers(), name, "--optimizer");
         for (int64_t n : {50000, 600077}) {
             CAPTURE(name);
             CAPTURE(n);
@@ -95,7 +95,7 @@ GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the referenc
 TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     // A dry run calls the same functions without a GPU.
     auto update = [](Format m, Format v) {
-        const MomentFormats optimizer{.name = "", .m = m, .v = v, .expansion = true};
+        const Optimizer optimizer{.name = "", .m = m, .v = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
         gpu::adamw(STEP, optimizer, {nullptr, 0, {0, 0}, nullptr, Format::BF16}, none, 0, nullptr,
                    gpu::DRY_RUN);

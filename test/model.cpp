@@ -467,7 +467,7 @@ static Snapshot make_large(Training& t, Large kind) {
 
 PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
-        for (const MomentFormats& o : optimizers()) {
+        for (const Optimizer& o : optimizers()) {
             Training t(make, setup_of(concat(recipe, " moments ", o.name)));
             INFO(text(t.setup()));
             const Snapshot state = make_large(t, Large::Huge);

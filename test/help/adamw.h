@@ -90,14 +90,14 @@ inline bool same_moment(const Moment& a, const Moment& b) {
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
 struct AdamWRun {
     std::vector<HostParam> params;
-    MomentFormats optimizer;
+    Optimizer optimizer;
     Format compute, gradients;  // formats of the weights and of the gradients
     bool has_master;
     Floats master, gradient;   // flat, padded
     std::vector<size_t> cuts;  // parameters at which a new launch starts
     float clip = 0.25f;
 
-    AdamWRun(Random& rng, const MomentFormats& o, Format compute, bool has_master, Format gradients,
+    AdamWRun(Random& rng, const Optimizer& o, Format compute, bool has_master, Format gradients,
              const Distribution& d,
              const std::vector<int64_t>& sizes = {1, 127, 128, 129, 1000, 20000, 128, 130, 50000})
         : optimizer(o), compute(compute), gradients(gradients), has_master(has_master) {

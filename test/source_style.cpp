@@ -1,4 +1,4 @@
-// layout.cpp - what keeps the repository readable: no C++ or CUDA line, file or function is too long,
+// source_style.cpp - what keeps the repository readable: no C++ or CUDA line, file or function is too long,
 // includes run one way, and the reading order in the README counts its lines truly. How many lines there are
 // in all, nobody counts.
 #include <set>
@@ -22,7 +22,7 @@ static std::vector<std::string> tracked() {
     return lines_of(read_file(folder / "list"));
 }
 static const bool NO_GIT = std::system("git ls-files --error-unmatch README.md >/dev/null 2>&1") != 0;
-#define GIT_TEST_CASE(name) TEST_CASE("layout: " name* doctest::skip(NO_GIT))
+#define GIT_TEST_CASE(name) TEST_CASE("source style: " name* doctest::skip(NO_GIT))
 
 static bool is_any_of(const char* characters, char c) { return contains(characters, std::string(1, c)); }
 
@@ -57,7 +57,7 @@ GIT_TEST_CASE("lines and files and functions of C++ and CUDA stay within their l
     }
 }
 
-TEST_CASE("layout: the reading order in the README has the files' lines within a twentieth") {
+TEST_CASE("source style: the reading order in the README has the files' lines within a twentieth") {
     const std::string readme = read_file("README.md");
     const size_t start = readme.find("<!-- reading -->");
     REQUIRE(start != std::string::npos);
@@ -110,7 +110,7 @@ GIT_TEST_CASE("includes run one way") {
 
 GIT_TEST_CASE("every run of the tests draws the same inputs") {
     for (const std::string& f : tracked()) {
-        if (!in(f, "test/") || f == "test/layout.cpp") continue;
+        if (!in(f, "test/") || f == "test/source_style.cpp") continue;
         for (const char* source : {"random_device", "time(nullptr)", "system_clock"})
             CHECK_MESSAGE(!contains(read_file(f), source), f << " draws from " << std::string(source));
     }
