@@ -44,9 +44,9 @@ TESTS     := $(wildcard test/*.cpp test/*/*.cpp)
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
 EXERCISES := $(wildcard dev/exercises/[0-9]*.cpp)
 ifeq ($(NVCC),)
-GPU       := gpu/none.cpp gpu/layout.cpp
+GPU       := gpu/no_cuda.cpp gpu/gpu_model.cpp gpu/memory_layout.cpp
 else
-GPU       := $(wildcard *.cu gpu/*.cu) $(filter-out gpu/none.cpp,$(wildcard gpu/*.cpp))
+GPU       := $(wildcard *.cu gpu/*.cu) $(filter-out gpu/no_cuda.cpp,$(wildcard gpu/*.cpp))
 TESTS     += $(wildcard test/*.cu test/*/*.cu)
 EXERCISES += $(wildcard dev/exercises/*.cu)
 endif

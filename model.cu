@@ -34,6 +34,7 @@
 //     (gpu/operators.h) says what they are computed from, and the kernel that makes the operand computes
 //     them.
 #include "gpu/attention.h"
+#include "gpu/gpu_model.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
 #include "gpu/sharding.h"
@@ -430,7 +431,7 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (gpu/layout.h)
+    // The gradients of a bucket (gpu/memory_layout.h)
 
     // To be called before the first kernel that adds to the gradients of a bucket.
     void begin_bucket(const Pass& pass, int64_t bucket) {
@@ -605,7 +606,7 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef dweight = sharding_->gradient_to_write(head_index_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
-        // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/layout.h)
+        // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/memory_layout.h)
         const bool in_fp32 = head_sum_in_fp32(setup_);
         TensorRef sum = dweight;
         if (in_fp32) {

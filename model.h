@@ -264,7 +264,7 @@ public:
 };
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
-// The following are in gpu/make_gpu.cpp or, in a program that is built without CUDA, in gpu/none.cpp.
+// The following are in gpu/make_gpu.cpp or, in a program that is built without CUDA, in gpu/no_cuda.cpp.
 // On a GPU. It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
 bool built_with_cuda();

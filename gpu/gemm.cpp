@@ -1,5 +1,5 @@
-// gpu/gemm.cpp - CublasGemms::run() (gpu/gemm.h): operands as cuBLAS sees them, the description of a GEMM, the
-// choice of its algorithm, and the launch.
+// gpu/gemm.cpp - CublasGemms::run() (gpu/gemm.h): operands as cuBLAS sees them, the description of a GEMM,
+// the choice of its algorithm, and the launch.
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands are contiguous along the
 // dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;

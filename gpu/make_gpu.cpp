@@ -1,7 +1,8 @@
 // gpu/make_gpu.cpp - whether this machine's GPU can run a setup, and in how much of its memory: make_gpu()
-// and its neighbours in model.h. A program that is built without nvcc has gpu/none.cpp in its place.
+// and its neighbours in model.h. A program that is built without nvcc has gpu/no_cuda.cpp in its place.
 #include <cstdlib>
 
+#include "gpu_model.h"
 #include "parameters.h"
 #include "sharding.h"
 

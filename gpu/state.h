@@ -5,7 +5,7 @@
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
 // From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
-// says what a bucket, a stage and the rank's order are. gpu/layout.h has two tables: ShardPlace, by
+// says what a bucket, a stage and the rank's order are. gpu/memory_layout.h has two tables: ShardPlace, by
 // parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
 // length of a prompt.
 #pragma once
@@ -14,7 +14,7 @@
 #include <optional>
 
 #include "cuda.h"
-#include "layout.h"
+#include "memory_layout.h"
 #include "parameters.h"
 
 namespace coat::gpu {

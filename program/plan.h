@@ -1,7 +1,8 @@
 // plan.h - what is known of a run before it starts, as --plan prints it: the format of every tensor, and the
 // bytes of every kind of memory (the paper's table of memory, for any model).
 #pragma once
-#include "../gpu/layout.h"
+#include "../gpu/gpu_model.h"
+#include "../gpu/memory_layout.h"
 
 namespace coat {
 

@@ -4,8 +4,8 @@
 
 #include <cstdio>
 
-#include "../gpu/layout.h"
 #include "../data/files.h"
+#include "../gpu/gpu_model.h"
 #include "clock.h"
 #include "start.h"
 

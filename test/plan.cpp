@@ -1,4 +1,5 @@
-// plan.cpp (tests) - what is known of a run before it starts: program/plan.h and gpu/layout.h.
+// plan.cpp (tests) - what is known of a run before it starts: program/plan.h, gpu/gpu_model.h and
+// gpu/memory_layout.h.
 #include "help/model.h"
 
 using namespace coat;
@@ -321,6 +322,10 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
         });
         CHECK(ours == x);
     }
+    // The recipe nearest to those of rows and blocks, among those that such a GPU can run
+    check_error(error_of([] { recipe_on_gpu(find_row(recipes(), "rowwise", ""), 89); }),
+                "use --recipe tensorwise");
+    CHECK(recipe_on_gpu(find_row(recipes(), "tensorwise", ""), 89).x == E4M3_TENSOR);
     for (Storage Recipe::*saved : {&Recipe::saved_inputs, &Recipe::saved_attention}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};

@@ -84,7 +84,7 @@ GIT_TEST_CASE("includes run one way") {
     const std::vector<std::vector<std::string>> levels = {{"formats.h", "text.h"},
                                                           {"architecture.h", "step.h"},
                                                           {"model.h", "data/"},
-                                                          {"gpu/layout"},
+                                                          {"gpu/memory_layout", "gpu/gpu_model"},
                                                           {"reference", "gpu/", "coat.cu", "adamw.cu"},
                                                           {"model.cu"},
                                                           {"program/"}};

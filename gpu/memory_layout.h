@@ -1,30 +1,14 @@
-// gpu/layout.h - what the rest of the program asks of a model on a GPU: to make it, how much memory it needs
-// and how that is divided, and which recipes a GPU can run. A program without CUDA has this too, for --plan;
-// only gpu_model() and arena_bytes() need CUDA. gpu/operators.h explains the words bucket, flat order and
-// rank's order.
+// gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
+// buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the run,
+// so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
+// and rank's order.
 #pragma once
 #include "../model.h"
 
 namespace coat {
 
-// -----------------------------------------------------------------------------------------------------------
-// The model on a GPU, and its memory: one allocation (gpu/state.h), in which every tensor is aligned to this.
-
+// The model of a GPU takes one allocation (gpu/state.h), in which every tensor is aligned to this.
 inline constexpr int64_t GPU_ALIGNMENT = 256;
-
-namespace gpu {
-class Transport;  // gpu/sharding.h: how GPUs send each other bytes
-}
-// The model on a GPU (model.cu). bytes: the size of its allocation. cache_weights: whether all FP8 weights
-// are made once per step; otherwise they are made when a GEMM needs them. transport: to the other ranks; null
-// with one rank, and in a dry run. (make_gpu() of model.h first asks what the GPU supports.)
-std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
-                                 std::shared_ptr<gpu::Transport> transport = nullptr);
-// The bytes that this model needs: found by a dry run of a step, which needs no GPU. 0 in a program without
-// CUDA.
-int64_t arena_bytes(const Setup& s, bool cache_weights);
-// Whether it pays off to make all FP8 weights once per step, if memory allows.
-bool should_cache_weights(const Setup& s);
 
 // A GPU maps the allocations of the other ranks of its machine, at most seven. The page tables have 8 bytes
 // for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
@@ -94,10 +78,5 @@ inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
     return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-
-// The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
-Recipe recipe_on_gpu(const Recipe& r, int capability);
 
 }  // namespace coat

@@ -1,5 +1,5 @@
-// gpu/none.cpp - stands for gpu/make_gpu.cpp and model.cu in a program that is built without nvcc.
-#include "layout.h"
+// gpu/no_cuda.cpp - stands for gpu/make_gpu.cpp and model.cu in a program that is built without nvcc.
+#include "gpu_model.h"
 
 namespace coat {
 

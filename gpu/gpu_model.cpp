@@ -1,0 +1,39 @@
+// gpu/gpu_model.cpp - which recipes a GPU can run, and whether it caches weights (gpu/gpu_model.h).
+#include "gpu_model.h"
+
+namespace coat {
+
+bool should_cache_weights(const Setup& s) {
+    return s.micro_batches_per_rank > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
+}
+
+// Whether cuBLASLt has a GEMM of two such operands.
+static bool has_gemm(const Storage& a, const Storage& b) {
+    if (!a.fp8() || !b.fp8()) return a == b;
+    if (a.format == Format::E5M2 && b.format == Format::E5M2) return false;
+    const auto in_blocks = [](const Storage& q) {
+        return q.granularity == PER_1x128 || q.granularity == PER_128x128;
+    };
+    if (in_blocks(a) && in_blocks(b)) return a.granularity == PER_1x128 || b.granularity == PER_1x128;
+    return a.granularity == b.granularity && (a.granularity == PER_TENSOR || a.granularity == PER_ROW);
+}
+
+Recipe recipe_on_gpu(const Recipe& r, int capability) {
+    if (!has_gemm(r.x, r.w) || !has_gemm(r.g, r.w) || !has_gemm(r.g, r.x))
+        throw Error("--recipe ", r.name, " has x in ", r.x.text(), ", w in ", r.w.text(), " and g in ",
+                    r.g.text(),
+                    ", which no GEMM of a GPU multiplies; give all of them one scale per tensor, ",
+                    "per row or per 128 elements, at most one of them E5M2.");
+    Recipe changed = r;
+    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Storage{r.compute};
+    if (changed.x.fp8() && r.x.granularity != PER_TENSOR && capability != 90)
+        throw Error("--recipe ", r.name,
+                    " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
+                    "(Hopper); use --recipe tensorwise, or --device cpu.");
+    for (const Storage& q : {r.saved_inputs, r.saved_attention})
+        if (q.fp8() && q != E4M3_1x16)
+            throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
+    return changed;
+}
+
+}  // namespace coat

@@ -1,0 +1,30 @@
+// gpu/gpu_model.h - what it takes to make the model on a GPU: the recipe as this GPU can run it, the memory
+// that the model needs, and the model itself. (The rest of the program calls make_gpu() of model.h, which
+// stands in gpu/make_gpu.cpp and calls these.) A program without CUDA has all of this but gpu_model(), for
+// --plan.
+#pragma once
+#include "../model.h"
+
+namespace coat {
+
+namespace gpu {
+class Transport;  // gpu/sharding.h: how GPUs send each other bytes
+}
+
+// The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
+Recipe recipe_on_gpu(const Recipe& r, int capability);
+
+// Whether it pays off to make all FP8 weights once per step, if memory allows.
+bool should_cache_weights(const Setup& s);
+
+// The bytes of GPU memory that the model needs, in one allocation: found by a dry run of a step, which needs
+// no GPU. cache_weights: whether all FP8 weights are made once per step; otherwise they are made when a GEMM
+// needs them. The result is 0 in a program without CUDA.
+int64_t arena_bytes(const Setup& s, bool cache_weights);
+
+// The model (model.cu). bytes: the size of its allocation, at least arena_bytes(). transport: to the other
+// ranks; null with one rank, and in a dry run.
+std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
+                                 std::shared_ptr<gpu::Transport> transport = nullptr);
+
+}  // namespace coat
