@@ -6,6 +6,7 @@ of a real run need model A. It is trained first, in two minutes, unless another 
 
     make train && python3 dev/lessons.py real [FOLDER]
 """
+import json
 import pathlib
 import sys
 
@@ -379,8 +380,19 @@ def reports():
     table(("report", "of", "SNR", "saturated", "flushed to zero"), rows)
 
 
+def pairs():
+    """Where the runs of GPT-2 ended that results.py measured on a GPU. Nothing is trained here."""
+    recorded = json.loads(pathlib.Path(__file__).with_name("results.json").read_text())["convergence"]
+    recipes, rows = ("bf16", "te", "coat", "coat-saved"), []
+    for seed in ("1", "2", "3"):
+        runs = [recorded[recipe if seed == "1" else f"{recipe} seed {seed}"] for recipe in recipes]
+        ends = [run["train"][-1] for run in runs]
+        rows.append((seed, *(f"{end:.4f}" for end in ends), *(f"{end - ends[0]:+.4f}" for end in ends[1:])))
+    table(("seed", *(f"`{recipe}`" for recipe in recipes), *(f"`{recipe}` - `bf16`" for recipe in recipes[1:])), rows)
+
+
 LESSONS = {"1": formats, "2": one_scale, "3": granularity, "4": delayed, "5": gemms, "7": staircase, "noise": noise,
-           "depth": depth, "9": expansion, "13": reports}
+           "depth": depth, "9": expansion, "13": reports, "pairs": pairs}
 
 if __name__ == "__main__":
     wanted, *folder = sys.argv[1:] or ["none"]
