@@ -262,6 +262,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     Norm n;
     Layout input;
     Dense<Element> dy_in, residual_in, residual_out;
+    float inverse_C;  // 1 / C
 
     // Whether a chunk lies inside its row.
     __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
@@ -287,6 +288,16 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         weights.unpack(weights.load(first_column(c)), weight);
     }
 
+    // Calls f(c, j, d) for each of the thread's elements of the row: element j of chunk c, with d = dy weight.
+    template <class F> __device__ void for_each_d(const RawRow<Layout>& raw, F f) const {
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values dy, weight;
+            get_dy_and_weight(raw, c, dy, weight);
+            for (int j = 0; j < CHUNK; j++) f(c, j, dy[j] * weight[j]);
+        }
+    }
+
     // All threads of the block call it, because it takes sums over rows.
     __device__ NormedRow normalize(const RawRow<Layout>& raw, RowSum& sum_over_row) const {
         Values x[ROW_CHUNKS];
@@ -302,18 +313,11 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         row.statistics = row_statistics(x, n.in.cols, /*rms=*/false, n.eps, sum_over_row);
         row.set_xhat(x);
         float sum[2] = {0, 0};  // of d, and of d xhat
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values dy, weight;
-            get_dy_and_weight(raw, c, dy, weight);
-            for (int j = 0; j < CHUNK; j++) {
-                const float d = dy[j] * weight[j];
-                sum[0] += d;
-                sum[1] += d * row.xhat[c][j];
-            }
-        }
+        for_each_d(raw, [&](int c, int j, float d) {
+            sum[0] += d;
+            sum[1] += d * row.xhat[c][j];
+        });
         sum_over_row(sum);
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
         row.mean_d = sum[0] * inverse_C;
         row.mean_d_xhat = sum[1] * inverse_C;
         return row;
@@ -323,22 +327,15 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     __device__ NormedRow normalize_by_rms(const RawRow<Layout>& raw, const Values (&x)[ROW_CHUNKS],
                                           RowSum& sum_over_row) const {
         float sum[2] = {0, 0};  // of x^2, and of d x
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values dy, weight;
-            get_dy_and_weight(raw, c, dy, weight);
-            for (int j = 0; j < CHUNK; j++) {
-                const float d = dy[j] * weight[j];
-                sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
-                sum[1] += d * x[c][j];
-            }
-        }
+        for_each_d(raw, [&](int c, int j, float d) {
+            sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+            sum[1] += d * x[c][j];
+        });
         sum_over_row(sum);
         NormedRow row;
         row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], n.in.cols, n.eps)};
         row.set_xhat(x);
         row.mean_d = 0;
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
         row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
         return row;
     }
@@ -416,7 +413,8 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
                                                  .input = in,
                                                  .dy_in = dense<Element>(g.dy.data),
                                                  .residual_in = dense<Element>(g.residual_in.data),
-                                                 .residual_out = dense<Element>(g.residual_out.data)};
+                                                 .residual_out = dense<Element>(g.residual_out.data),
+                                                 .inverse_C = 1.0f / static_cast<float>(n.in.cols)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,
            norm, g.residual_amax_out, workspace);
