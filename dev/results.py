@@ -169,7 +169,10 @@ def shell(command):
 
 
 def ask_gpus(what):
-    return shell(f"nvidia-smi --query-gpu={what} --format=csv,noheader,nounits").stdout.splitlines()
+    """A line for each GPU, or for each that the environment variable CUDA_VISIBLE_DEVICES names."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = f"--id={chosen} " if chosen else ""
+    return shell(f"nvidia-smi {which}--query-gpu={what} --format=csv,noheader,nounits").stdout.splitlines()
 
 
 @contextlib.contextmanager
@@ -231,7 +234,7 @@ def run(group, name, gpu=None):
     program = not flags.startswith("--")
     out = "" if "--out" in flags else "--out ''"
     command = flags if program else f"./train {GROUPS[group].shared} {flags} {out} --log {log}.jsonl"
-    choice = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={gpu}"
+    choice = "" if gpu is None else f"CUDA_VISIBLE_DEVICES={ask_gpus('index')[gpu]}"
     with memory_watch(gpu) as most:
         ended = shell(f"rm -rf {log} {log}.jsonl; export OMP_WAIT_POLICY=passive {choice}; {command}")
     if ended.returncode:
