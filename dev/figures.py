@@ -171,22 +171,30 @@ def staircase():
 
 def delayed():
     """The seven steps of lesson 4: the amax of each and what the delayed scale can represent, and the SNR."""
-    _, (values, errors) = plt.subplots(2, 1, figsize=(6.4, 4.8), sharex=True, height_ratios=[1.5, 1])
+    _, (values, errors) = plt.subplots(2, 1, figsize=(6.4, 5.2), sharex=True, height_ratios=[1.8, 1])
     steps = range(1, len(lessons.AMAXES) + 1)
-    limits, late, in_time = [], [], []
+    limits, saturated, late, in_time = [], [], [], []
     for step, amax in enumerate(lessons.AMAXES):
         limits.append(max(lessons.AMAXES[max(step - 3, 0):step], default=amax))
         x = np.linspace(-amax, amax, 1001).astype(np.float32)
         for snrs, largest in ((late, limits[-1]), (in_time, amax)):
             s = coat.scales_of(coat.E4M3, np.float32(largest))
             snrs.append(lessons.snr(x, lessons.scaled(coat.E4M3, x, s)[1]))
-    represented = np.minimum(lessons.AMAXES, limits)
-    values.bar(steps, represented, 0.6, color=theme["green"], label="magnitudes that the scale can represent")
-    values.bar(steps, lessons.AMAXES - represented, 0.6, represented, color=theme["red"], label="too large: they become the largest")
-    values.hlines(limits, np.array(steps) - 0.42, np.array(steps) + 0.42, color=theme["text"], linewidth=2,
-                  label="the scale is made for the largest amax of three steps before")
-    values.set(ylabel="magnitude", ylim=(0, 78), title="delayed scaling: the values of a step reach up to its amax")
-    values.set_yticks([0, 12, 24, 48])
+        saturated.append(np.mean(np.abs(x) > 464 / 448 * limits[-1]))
+    represented, low = np.minimum(lessons.AMAXES, limits), 7  # the low end of the axis
+    values.bar(steps, represented - low, 0.62, low, color=theme["green"], alpha=0.55,
+               label="values that the scale can represent")
+    values.bar(steps, lessons.AMAXES - represented, 0.62, represented, color=theme["red"],
+               label="values that are too large for it, and how many become its largest value")
+    values.hlines(limits, np.array(steps) - 0.46, np.array(steps) + 0.46, color=theme["text"], linewidth=2,
+                  label="the largest amax of three steps before, for which the scale is made")
+    for step, amax, share in zip(steps, lessons.AMAXES, saturated):
+        if share:
+            values.text(step, 1.06 * amax, f"{share:.0%}", ha="center", va="bottom", color=theme["red"], weight="bold")
+    values.set(yscale="log", ylabel="magnitude (logarithmic)", ylim=(low, 190),
+               title="delayed scaling: the values of a step reach up to its amax")
+    values.set_yticks([10, 12, 24, 48], ["10", "12", "24", "48"])
+    values.minorticks_off()
     values.legend(loc="upper left", handlelength=1.2, borderaxespad=0.2)
     errors.plot(steps, in_time, "o-", color=theme["grey"], label="just in time")
     errors.plot(steps, late, "o-", color=theme["blue"], label="delayed")
@@ -446,8 +454,11 @@ def flow_operator(ax, row, y, colors):
     if kind == "linear":
         path(ax, (FORWARD - WIDE / 2 - 0.38, y), (FORWARD - WIDE / 2, y))
         note(ax, FORWARD - WIDE / 2 - 0.45, y, "w", "right", color=theme["text"], weight="bold")
-        path(ax, (BACKWARD + WIDE / 2, y), (BACKWARD + WIDE / 2 + 0.38, y))
-        note(ax, BACKWARD + WIDE / 2 + 0.42, y, "dw", color=theme["text"], weight="bold")
+        right = BACKWARD + WIDE / 2
+        path(ax, (right + 0.38, y + 0.14), (right, y + 0.14))
+        note(ax, right + 0.43, y + 0.14, "w", color=theme["text"], weight="bold")
+        path(ax, (right, y - 0.14), (right + 0.38, y - 0.14))
+        note(ax, right + 0.43, y - 0.14, "dw", color=theme["text"], weight="bold")
     if LAYER[row + 1][1] != "add":
         path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
         note(ax, FORWARD + 0.12, y - 0.5, out)
@@ -475,7 +486,7 @@ def flow_saved(ax, y, words, made):
 
 
 def flow_legend(ax, colors):
-    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. dgrad reads w again (not drawn)"),
+    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. fprop and dgrad read w"),
             ("norm", "a norm or activation function: reads groups, which are saved, too"),
             ("bf16", "computed in BF16"),
             ("saved", "filled: saved for backward, 16.3 C bytes a token in all (BF16: 22.8 C)"),
