@@ -19,10 +19,10 @@
 //       add_embedding_gradients()    from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
-// Linear layers have their own file, gpu/linear.h. It also says when operands are quantized, and which kernel
-// computes their amaxes. A function stands after the one that calls it. What several functions call stands in
-// three sections before forward(): where tensors are, the arguments of kernels, and the gradients of a
-// bucket. After the step come the other things that one asks of a model.
+// Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
+// stands after the one that calls it. What several functions call stands in three sections before forward():
+// where tensors are, the arguments of kernels, and the gradients of a bucket. After the step come the other
+// things that one asks of a model.
 //
 // Three rules:
 //   - A Pass says what runs: it is given to every function that depends on it.
@@ -64,9 +64,10 @@ struct ResidualNorm {
     AmaxAndScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
 };
 
-// The residual stream (N, C) in forward. It is written for the norm that reads it next: as the saved input of
-// this norm, and, if that is in groups, also into a buffer, in the compute dtype. In recipes that do not save
-// groups the saved inputs are the stream, and there is no buffer.
+// The residual stream (N, C) in forward. If the recipe saves norm inputs in groups, each sum is stored twice:
+// in groups, as the saved input of the norm that reads the stream next, and in the compute dtype, in a
+// buffer, for the next sum. In other recipes it is stored once, as the saved input of that norm, and there is
+// no buffer.
 struct ResidualStream {
     TensorRef buffer;          // (N, C), or no tensor
     bool forward_reads_saved;  // of the recipe (formats.h)
@@ -102,8 +103,6 @@ struct Pass {
     bool overwrites_gradients = true;
     // With --gradients none: the settings of the update, which finish_bucket() does. Otherwise null.
     const AdamWOptions* update_in_backward = nullptr;
-    // Where measure_quantization() adds up what storing the moments would lose. Otherwise null.
-    QuantReport* report = nullptr;
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -251,12 +250,13 @@ private:
 
     // Begins a step, or one of evaluate(), next_logits() and measure_quantization(): clears the StepOutcome,
     // copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how many targets
-    // count. quant_stats: where quantization errors are added up, by ReportKind; null: they are not measured.
-    void begin_step_or_evaluation(double target_count, QuantStats* quant_stats = nullptr) {
+    // count. report: whose statistics are to be measured, in this pass alone; or null.
+    void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear_async(outcome(), sizeof(StepOutcome), stream_);
-        context_.quant_stats = quant_stats;
+        context_.quant_report = report;
+        context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
         if (scales_.delayed()) begin_delayed_scaling();
         if (linear_context_.caches_weights) write_cached_weights();
     }
@@ -285,7 +285,8 @@ private:
     // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
     // CUDA graph replays: its launch depends on the tokens.
     void run_micro_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
-        load_batch(pass, tokens, targets);
+        load_tokens(pass, tokens);
+        load_targets(pass, targets);
         CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
         if (repeats_launches(pass)) graph.run(stream_, [&] { forward_and_backward(pass); });
         else forward_and_backward(pass);
@@ -297,15 +298,17 @@ private:
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
         // Errors of quantizing are measured by other kernels
-        if (pass.report) return false;
+        if (context_.quant_report) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
         if (sharding_->sends_gradients() || pass.update_in_backward) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
         return !scales_.any_empty_history;
     }
-    // Copies tokens and targets (B, T) to the GPU, when the pass before has run.
-    void load_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
+    // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
+    void load_tokens(const Pass& pass, const int32_t* tokens) {
         context_.wait_and_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+    }
+    void load_targets(const Pass& pass, const int32_t* targets) {
         context_.wait_and_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
@@ -326,6 +329,21 @@ private:
 
     // -------------------------------------------------------------------------------------------------------
     // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
+    //
+    // Some tensors replace each other in one place, from left to right in the order of a step; "-" means that
+    // the place is not touched:
+    //
+    //   place                forward              head                 backward, layer by layer
+    //   dresidual            the final norm's     the gradient of      the gradient of the residual stream
+    //                        input                this input
+    //   gate and up of a     gate and up          -                    dgate_up, the gradient of gate and up,
+    //   layer                                                          as an operand; then dqkv (each if it
+    //                                                                  fits: dgate_up_in_place_ and
+    //                                                                  dqkv_in_place_)
+    //   activations of       what forward saves   -                    gradients of weights, where these lie
+    //   later layers                                                   over activations (gpu/state.h)
+    //   logits               -                    logits, then their   -
+    //                                             gradients
 
     // (n, cols) in the compute dtype, in memory that is allocated now: for as many rows as an FP8 GEMM may
     // write.
@@ -436,12 +454,12 @@ private:
     // To be called before the first kernel that adds to the gradients of a bucket.
     void begin_bucket(const Pass& pass, int64_t bucket) {
         sharding_->wait_for_gradient_buffer(bucket);
-        if (pass.overwrites_gradients) clear_added_gradients(bucket);
+        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
     // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
     // these begin at zero. The gradient of the head's weight does not: a GEMM has written it before, even if
     // the weight is a tied embedding.
-    void clear_added_gradients(int64_t bucket) const {
+    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
@@ -457,8 +475,8 @@ private:
     //                            where they are added; with one rank they are where they must be
     //   with --gradients none    the weights of the bucket are updated
     void finish_bucket(const Pass& pass, int64_t bucket) {
-        if (pass.report) {
-            parameters_.add_moment_quant_errors_of(bucket, *sharding_, *pass.report);
+        if (context_.quant_report) {
+            parameters_.add_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
             return;
         }
         sharding_->reduce_gradients(bucket, pass.first_micro_batch);
@@ -470,7 +488,19 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Forward
+    // Forward. Who computes the amaxes of the operands of linear layers (gpu/linear.h), if they are needed
+    // before the operands are made:
+    //
+    //   operand               what it is            who computes its amax
+    //   qkv_proj.x            output of norm 1      embed(), or save_residual_sum() of the layer before
+    //   attention_out_proj.x  output of attention   attention_forward(); if the output is saved in groups, a
+    //                                               pass over these: compute_x_amax_if_needed()
+    //   gate_up_proj.x        output of norm 2      save_residual_sum() in attention_block_forward()
+    //   down_proj.x           output of the         quantize_activation_input(), where it saves gate and up
+    //                         activation            in groups; else a pass: compute_x_amax_if_needed()
+    //   each w                the weight            the last update. With delayed scaling, only while a
+    //                                               history of amaxes is empty, a pass:
+    //                                               LinearLayer::compute_w_amax_if_needed()
 
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
@@ -514,7 +544,8 @@ private:
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         const bool out_in_groups = saved_out.storage.fp8();
-        attention_forward(attention_shape_args(pass), attention_input(pass, layer, qkv).data, out.data,
+        const TensorRef attention_qkv = attention_input(pass, layer, qkv);
+        attention_forward(attention_shape_args(pass), attention_qkv.data, out.data,
                           saved_log_sum_exp(pass, layer),
                           out_in_groups ? nullptr : layer.attention_out_proj.x_amax_out(), stream_);
         save_and_reload(out, saved_out);
@@ -533,10 +564,11 @@ private:
         const ResidualNorm norm2 = norm2_of(pass, layer);
         const TensorRef saved_gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. x is not computed yet:
-        // fprop() does it, while it makes x's codes. Each of the three branches computes gate and up, saves
-        // them, and leaves the amax of the activation's output
+        // fprop() does it, while it makes x's codes
         const LazyTensor x = residual.normed_by(norm2);
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
+        // Each of the three branches computes gate and up, saves them, and leaves the amax of the
+        // activation's output
         if (!saved_gate_up.storage.fp8()) {
             // The recipes that save no groups: the projection writes what is saved
             layer.gate_up_proj.fprop(x, gate_up);
@@ -568,11 +600,11 @@ private:
                                   context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
-    // The residual sum at the end of a block, which begins with the norm `first`: the stream before this norm
-    // + branch. Saves it as the input of the norm `next`, and leaves the amax of that norm's output.
-    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& first, const TensorRef& branch,
-                           const ResidualNorm& next) {
-        residual_add(residual.before(first), branch, residual.output_for(next), stream_);
+    // The residual sum at the end of a block: the stream before the block's norm + branch. Saves it as the
+    // input of the norm `next`, and leaves the amax of that norm's output.
+    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& norm_of_block,
+                           const TensorRef& branch, const ResidualNorm& next) {
+        residual_add(residual.before(norm_of_block), branch, residual.output_for(next), stream_);
         add_norm_input_errors(residual, next);
     }
     // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
@@ -586,20 +618,6 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a slice
     // of HEAD_SLICE_TOKENS tokens at a time.
-
-    // Of evaluate(). A step calls loss_and_head_backward() instead.
-    void loss_without_gradients(const Pass& pass) {
-        const Arena::Scope scope(arena_);
-        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
-        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
-            const Arena::Scope slice(arena_);
-            const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
-            const TensorRef logits = compute_logits(pass, first, /*out*/ y);
-            cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
-                                  stream_);
-        }
-        add_up_losses(pass);
-    }
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward(const Pass& pass) {
@@ -679,6 +697,17 @@ private:
     //
     // Memory is given back as early as possible, which can be in the middle of a bucket: there a Scope is
     // ended by end(). What must outlive a Scope is allocated before it, because memory is a stack.
+    //
+    // Who computes the amaxes of the operands, if they are needed before the operands are made:
+    //
+    //   operand               what it is                 who computes its amax
+    //   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
+    //                         of the layer               final norm: backward comes from there
+    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_dbias()
+    //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
+    //   qkv_proj.g            dqkv                       attention_backward(); but in Qwen3, where
+    //                                                    qk_norm_backward() changes dqkv after it, a pass in
+    //                                                    make_g_operand_and_dbias()
 
     // From the gradient of the residual stream after a layer to that before norm 2.
     void mlp_block_backward(const Pass& pass, Layer& layer) {
@@ -760,8 +789,9 @@ private:
         const TensorRef out = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(pass))));
+        const TensorRef attention_qkv = attention_input(pass, layer, qkv);
         attention_backward(attention_shape_args(pass),
-                           {.qkv = attention_input(pass, layer, qkv).data,
+                           {.qkv = attention_qkv.data,
                             .out = out.data,
                             .lse = saved_log_sum_exp(pass, layer),
                             .dout = dout.data,
@@ -839,21 +869,39 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const Pass pass{.B = setup_.B, .T = setup_.T};
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N));
-        load_batch(pass, tokens, targets);
+        load_tokens(pass, tokens);
+        load_targets(pass, targets);
         forward(pass);
         loss_without_gradients(pass);
         store_loss_or_nan(&outcome()->loss);
         return fetch_outcome().loss;
     }
 
+private:
+    // The loss alone, for evaluate(). A step calls loss_and_head_backward() instead.
+    void loss_without_gradients(const Pass& pass) {
+        const Arena::Scope scope(arena_);
+        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
+        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
+            const Arena::Scope slice(arena_);
+            const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
+            const TensorRef logits = compute_logits(pass, first, /*out*/ y);
+            cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
+                                  stream_);
+        }
+        add_up_losses(pass);
+    }
+
+public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         const Pass pass{.B = 1, .T = n};
         begin_step_or_evaluation(1);
-        load_batch(pass, tokens, tokens);  // the targets may be anything: no loss is computed
+        load_tokens(pass, tokens);
         forward(pass);
         sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
         const Arena::Scope scope(arena_);
-        const TensorRef last = compute_logits(pass, n - 1, allocate_tensor(1, config_.C));
+        const TensorRef y = allocate_tensor(1, config_.C);
+        const TensorRef last = compute_logits(pass, /*first=*/n - 1, /*out*/ y);
         // The scratch memory of GEMMs is free between them, and has room for a row of logits
         const TensorRef in_fp32{
             .data = gemms_.scratch, .scales = nullptr, .rows = 1, .cols = last.cols, .storage = PLAIN_FP32};
@@ -864,9 +912,9 @@ public:
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantStats* const quant_stats = memory_.scalars->quant_stats;
         QuantReport report{};
-        const Pass pass{.B = setup_.B, .T = setup_.T, .report = &report};
+        const Pass pass{.B = setup_.B, .T = setup_.T};
         clear_async(quant_stats, sizeof(Scalars::quant_stats), stream_);
-        begin_step_or_evaluation(divisor_of_mean(targets, pass.N), quant_stats);
+        begin_step_or_evaluation(divisor_of_mean(targets, pass.N), &report);
         run_micro_batch(pass, tokens, targets);
         sharding_->wait_for_transfers();
         context_.copy_to_host(report.kinds, quant_stats, sizeof(Scalars::quant_stats));

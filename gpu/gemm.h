@@ -1,16 +1,5 @@
 // gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
-// scales.
-//
-// A linear layer has three GEMMs. x is its input (N, in), N being the number of tokens; w its weight (out,
-// in); y its output (N, out); and g the gradient of y.
-//
-//   GEMM    computes             which reduces over    of FP8 operands it reads
-//   Fprop   y  = x w^T + bias    input features        x and w row-major
-//   Dgrad   dx = g w             output features       g row-major, w transposed
-//   Wgrad   dw = g^T x           tokens                g and x transposed
-//
-// Operands in FP32 and BF16 are always row-major. An FP8 operand (operators.h, Operand) needs only the forms
-// that its GEMMs read.
+// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are a table at Operand in operators.h.
 #pragma once
 #include <cublasLt.h>
 
@@ -21,7 +10,7 @@
 
 namespace coat::gpu {
 
-enum class WhichGemm : uint8_t { Fprop, Dgrad, Wgrad };
+enum class WhichGemm : uint8_t { Fprop, Dgrad, Wgrad };  // which of the three GEMMs of a linear layer
 
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product

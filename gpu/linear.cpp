@@ -28,6 +28,7 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Fprop);
+    context_.sharding.gather_weights(stage(), Direction::Forward);
     const Operand w_operand = get_or_make_w_operand(WhichGemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
@@ -37,6 +38,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
+    context_.sharding.gather_weights(stage(), Direction::Backward);
     const Operand w_operand = get_or_make_w_operand(WhichGemm::Dgrad);
     context_.gemms.run(WhichGemm::Dgrad, g_operand, w_operand, dx, stream());
 }
@@ -44,7 +46,9 @@ void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
     // In coat-saved, wgrad computes x from the saved groups, but forward did not. So an x of wgrad may exceed
-    // forward's amax by the rounding error of a group, and would saturate: a pass over x raises the amax.
+    // forward's amax by the rounding error of a group, and would saturate: a pass over x raises the amax. The
+    // scale of wgrad's x then follows from the larger of the two amaxes. (In the CPU reference it follows
+    // from the amax of wgrad's x alone, which may be a little smaller.)
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
@@ -86,28 +90,20 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
             .amax_out = amax_and_scale};
 }
 
-// source: x, w or g.
-void LinearLayer::write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const {
-    gpu::write_operand(source, operand, context_.gpu_context.quant_stats_of(report_kind(which)), stream());
-}
-
-// The operand of the input or of the weight, as `gemm` reads it: fprop reduces over columns of both; dgrad
-// reduces over rows of the weight, and wgrad over rows of the input.
+// The operand of x or of w in the form that `gemm` reads: row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
     const Form form = fp8 && gemm != WhichGemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(which, source.rows, form);
-    write_operand(which, source, operand);
+    write_operand(source, operand, quant_stats_of(which), stream());
     return operand;
 }
 
-// The operand of w, as `gemm` reads it. It may be in the cache. It may have arrived from other GPUs as
+// The operand of w in the form that `gemm` reads. It may be in the cache. Other GPUs may have sent it as
 // row-major codes, which are transposed for dgrad. Otherwise it is made here from the weight.
 Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
-    context_.sharding.gather_weights(Sharding::stage_of(linear_layer_index_),
-                                     gemm == WhichGemm::Fprop ? Direction::Forward : Direction::Backward);
     const TensorRef w = context_.sharding.weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
@@ -122,7 +118,8 @@ Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(WhichOperand::W, stored(context_.sharding.weight(weight_index_)), cached_w_operand_);
+    write_operand(stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
+                  quant_stats_of(WhichOperand::W), stream());
 }
 
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
@@ -159,21 +156,16 @@ void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, co
     const bool fp8 = context_.formats.g.fp8();
     AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
     if (fp8 && bias_index_ && !amax_to_compute) {
-        write_g_operand_and_sum_columns(g, g_operand);
+        const Arena::Scope scope(arena());
+        float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
+        write_operand_and_sum_columns(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
+                                      workspace, quant_stats_of(WhichOperand::G), stream());
         return;
     }
     if (fp8 && bias_index_) add_dbias(g, amax_to_compute);
     else if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
-    write_operand(WhichOperand::G, g, g_operand);
+    write_operand(g, g_operand, quant_stats_of(WhichOperand::G), stream());
     if (!fp8 && bias_index_) add_dbias(stored(g_operand.tensor), /*g_amax_out=*/nullptr);
-}
-
-void LinearLayer::write_g_operand_and_sum_columns(const LazyTensor& g, const Operand& g_operand) const {
-    const Arena::Scope scope(arena());
-    float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    write_operand_and_sum_columns(g, g_operand, context_.sharding.gradient_to_write(*bias_index_), workspace,
-                                  context_.gpu_context.quant_stats_of(report_kind(WhichOperand::G)),
-                                  stream());
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.

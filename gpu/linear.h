@@ -1,35 +1,16 @@
 // gpu/linear.h - a linear layer of the model, y = x w^T + bias, with x (N, in), w (out, in) and y (N, out):
-// its three GEMMs (gpu/gemm.h), and how their operands are made.
+// its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
 // them: x_operand, w_operand and g_operand. In most recipes these are FP8 codes. (In recipes without FP8 they
-// are BF16 or FP32 values.) An FP8 GEMM reads codes along the dimension that it reduces over, so each operand
-// has two forms, row-major and transposed. The table in gpu/gemm.h says which GEMM reads which.
+// are BF16 or FP32 values.) FP8 operands have two forms, row-major and transposed; the table at Operand in
+// gpu/operators.h says which GEMM reads which.
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
 //               these two, wgrad makes the operand again.
 //   w_operand   for one GEMM; or, in a cache, for a step.
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
-//
-// Who calls whom. model.cu calls the functions on the left:
-//
-//   fprop()
-//     make_operand()                        x: in BF16 x itself; in FP8 it allocates memory for codes, and
-//       write_operand()                     makes them: write_operand() of coat.cu
-//     get_or_make_w_operand()               w: from the cache, from another GPU's codes, or by make_operand()
-//   dgrad()
-//     get_or_make_w_operand()
-//   wgrad()
-//     make_operand()                        x
-//   make_g_operand_and_dbias()
-//     allocate_g_operand()                  (model.cu calls this and the next one itself for dgate_up)
-//     write_g_operand_and_dbias()           chooses the passes over g (table in linear.cpp):
-//       write_g_operand_and_sum_columns()   write_operand_and_sum_columns() of coat.cu
-//       add_dbias()                         add_column_sums() of gpu/layers.cu
-//       write_operand()                     write_operand() of coat.cu
-//   write_cached_w_operand()
-//     write_operand()
 //
 // Memory comes from the Arena (gpu/state.h), which is a stack. A function whose name begins with allocate_
 // takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lies in the
@@ -39,30 +20,8 @@
 // made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the
 // linear layer that will read the tensor, and leaves the amax there. (In recipes that need no amaxes both
 // functions return null.) If no earlier kernel has the values, a pass over the tensor computes the amax just
-// before the codes are made. This table says who computes the amaxes in model.cu; come back to it when you
-// read that file:
-//
-//   operand               what it is                 who computes its amax
-//
-//   in forward
-//   qkv_proj.x            output of norm 1           embed(), or save_residual_sum() of the layer before
-//   attention_out_proj.x  output of attention        attention_forward(); if the output is saved in groups,
-//                                                    a pass over these: compute_x_amax_if_needed()
-//   gate_up_proj.x        output of norm 2           save_residual_sum() in attention_block_forward()
-//   down_proj.x           output of the activation   quantize_activation_input(), where it saves gate and
-//                                                    up in groups; else a pass: compute_x_amax_if_needed()
-//   each w                the weight                 the last update. With delayed scaling, only while a
-//                                                    history of amaxes is empty, a pass:
-//                                                    compute_w_amax_if_needed()
-//
-//   in backward
-//   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
-//                         of the layer               final norm: backward comes from there
-//   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_dbias()
-//   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
-//   qkv_proj.g            dqkv                       attention_backward(); but in Qwen3, where
-//                                                    qk_norm_backward() changes dqkv after it, a pass in
-//                                                    make_g_operand_and_dbias()
+// before the codes are made. Who computes which amax stands in model.cu, at the head of its sections on
+// forward and on backward.
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
 // and x again, for wgrad, with the amax that forward has left. (In coat-saved wgrad raises this amax first:
@@ -155,12 +114,16 @@ private:
     Arena& arena() const { return context_.gpu_context.arena; }
     cudaStream_t stream() const { return context_.gpu_context.stream; }
 
+    // Where the errors of quantizing an operand are added up; null if they are not measured.
+    QuantStats* quant_stats_of(WhichOperand which) const {
+        return context_.gpu_context.quant_stats_of(report_kind(which));
+    }
+    int64_t stage() const { return Sharding::stage_of(linear_layer_index_); }
+
     Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    void write_operand(WhichOperand which, const LazyTensor& source, const Operand& operand) const;
     Operand make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const;
     Operand get_or_make_w_operand(WhichGemm gemm) const;
     void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
-    void write_g_operand_and_sum_columns(const LazyTensor& g, const Operand& g_operand) const;
     void compute_w_amax_if_needed() const;
 };
 

@@ -51,9 +51,18 @@ ReceivedBytes received_bytes(const Setup& s) {
     return most;
 }
 
-// The lowest offset that is possible. When backward writes the gradients of layer l, it still needs what the
-// layers 0 to l have saved. The head's come first, and a tied embedding's with them; any other embedding's
-// come last.
+// How many layers' activations backward still needs when it writes the gradient of the parameter p. If p
+// belongs to layer l, these are the layers 0 to l. The gradients of head and final norm are written first,
+// when all layers are needed, and the gradient of a tied embedding is begun there. The gradients of an
+// embedding that is not tied, and of positions, are written last.
+static int64_t layers_alive(const ModelConfig& config, const Param& p) {
+    if (p.layer >= 0) return p.layer + 1;
+    const bool written_last = p.name == "positions" || (p.name == "embedding" && !config.tied);
+    return written_last ? 0 : config.L;
+}
+
+// The lowest offset at which no gradient is written over activations that are still needed. (The sums of
+// several micro-batches must also outlive the activations of the next one.)
 int64_t gradients_offset(const Setup& s) {
     const ModelConfig& config = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
@@ -63,9 +72,8 @@ int64_t gradients_offset(const Setup& s) {
     const int64_t gradient_bytes = info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        const bool last = params[i].name == "positions" || (params[i].name == "embedding" && !config.tied);
-        const int64_t layers_alive = params[i].layer >= 0 ? params[i].layer + 1 : last ? 0 : config.L;
-        offset = std::max(offset, layers_alive * layer_bytes - places[i].rank_offset * gradient_bytes);
+        const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
+        offset = std::max(offset, needed_bytes - places[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
 }

@@ -93,11 +93,20 @@ inline TensorRef row_slice(const TensorRef& v, int64_t first, int64_t n) {
 
 inline AmaxAndScale* amax_and_scale(const TensorRef& v) { return static_cast<AmaxAndScale*>(v.scales); }
 
-// A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
-// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
-// (tensor.data) or transposed, may be null. With per-tensor scaling both forms have the same scale,
-// tensor.scales. In other granularities each form has scales of its own, tensor.scales and transposed_scales,
-// in the layout that cuBLASLt reads (for row-major codes):
+// A tensor as a GEMM (matrix multiplication) reads it. A linear layer has three GEMMs. x is its input (N,
+// in), N being the number of tokens; w its weight (out, in); y its output (N, out); and g the gradient of y:
+//
+//   GEMM    computes             which reduces over    of FP8 operands it reads
+//   fprop   y  = x w^T + bias    input features        x and w row-major
+//   dgrad   dx = g w             output features       g row-major, w transposed
+//   wgrad   dw = g^T x           tokens                g and x transposed
+//
+// Hopper's FP8 GEMM reads both operands along the dimension that it reduces over. So an FP8 operand that is
+// reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major (tensor.data)
+// or transposed, may be null: an operand has the forms that its GEMMs read. (Operands in FP32 and BF16 are
+// always row-major.) With per-tensor scaling both forms have the same scale, tensor.scales. In other
+// granularities each form has scales of its own, tensor.scales and transposed_scales, in the layout that
+// cuBLASLt reads (for row-major codes):
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four

@@ -69,30 +69,40 @@ static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
+// Buffers for gradients that do not stay where backward writes them: one that all buckets use in turn, or
+// two, for even and odd buckets. The bucket of a tied embedding has another one of its own. Returns the
+// buffer of each bucket.
+static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& arena, bool two) {
+    const GradientBufferSizes elements = gradient_buffer_sizes(s);
+    const int64_t each = info(gradient_format(s)).bytes;
+    uint8_t* const even = arena.allocate(elements.largest * each);
+    uint8_t* const odd = two ? arena.allocate(elements.largest * each) : even;
+    std::vector<uint8_t*> by_bucket(bucket_ranges(parameters(s.config)).size());
+    for (size_t b = 0; b < by_bucket.size(); b++) by_bucket[b] = b % 2 ? odd : even;
+    if (s.config.tied) by_bucket[0] = arena.allocate(elements.embedding * each);
+    return by_bucket;
+}
+
 // The places of gradients are a table above MemoryMap (gpu/state.h).
 static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Arena& arena,
                                                const std::vector<ShardPlace>& places) {
-    const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
-    const int64_t each = info(gradient_format(s)).bytes, activations = s.config.L * saved_layer_bytes(s);
+    const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
     if (!s.keep_gradients) {
-        m.saved_activations = arena.allocate(activations);
-    } else {
-        const int64_t offset = gradients_offset(s);
-        m.saved_activations =
-            arena.allocate(std::max(activations, offset + places.back().rank_offset * each));
-        for (const BucketRange& b : buckets)
-            m.owned_gradient_sums.push_back(m.saved_activations + offset +
-                                            places[b.first].rank_offset * each);
+        // --gradients none, with one rank: the update reads a bucket where backward has written it
+        m.saved_activations = arena.allocate(activation_bytes);
+        m.gradients_to_write = allocate_gradient_buffers(s, arena, /*two=*/false);
+        m.owned_gradient_sums = m.gradients_to_write;
+        return;
     }
-    m.gradients_to_write = m.owned_gradient_sums;
-    if (s.keep_gradients && s.ranks == 1) return;
-    const GradientBufferSizes elements = gradient_buffer_sizes(s);
-    uint8_t* const even = arena.allocate(elements.largest * each);
-    uint8_t* const odd = s.ranks > 1 ? arena.allocate(elements.largest * each) : even;
-    m.gradients_to_write.clear();
-    for (size_t b = 0; b < buckets.size(); b++) m.gradients_to_write.push_back(b % 2 ? odd : even);
-    if (s.config.tied) m.gradients_to_write[0] = arena.allocate(elements.embedding * each);
-    if (!s.keep_gradients) m.owned_gradient_sums = m.gradients_to_write;
+    // The sums of a step lie over the activations or after them, as gradients_offset() says
+    const int64_t offset = gradients_offset(s), each = info(gradient_format(s)).bytes;
+    m.saved_activations =
+        arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * each));
+    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
+        m.owned_gradient_sums.push_back(m.saved_activations + offset +
+                                        places[bucket.first].rank_offset * each);
+    if (s.ranks == 1) m.gradients_to_write = m.owned_gradient_sums;
+    else m.gradients_to_write = allocate_gradient_buffers(s, arena, /*two=*/true);
 }
 
 MemoryMap allocate_memory(GpuContext& context) {

@@ -126,21 +126,6 @@ struct Scalars {
 //
 // In the last two cases the gradients of a tied embedding have another place of their own, because the head
 // writes them before all others.
-//
-// Tensors that replace each other in one place, from left to right in the order of a step; "-" means that the
-// place is not touched. (Come back to this table when you read model.cu.)
-//
-//   place                forward              head                 backward, layer by layer
-//   dresidual            the final norm's     the gradient of      the gradient of the residual stream
-//                        input                this input
-//   gate and up of a     gate and up          -                    dgate_up, the gradient of gate and up, as
-//   layer                                                          an operand; then dqkv (each if it fits:
-//                                                                  dgate_up_in_place_, dqkv_in_place_ in
-//                                                                  model.cu)
-//   activations of       what forward saves   -                    gradients of weights, where these lie over
-//   later layers                                                   activations
-//   logits               -                    logits, then their   -
-//                                             gradients
 struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // CublasGemms::SCRATCH bytes
@@ -183,8 +168,9 @@ struct GpuContext {
     const Setup setup;
     const Stream stream;
     Arena arena;
-    // While quantization is measured: the errors so far, by ReportKind, on the device. Otherwise null.
-    QuantStats* quant_stats = nullptr;
+    // While quantization is measured, what it has lost so far. Otherwise both are null.
+    QuantStats* quant_stats = nullptr;    // on the device, by ReportKind, of all but moments
+    QuantReport* quant_report = nullptr;  // on the host: of moments
 
     // bytes: the size of the allocation; 0: a dry run.
     GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
