@@ -250,7 +250,7 @@ private:
 
     // Begins a step, or one of evaluate(), next_logits() and measure_quantization(): clears the StepOutcome,
     // copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how many targets
-    // count. report: whose statistics are to be measured, in this pass alone; or null.
+    // count. report: the quantization report that this evaluation is to fill; null if nothing is measured.
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));

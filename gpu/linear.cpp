@@ -90,7 +90,7 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
             .amax_out = amax_and_scale};
 }
 
-// The operand of x or of w in the form that `gemm` reads: row-major for fprop, else transposed.
+// The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
     if (!fp8 && is_stored_unquantized(source)) return {source.input};
