@@ -1,6 +1,7 @@
 // flags.cpp - the table of flags, and how the command line is read by it (flags.h).
 #include "flags.h"
 
+#include <algorithm>
 #include <cfloat>
 #include <charconv>
 #include <variant>
@@ -24,13 +25,13 @@ struct Flag {
     const char* name;
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
     OnResume on_resume;
-    const char* about;                     // its line of --help
-    const char* words = "";                // the texts that may be given, separated by spaces; "": any text
-    const char* gpu_default = nullptr;     // the default on a GPU; null: the default of Flags
-    const char* folder_default = nullptr;  // the default if --model is a folder; null: none
-    int64_t least = 0;                     // the smallest number that may be given
-    double most = FLT_MAX;                 // the largest, of a flag that is no whole number
-    const char* title = nullptr;           // the title above it in --help, where a group of flags begins
+    const char* about;                   // its line of --help
+    const char* words = "";              // the texts that may be given, separated by spaces; "": any text
+    const char* gpu_default = nullptr;   // the default on a GPU; null: the default of Flags
+    const char* help_default = nullptr;  // the default as --help shows it; null: as these two are
+    int64_t least = 0;                   // the smallest number that may be given
+    double most = FLT_MAX;               // the largest, of a flag that is no whole number
+    const char* title = nullptr;         // the title above it in --help, where a group of flags begins
 
     bool is_switch() const { return std::holds_alternative<bool Flags::*>(member); }  // it takes no value
 };
@@ -70,8 +71,7 @@ static const Flag FLAGS[] = {
     {.name = "steps", .member = &Flags::steps, .on_resume = CHANGES_STEPS,
      .about = "steps in total; 0 evaluates on held-out text and stops", .gpu_default = "900"},
     {.name = "lr", .member = &Flags::lr, .on_resume = CHANGES_STEPS,
-     .about = "peak of the learning rate, which falls to a tenth", .gpu_default = "0.001",
-     .folder_default = "1e-5"},
+     .about = "peak of the learning rate, which falls to a tenth", .help_default = "by size, see below"},
     {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
      .about = "steps of linear warm-up, before half a cosine"},
     {.name = "beta1", .member = &Flags::beta1, .on_resume = CHANGES_STEPS,
@@ -163,6 +163,29 @@ static void set(Flags& flags, const Flag& flag, const std::string& text) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
+// The default of the learning rate
+
+namespace {
+
+struct RateOfSize {
+    int64_t millions;  // the most parameters that a model with this rate has, in millions
+    double lr;
+};
+
+}  // namespace
+
+// From 100 million parameters on the rates are those of GPT-3 (Brown et al. 2020, table 2.1), whose models
+// have 125, 350, 760, 1300, 2700, 6700 and 13000 million parameters. The limits lie between them.
+constexpr RateOfSize RATES[] = {{10, 3e-3},     {100, 1e-3},     {200, 6e-4},
+                                {500, 3e-4},    {1000, 2.5e-4},  {2000, 2e-4},
+                                {4000, 1.6e-4}, {10000, 1.2e-4}, {INT32_MAX, 1e-4}};
+
+double default_learning_rate(int64_t parameters) {
+    const auto has_size = [&](const RateOfSize& row) { return parameters <= row.millions * 1'000'000; };
+    return std::find_if(std::begin(RATES), std::end(RATES), has_size)->lr;
+}
+
+// -----------------------------------------------------------------------------------------------------------
 // The command line
 
 // The flag of this name, with its dashes.
@@ -197,11 +220,6 @@ void Flags::parse(const std::vector<std::string>& arguments) {
 void Flags::take_gpu_defaults() {
     for (const Flag& flag : FLAGS)
         if (flag.gpu_default && !given(flag.name)) set(*this, flag, flag.gpu_default);
-}
-
-void Flags::take_folder_defaults() {
-    for (const Flag& flag : FLAGS)
-        if (flag.folder_default && !given(flag.name)) set(*this, flag, flag.folder_default);
 }
 
 std::string Flags::take_checkpoint(const ordered_json& saved) {
@@ -243,6 +261,19 @@ ordered_json Flags::saved_settings() const {
 
 void print_version() { std::printf("COAT %s (arXiv 2410.19313), ./train\n", VERSION); }
 
+static void print_rates() {
+    std::printf(
+        "\n--lr\n"
+        "  Weights from a folder have the default %g, and new weights one by the number of parameters\n"
+        "  (from 100 million on as in GPT-3: Brown et al. 2020, table 2.1):\n",
+        FINE_TUNING_RATE);
+    for (const RateOfSize& row : RATES) {
+        const bool is_last = row.millions == INT32_MAX;
+        const std::string size = is_last ? "more" : concat("up to ", row.millions, " million");
+        std::printf("  %-20s %g\n", size.c_str(), row.lr);
+    }
+}
+
 void print_help() {
     std::printf(
         "./train trains a Llama, Mistral, Qwen or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
@@ -254,10 +285,9 @@ void print_help() {
         if (flag.title) std::printf("\n%s\n", flag.title);
         std::string text = flag.is_switch() ? "" : text_of(value(standard, flag));
         if (flag.gpu_default) text += concat(" | ", flag.gpu_default);
+        if (flag.help_default) text = flag.help_default;
         std::printf("  --%-12s %-22s %s\n", flag.name, text.c_str(), flag.about);
         if (*flag.words) std::printf("%40sone of: %s\n", "", flag.words);
-        if (flag.folder_default)
-            std::printf("%40sdefault where --model is a folder: %s\n", "", flag.folder_default);
     }
     std::printf("\n--model\n");
     for (const ModelConfig& config : models())
@@ -267,6 +297,7 @@ void print_help() {
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
     for (const Optimizer& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+    print_rates();
     std::printf(
         "\n--data\n"
         "  The tokens of text are its bytes. data/tokenize.py makes token files with a tokenizer.\n"

@@ -12,8 +12,12 @@ namespace coat {
 
 inline constexpr const char* VERSION = "1.0";
 
+// The learning rate without --lr: of weights from a folder, and of new weights, by the number of parameters.
+inline constexpr double FINE_TUNING_RATE = 1e-5;
+double default_learning_rate(int64_t parameters);
+
 // The value of a flag is the one on the command line; else the one in the checkpoint that the run continues;
-// else the default of the table for a model folder or for a GPU; else the default below.
+// else the default of the table for a GPU; else the default below.
 struct Flags {
     // What is trained, and where.
     std::string device = "auto";
@@ -30,7 +34,7 @@ struct Flags {
     int64_t seq = 128;
     int64_t accumulate = 1;
     int64_t steps = 250;
-    double lr = 3e-3;
+    double lr = 0;  // start.cpp chooses the default
     int64_t warmup = 100;
     double beta1 = 0.9;
     double beta2 = 0.95;
@@ -65,10 +69,8 @@ struct Flags {
     bool on_gpu() const { return device == "gpu"; }  // even if this is a plan, and there is no GPU
     bool saves_checkpoints() const { return !out.empty() && !plan && steps > 0; }
 
-    // These set flags that are not given: those that have a default of their own for a GPU, or for a model
-    // folder.
+    // Sets flags that are not given, of those that have a default of their own for a GPU.
     void take_gpu_defaults();
-    void take_folder_defaults();
     // Sets each flag that is not given to its value in a checkpoint. Error if a flag that is given would make
     // the run another one. Returns what the given flags change in the steps to come, as a text:
     // "--steps 500 (before: 250), --clip 0.5 (before: 1.0)".

@@ -46,6 +46,26 @@ static std::string steps_text(const Run& run) {
                   " epochs of the training text");
 }
 
+// The peak of the learning rate, and the warm-up: "0.003, the default of 771,200 new weights; 100 steps of
+// warm-up".
+static std::string learning_rate_text(const Run& run) {
+    const Flags& flags = run.flags;
+    char rate[32];
+    std::snprintf(rate, sizeof rate, "%g", flags.lr);
+    std::string text = rate;
+    if (!flags.given("lr") && !flags.resumes())
+        text +=
+            run.weights_folder.empty()
+                ? concat(", the default of ", with_commas(parameter_count(run.setup.config)), " new weights")
+                : ", the default of weights from a folder";
+    const int64_t warmup = warmup_steps(flags.warmup, flags.steps);
+    text += concat("; ", with_noun(warmup, "step"), " of warm-up");
+    if (warmup < flags.warmup)
+        text += concat(", a tenth of the run, since --warmup ", flags.warmup, " is longer than --steps ",
+                       flags.steps);
+    return text;
+}
+
 // Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
@@ -64,9 +84,7 @@ void print_start(const Run& run) {
     print("batch: ", with_commas(run.step_tokens()), " tokens, ",
           with_noun(micro_batches_of_step(s), "micro-batch"), " of ", s.B, " x ", s.T,
           s.ranks > 1 ? " on " + with_noun(s.ranks, "rank") : "");
-    if (const int64_t warmup = warmup_steps(run.flags.warmup, run.flags.steps); warmup < run.flags.warmup)
-        print("warm-up: ", with_noun(warmup, "step"), ", a tenth of the run, since --warmup ",
-              run.flags.warmup, " is longer than --steps ", run.flags.steps);
+    if (run.flags.steps > 0) print("learning rate: ", learning_rate_text(run));
     if (!run.flags.plan) {
         const std::vector<MemoryRow> plan = run.flags.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
         print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",

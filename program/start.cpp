@@ -74,7 +74,6 @@ ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resu
     if (flags.gradients == "none" && flags.clip > 0 && place.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     const std::string folder = find_weights(resumed, flags);
-    if (!flags.resumes() && !folder.empty()) flags.take_folder_defaults();
     return {
         .weights_folder = folder,
         .config = folder.empty() ? find_row(models(), flags.model, "--model") : read_model_config(folder),
@@ -177,6 +176,12 @@ Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& 
     };
     require_supported(setup);
     return setup;
+}
+
+double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup) {
+    if (flags.given("lr") || flags.resumes()) return flags.lr;
+    if (!chosen.weights_folder.empty()) return FINE_TUNING_RATE;
+    return default_learning_rate(parameter_count(setup.config));
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ struct ModelAndFormats {
     Recipe recipe;       // as this GPU runs it, so that print-outs show that. make_gpu() asks for itself
     Optimizer optimizer;
 };
-// Sets the flags that these have defaults for. Error if --gradients and --clip contradict each other.
+// Sets --optimizer if it is not given. Error if --gradients and --clip contradict each other.
 ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags);
 // Reads --data; nothing for a plan, which needs no data.
 Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resumed& resumed);
@@ -69,6 +69,8 @@ Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resu
 int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data);
 // Error if the tokens of the data are none of the model's, or if the run is not supported.
 Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data);
+// --lr. If it is not given, that of the run that is continued, or else the default for such weights.
+double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup);
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
 // tokenizer.bin of the token files, so that --prompt can use it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);

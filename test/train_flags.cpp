@@ -1,5 +1,6 @@
 // train_flags.cpp - Flags (program/flags.h): which of several values a flag has, and what a resumed run does
 // with it. What ./train says of wrong flags is in train_rejects.cpp.
+#include "../architecture.h"
 #include "../program/flags.h"
 #include "help/files.h"
 
@@ -47,16 +48,34 @@ TEST_CASE("Flags: the numbers at their limits") {
     }
 }
 
-TEST_CASE("Flags: a given value stays; else a folder's default comes before a GPU's; else the standard one") {
+TEST_CASE("Flags: a given value stays; else a GPU's default comes before the standard one") {
     Flags flags = parsed({"--batch", "3"});
     flags.take_gpu_defaults();
-    CHECK((flags.batch == 3 && flags.seq == 1024 && flags.lr == 1e-3 && flags.model == "llama-30m"));
-    flags.take_folder_defaults();
-    CHECK((flags.lr == 1e-5 && flags.seq == 1024));
-    Flags given = parsed({"--lr", "2e-3"});
-    given.take_gpu_defaults();
-    given.take_folder_defaults();
-    CHECK(given.lr == 2e-3);
+    CHECK((flags.batch == 3 && flags.seq == 1024 && flags.model == "llama-30m" && flags.keep == 2));
+}
+
+TEST_CASE("default_learning_rate: ours for small models and GPT-3's rates for models of GPT-3's sizes") {
+    for (const auto& [model, rate] : {std::pair{"llama-tiny", 3e-3},
+                                      {"gpt2-tiny", 3e-3},
+                                      {"llama-30m", 1e-3},
+                                      {"gpt2", 6e-4},
+                                      {"tinyllama-1.1b", 2e-4},
+                                      {"llama-2-7b", 1.2e-4},
+                                      {"llama-2-13b", 1e-4},
+                                      {"llama-30b", 1e-4}}) {
+        INFO(std::string(model));
+        ModelConfig c = find_row(models(), model, "");
+        if (c.V == 0) c.V = 50257;  // also with a large vocabulary a small model stays small
+        CHECK(default_learning_rate(parameter_count(c)) == rate);
+    }
+    for (const auto& [millions, rate] : {std::pair{125, 6e-4},
+                                         {350, 3e-4},
+                                         {760, 2.5e-4},
+                                         {1300, 2e-4},
+                                         {2700, 1.6e-4},
+                                         {6700, 1.2e-4},
+                                         {13000, 1e-4}})
+        CHECK(default_learning_rate(millions * int64_t{1'000'000}) == rate);
 }
 
 TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses what would be another run") {

@@ -46,7 +46,7 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
     require_success(ended);
     CHECK(ended.error.empty());
     const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
-    CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
+    CHECK(std::count(before.begin(), before.end(), '\n') <= 13);
     for (const char* part :
          {"weights of ", "batch: 128 tokens", "\nsteps: 12, with 1,536 tokens: 0.03 epochs of",
           "sample | step 6\n", "factor k of second moments", "Validation loss 5.",
@@ -123,30 +123,52 @@ TEST_CASE("train: a value follows its flag or an equals sign; -h and --version p
     CHECK(contains(read_file("CITATION.cff"), concat("\nversion: ", VERSION, "\n")));
 }
 
-TEST_CASE("train: a run that starts from a folder has a low rate unless --lr is given") {
+TEST_CASE("train: without --lr the rate follows from the weights; a run that goes on keeps its own") {
     RunFolder folder;
     const std::string flags =
-        "--device cpu --data text --batch 1 --seq 16 --sample-every 0 --eval-tokens 640 --out '' "
-        "--warmup 0 --steps 1 --log log ";
-    for (const auto& [more, lr] : {std::pair{"--model \"$SMALL\"", 1e-5},
-                                   {"--model \"$SMALL\" --lr 2e-3", 2e-3},
-                                   {"--model llama-tiny", 3e-3}}) {
-        require_success(train(folder, flags + more));
+        "--device cpu --data text --batch 1 --seq 16 --sample-every 0 --eval-tokens 640 --warmup 0 --log "
+        "log ";
+    const std::string of_folder = "1e-05, the default of weights from a folder; 0 steps of warm-up\n",
+                      of_size = "0.003, the default of 771,200 new weights; 0 steps of warm-up\n";
+    for (const auto& [more, lr, says] :
+         {std::tuple{"--out a --model \"$SMALL\"", 1e-5, of_folder},
+          {"--out b --model \"$SMALL\" --lr 2e-3", 2e-3, "0.002; 0 steps of warm-up\n"},
+          {"--out c --model llama-tiny", 3e-3, of_size}}) {
+        const Ended ended = train(folder, flags + "--steps 1 " + more);
+        require_success(ended);
+        CHECK(contains(ended.out, "\nlearning rate: " + says));
         CHECK(logged(folder, "step").back().at("lr") == double(float(lr)));
     }
-    CHECK(contains(train(folder, "--help").out, "default where --model is a folder: 1e-5\n"));
+    for (const auto& [out, lr, says] : {std::tuple{"a", 1e-5, "1e-05;"}, {"c", 3e-3, "0.003;"}}) {
+        const Ended resumed = train(folder, concat("--device cpu --steps 2 --log log --resume ", out));
+        require_success(resumed);
+        CHECK(contains(resumed.out, concat("\nlearning rate: ", says)));
+        CHECK(logged(folder, "step").back().at("lr") == double(learning_rate(lr, 0, 2, 1)));
+    }
+    const std::string plan = "--plan --device gpu --batch 1 --seq 128 --model ";
+    CHECK(
+        contains(train(folder, plan + "llama-2-7b").out, "\nlearning rate: 0.00012, the default of 6,738,"));
+    CHECK(contains(train(folder, plan + "gpt2").out, "\nlearning rate: 0.0006, the default of 124,439,808"));
+    CHECK(!contains(tiny(folder, "--steps 0").out, "learning rate: "));
+    const std::string help = train(folder, "--help").out;
+    CHECK(contains(help, "\n  --lr           by size, see below "));
+    CHECK(contains(help, "Weights from a folder have the default 1e-05,"));
+    CHECK(contains(help, "\n  up to 10 million     0.003\n"));
+    CHECK(contains(help, "\n  more                 0.0001\n"));
 }
 
 TEST_CASE("train: a warm-up longer than the run is shortened so that the rate reaches --lr and it is said") {
     RunFolder folder;
-    const Ended ended = tiny(folder, "--steps 20 --eval-every 0 --out '' --log log");  // --warmup is 100
+    const Ended ended = tiny(folder, "--steps 20 --warmup 100 --eval-every 0 --out '' --log log");
     require_success(ended);
-    CHECK(contains(ended.out,
-                   "warm-up: 2 steps, a tenth of the run, since --warmup 100 is longer than --steps 20\n"));
+    CHECK(
+        contains(ended.out,
+                 "; 2 steps of warm-up, a tenth of the run, since --warmup 100 is longer than --steps 20\n"));
     double most = 0;
     for (const auto& line : logged(folder, "step")) most = std::max(most, line.at("lr").get<double>());
     CHECK(most == double(float(3e-3)));
-    CHECK(!contains(tiny(folder, "--steps 2 --warmup 1 --out ''").out, "warm-up: "));
+    CHECK(contains(tiny(folder, "--steps 2 --warmup 1 --out ''").out,
+                   "\nlearning rate: 0.003; 1 step of warm-up\n"));
 }
 
 TEST_CASE("train: a run says only what is so: no empty line or table and singular and all ranks' rates") {
