@@ -31,7 +31,7 @@ class Run:
     def __init__(self, train=ROOT / "train", folder=FOLDER, T=256, tokens=1024):
         if folder == FOLDER and not (folder / "step-000120").exists():  # a run that was interrupted goes on
             begin = ["--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
-                     "--data", TEXT, "--eval-every", "0", "--sample-every", "0", "--out", folder]
+                     "--warmup", "100", "--data", TEXT, "--eval-every", "0", "--sample-every", "0", "--out", folder]
             subprocess.run([train, *(["--resume", folder] if any(folder.glob("step-*")) else begin)], check=True)
         checkpoint = sorted(folder.glob("step-*"))[-1]
         state = moments.tensors(checkpoint / "optimizer.state")

@@ -73,7 +73,8 @@ static const Flag FLAGS[] = {
     {.name = "lr", .member = &Flags::lr, .on_resume = CHANGES_STEPS,
      .about = "peak of the learning rate, which falls to a tenth", .help_default = "by size, see below"},
     {.name = "warmup", .member = &Flags::warmup, .on_resume = CHANGES_STEPS,
-     .about = "steps of linear warm-up, before half a cosine"},
+     .about = "steps of linear warm-up, before half a cosine",
+     .help_default = "100; less if short"},
     {.name = "beta1", .member = &Flags::beta1, .on_resume = CHANGES_STEPS,
      .about = "AdamW's decay of first moments (its eps is 1e-8)", .most = LARGEST_BETA},
     {.name = "beta2", .member = &Flags::beta2, .on_resume = CHANGES_STEPS,
@@ -163,7 +164,7 @@ static void set(Flags& flags, const Flag& flag, const std::string& text) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The default of the learning rate
+// The defaults of the learning rate and the warm-up
 
 namespace {
 
@@ -184,6 +185,8 @@ double default_learning_rate(int64_t parameters) {
     const auto has_size = [&](const RateOfSize& row) { return parameters <= row.millions * 1'000'000; };
     return std::find_if(std::begin(RATES), std::end(RATES), has_size)->lr;
 }
+
+int64_t default_warmup(int64_t steps) { return steps < 250 ? steps / 10 : 100; }
 
 // -----------------------------------------------------------------------------------------------------------
 // The command line
@@ -261,9 +264,9 @@ ordered_json Flags::saved_settings() const {
 
 void print_version() { std::printf("COAT %s (arXiv 2410.19313), ./train\n", VERSION); }
 
-static void print_rates() {
+static void print_default_schedule() {
     std::printf(
-        "\n--lr\n"
+        "\n--lr and --warmup\n"
         "  Weights from a folder have the default %g, and new weights one by the number of parameters\n"
         "  (from 100 million on as in GPT-3: Brown et al. 2020, table 2.1):\n",
         FINE_TUNING_RATE);
@@ -272,6 +275,7 @@ static void print_rates() {
         const std::string size = is_last ? "more" : concat("up to ", row.millions, " million");
         std::printf("  %-20s %g\n", size.c_str(), row.lr);
     }
+    std::printf("  The default warm-up has 100 steps; in a run of fewer than 250, a tenth of its steps.\n");
 }
 
 void print_help() {
@@ -297,7 +301,7 @@ void print_help() {
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
     for (const Optimizer& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
-    print_rates();
+    print_default_schedule();
     std::printf(
         "\n--data\n"
         "  The tokens of text are its bytes. data/tokenize.py makes token files with a tokenizer.\n"

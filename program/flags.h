@@ -15,6 +15,8 @@ inline constexpr const char* VERSION = "1.0";
 // The learning rate without --lr: of weights from a folder, and of new weights, by the number of parameters.
 inline constexpr double FINE_TUNING_RATE = 1e-5;
 double default_learning_rate(int64_t parameters);
+// The steps of warm-up without --warmup: 100, or in a run of fewer than 250 steps a tenth of them.
+int64_t default_warmup(int64_t steps);
 
 // The value of a flag is the one on the command line; else the one in the checkpoint that the run continues;
 // else the default of the table for a GPU; else the default below.
@@ -34,8 +36,8 @@ struct Flags {
     int64_t seq = 128;
     int64_t accumulate = 1;
     int64_t steps = 250;
-    double lr = 0;  // start.cpp chooses the default
-    int64_t warmup = 100;
+    double lr = 0;         // start.cpp chooses the default
+    int64_t warmup = 100;  // in a short run start.cpp chooses fewer by default
     double beta1 = 0.9;
     double beta2 = 0.95;
     double weight_decay = 0.1;

@@ -34,6 +34,7 @@ static Run prepare_run(Flags flags, const Place& place, const Resumed& resumed, 
     flags.seq = choose_sequence_length(flags, chosen.config, corpus);
     const Setup setup = make_setup(place, flags, chosen, corpus);
     flags.lr = choose_learning_rate(flags, chosen, setup);
+    flags.warmup = choose_warmup(flags);
     // Rank 0 alone writes checkpoints, and a plan writes none.
     FileContents other_files;
     if (setup.rank == 0 && !flags.plan) other_files = find_other_files(chosen.weights_folder, corpus);

@@ -184,6 +184,11 @@ double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, c
     return default_learning_rate(parameter_count(setup.config));
 }
 
+int64_t choose_warmup(const Flags& flags) {
+    const bool is_known = flags.given("warmup") || flags.resumes();
+    return is_known ? flags.warmup : default_warmup(flags.steps);
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // The settings
 

@@ -71,6 +71,7 @@ int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, co
 Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data);
 // --lr. If it is not given, that of the run that is continued, or else the default for such weights.
 double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup);
+int64_t choose_warmup(const Flags& flags);  // --warmup, likewise; the default depends on --steps
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
 // tokenizer.bin of the token files, so that --prompt can use it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);

@@ -152,9 +152,26 @@ TEST_CASE("train: without --lr the rate follows from the weights; a run that goe
     CHECK(!contains(tiny(folder, "--steps 0").out, "learning rate: "));
     const std::string help = train(folder, "--help").out;
     CHECK(contains(help, "\n  --lr           by size, see below "));
+    CHECK(contains(help, "\n  --warmup       100; less if short "));
     CHECK(contains(help, "Weights from a folder have the default 1e-05,"));
     CHECK(contains(help, "\n  up to 10 million     0.003\n"));
     CHECK(contains(help, "\n  more                 0.0001\n"));
+}
+
+TEST_CASE("train: without --warmup a short run warms up for a tenth of its steps; --resume keeps that") {
+    RunFolder folder;
+    const std::string flags = "--device cpu --log log --eval-every 0 ";
+    auto rate = [&](size_t step) { return logged(folder, "step").at(step - 1).at("lr").get<double>(); };
+    const Ended ended = tiny(folder, flags + "--steps 120 --save-every 20 --keep 9");
+    require_success(ended);
+    CHECK(contains(ended.out, "\nlearning rate: 0.003; 12 steps of warm-up\n"));
+    CHECK((rate(1) == double(float(3e-3 / 12)) && rate(12) == double(float(3e-3)) && rate(14) < rate(13)));
+    // A run that is made longer does not warm up again.
+    const Ended longer = train(folder, "--device cpu --plan --resume out/step-000020 --steps 400");
+    CHECK(contains(longer.out, "; 12 steps of warm-up\n"));
+    const std::string plan = "--plan --device cpu ";
+    for (const auto& [of_run, warmup] : {std::pair{"--steps 250", 100}, {"--steps 249", 24}, {"", 100}})
+        CHECK(contains(train(folder, plan + of_run).out, concat("; ", warmup, " steps of warm-up\n")));
 }
 
 TEST_CASE("train: a warm-up longer than the run is shortened so that the rate reaches --lr and it is said") {
