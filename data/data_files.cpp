@@ -130,36 +130,45 @@ static std::vector<std::string> data_in_folder(const std::string& folder, std::v
     return tokens;
 }
 
-// A file that --data names itself must be data.
-static void require_data_file(const std::string& path) {
+// A file that a flag, --data or --val, names itself must be data.
+static void require_data_file(const char* flag, const std::string& path) {
     if (has_ending(path, {".jsonl", ".json", ".parquet"}))
-        throw Error("--data ", path, " has records, not text; make token files of it: ",
+        throw Error(flag, " ", path, " has records, not text; make token files of it: ",
                     "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", path,
                     " (conversations; texts without --seq).");
     if (is_compressed(path))
-        throw Error("--data ", path, " is compressed; unpack it, and give what is in it.");
+        throw Error(flag, " ", path, " is compressed; unpack it, and give what is in it.");
 }
 
 bool is_token_file(const std::string& path) { return path.ends_with(".bin"); }
 
-FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written) {
-    std::set<FileId> written_ids, seen;
-    for (const std::string& path : written)
-        if (const auto id = id_of(path)) written_ids.insert(*id);
-    FoundFiles found;
-    std::istringstream list(data);
+// Adds the files that a flag names, separated by commas, to `found`; `seen` has those that are there already.
+static void add_files_of(const char* flag, const std::string& items, const std::set<FileId>& written,
+                         std::set<FileId>& seen, FoundFiles& found) {
+    std::istringstream list(items);
     for (std::string item; std::getline(list, item, ',');) {
         std::vector<std::string> files = {item};
         std::error_code none;
         if (fs::is_directory(item, none))
-            files = data_in_folder(item, Walk(written_ids, found.left_out).files_below(item), found.left_out);
-        else require_data_file(item);
+            files = data_in_folder(item, Walk(written, found.left_out).files_below(item), found.left_out);
+        else require_data_file(flag, item);
         for (const std::string& file : files) {
             if (file.ends_with("tokenizer.bin")) continue;
             // A file that does not exist becomes an error when it is read.
             if (const auto id = id_of(file); !id || seen.insert(*id).second) found.paths.push_back(file);
         }
     }
+}
+
+FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written,
+                           const std::string& val) {
+    std::set<FileId> written_ids, seen;
+    for (const std::string& path : written)
+        if (const auto id = id_of(path)) written_ids.insert(*id);
+    FoundFiles found;
+    add_files_of("--val", val, written_ids, seen, found);
+    found.held_out = found.paths.size();
+    add_files_of("--data", data, written_ids, seen, found);
     return found;
 }
 

@@ -17,13 +17,16 @@ std::vector<std::string> sentences_of(const std::vector<LeftOut>& left_out);
 
 struct FoundFiles {
     std::vector<std::string> paths;  // each file once, the files of a folder in the byte order of their paths
+    size_t held_out = 0;             // the first of them, so many, are those of --val
     std::vector<LeftOut> left_out;
 };
 // The files that --data names, separated by commas. Of a folder these are its token files (*.bin), or if it
 // has none all files below it, without hidden ones and those of models and checkpoints. Links are followed.
-// written: files and folders that the run itself writes, which are no data. Error if --data names a file that
-// can be neither text nor tokens.
-FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written);
+// written: files and folders that the run itself writes, which are no data. val: what --val names, likewise;
+// a file that both name is one of --val. Error if one of them names a file that can be neither text nor
+// tokens.
+FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written,
+                           const std::string& val = "");
 bool is_token_file(const std::string& path);
 
 // Why the bytes of a file are no text, as the end of a sentence; empty if they are text: UTF-8 without NUL.

@@ -147,14 +147,15 @@ static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile
 }
 
 // Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
-static void read_texts(const std::vector<std::string>& paths, const CorpusOptions& options, Corpus& corpus) {
+static void read_texts(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     constexpr size_t HELD_OUT = 20;  // if there are at least 20 texts, every 20th is held out
     const KnownFiles known(options.known);
     std::map<uint64_t, std::string> path_of_hash;
     std::vector<LeftOut> copies;
-    std::vector<TokenStream::Source> texts;
+    std::vector<TokenStream::Source> texts;  // that --val does not name
     int64_t copied_bytes = 0;
-    for (const std::string& path : paths) {
+    for (size_t i = 0; i < found.paths.size(); i++) {
+        const std::string& path = found.paths[i];
         const auto file = std::make_shared<const MappedFile>(path);
         const std::string reason = why_not_text(file->text());
         const uint64_t hash = hash_of(*file);
@@ -168,12 +169,15 @@ static void read_texts(const std::vector<std::string>& paths, const CorpusOption
         } else {
             const bool copied = copied_bytes + file->bytes() <= options.copied_bytes;
             if (copied) copied_bytes += file->bytes();
-            texts.push_back(source_of_text(file, copied));
+            const TokenStream::Source text = source_of_text(file, copied);
+            if (i < found.held_out) corpus.validation.append(text);
+            else texts.push_back(text);
             corpus.files.push_back({path, file->bytes(), hash});
         }
     }
+    const bool by_number = options.val.empty() && texts.size() >= HELD_OUT;
     for (size_t i = 0; i < texts.size(); i++) {
-        const bool held_out = texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2;
+        const bool held_out = by_number && i % HELD_OUT == HELD_OUT / 2;
         (held_out ? corpus.validation : corpus.train).append(texts[i]);
     }
     corpus.left_out.insert(corpus.left_out.end(), copies.begin(), copies.end());
@@ -210,7 +214,12 @@ static bool has_word(const std::string& name, std::initializer_list<std::string_
     return false;
 }
 
-static void read_token_file(const std::string& path, Corpus& corpus) {
+static bool is_held_out_by_name(const std::string& path) {
+    const std::string name = fs::path(path).filename().string();
+    return has_word(name, {"val", "valid", "validation"}) && !has_word(name, {"train", "training"});
+}
+
+static void read_token_file(const std::string& path, bool held_out, Corpus& corpus) {
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -220,15 +229,12 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
     const bool known_version = version == 1 || (wide && version == 7);  // llm.c's first with 32 bits was 7
     const bool known = (wide || magic == MAGIC_16_BIT) && known_version && seq >= 0;
     if (!known || file->bytes() != HEADER + int64_t{count} * width)
-        throw Error("--data ", path, " is not a whole token file, as others are; give files of one kind, or ",
+        throw Error(path, " is not a whole token file, as others are; give files of one kind, or ",
                     "write it again with data/tokenize.py.");
     if (corpus.train.size() + corpus.validation.size() == 0) corpus.seq = seq;
     if (seq != corpus.seq)
-        throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,
+        throw Error(path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,
                     " (0: text); give files of one kind.");
-    const std::string name = fs::path(path).filename().string();
-    const bool held_out =
-        has_word(name, {"val", "valid", "validation"}) && !has_word(name, {"train", "training"});
     TokenStream& stream = held_out ? corpus.validation : corpus.train;
     // A packed file ends with one token more than its windows, the last target, which does not count. The
     // next file begins in its place.
@@ -243,11 +249,13 @@ static void read_token_file(const std::string& path, Corpus& corpus) {
 // Reads the files: the token files if there are any, else the texts.
 static void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
-        return read_texts(found.paths, options, corpus);
+        return read_texts(found, options, corpus);
     corpus.held_out = "files with the word val in their names";
     const KnownFiles known(options.known);
-    for (const std::string& path : found.paths) {
-        if (known.has(path)) read_token_file(path, corpus);
+    for (size_t i = 0; i < found.paths.size(); i++) {
+        const std::string& path = found.paths[i];
+        const bool held_out = options.val.empty() ? is_held_out_by_name(path) : i < found.held_out;
+        if (known.has(path)) read_token_file(path, held_out, corpus);
         else corpus.left_out.push_back({path, NEW_FILE});
     }
     std::set<std::string> folders;
@@ -259,7 +267,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
     if (with_tokenizer != folders.end()) corpus.tokenizer_folder = *with_tokenizer;
 }
 
-// If no file is held out, or every file is, the last tenth of all tokens is held out.
+// If by these rules no file is held out, or every file is, the last tenth of all tokens is held out.
 static void hold_out_end(Corpus& corpus) {
     if (corpus.train.size() && corpus.validation.size()) return;
     corpus.held_out = "the last tenth";
@@ -271,7 +279,7 @@ static void hold_out_end(Corpus& corpus) {
 }
 
 Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
-    const FoundFiles found = find_data_files(data, options.written);
+    const FoundFiles found = find_data_files(data, options.written, options.val);
     Corpus corpus;
     corpus.left_out = found.left_out;
     try {
@@ -281,7 +289,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
                     " does not fit into memory; turn it into token files, which are read from ",
                     "the disk (python3 data/tokenize.py), or give a part of it.");
     }
-    hold_out_end(corpus);
+    if (options.val.empty()) hold_out_end(corpus);
+    else corpus.held_out = "--val " + options.val;
     corpus.train_facts = corpus.train.scan();
     corpus.validation_facts = corpus.validation.scan();
     if (corpus.validation.size()) return corpus;
@@ -290,7 +299,7 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
         if (why.size() > 500) break;
         why += concat(why.empty() ? ": " : ", ", file.path, " ", file.reason);
     }
-    throw Error("--data ", data, " has no text", why,
+    throw Error(options.val.empty() ? "--data " + data : "--val " + options.val, " has no text", why,
                 "; give text files in UTF-8, folders of them, or token files (*.bin).");
 }
 
@@ -321,11 +330,12 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     return x;
 }
 
-Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
+Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, const std::string& purpose)
     : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / T), seed_(seed) {
     if (windows_ < B)
-        throw Error("--data has ", stream_.size(), " tokens to train on or held out, too few for --batch ", B,
-                    " and --seq ", T, "; give more text, or a smaller --batch or --seq.");
+        throw Error("--data has ", with_noun(stream_.size(), "token"), " ", purpose, ", too few for ",
+                    with_noun(B, "sequence"), " of --seq ", T, "; give more text, or a smaller ",
+                    B > 1 ? "--batch or --seq." : "--seq.");
 }
 
 void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {

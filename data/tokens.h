@@ -81,6 +81,8 @@ struct Corpus {
 };
 
 struct CorpusOptions {
+    // Files and folders that are held out, as --val names them. Empty: by the rules of load_corpus().
+    std::string val{};
     // Files and folders that the run itself writes: these are no data.
     std::vector<std::string> written{};
     // The files of the run that is continued: other files are new, and left out. Empty: a new run.
@@ -91,12 +93,13 @@ struct CorpusOptions {
 };
 
 // Reads the data of a run. data: text files, folders of them, or token files, separated by commas
-// (data_files.h). What is held out for validation:
+// (data_files.h). What is held out for validation, without options.val:
 // - of token files, those with the word val, valid or validation in their names, but not train or training;
 //   a word ends where no letter follows: code_val_000001.bin is held out, medieval.bin is not;
 // - of 20 or more texts, every 20th;
 // - the last tenth of all tokens, if by these rules nothing or everything would be held out.
-// Error if a file is missing or damaged, if there is no text, or if memory has no room for it.
+// With options.val the rest of the data is trained on, which may be nothing.
+// Error if a file is missing or damaged, if there is no text to hold out, or if memory has no room for it.
 Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
 
 // -----------------------------------------------------------------------------------------------------------
@@ -107,8 +110,9 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
 // to save.
 class Loader {
 public:
-    // Error if the stream has fewer tokens than one batch needs.
-    Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed);
+    // Error if the stream has fewer tokens than one batch needs. It says what they are for.
+    Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed,
+           const std::string& purpose = "to train on");
     int64_t windows() const { return windows_; }  // in an epoch
     // Micro-batch `number` of the run: (B, T) each. A target is the token that follows, or NO_TARGET.
     void read(int64_t number, int32_t* tokens, int32_t* targets) const;

@@ -62,6 +62,8 @@ static const Flag FLAGS[] = {
     {.name = "data", .member = &Flags::data, .on_resume = MAY_CHANGE,
      .about = "text, folders of it, token files (.bin); separated by commas",
      .title = "The data and the steps"},
+    {.name = "val", .member = &Flags::val, .on_resume = MAY_CHANGE,
+     .about = "held-out text or token files; default: a part of --data"},
     {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
      .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
     {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
@@ -305,8 +307,8 @@ void print_help() {
     std::printf(
         "\n--data\n"
         "  The tokens of text are its bytes. data/tokenize.py makes token files with a tokenizer.\n"
-        "  Held out for validation are token files with the word val in their names; of text in 20 or\n"
-        "  more files, every 20th file; else the last tenth of all tokens.\n"
+        "  Without --val, held out for validation are token files with the word val in their names; of\n"
+        "  text in 20 or more files, every 20th file; else the last tenth of all tokens.\n"
         "\nA step prints\n"
         "  loss (nats per token), norm (of all gradients, before clipping), lr (learning rate), the\n"
         "  time that it took, speed on all ranks, and the time that is left.\n"

@@ -32,6 +32,7 @@ struct Flags {
     std::string gradients = "kept";
     // The steps.
     std::string data = "/usr/include/c++";
+    std::string val;  // empty: a part of the data is held out
     int64_t batch = 16;
     int64_t seq = 128;
     int64_t accumulate = 1;

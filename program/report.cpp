@@ -92,7 +92,7 @@ void print_start(const Run& run) {
         print("checkpoints: ", run.flags.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
-    if (const Corpus& text = run.corpus; text.train.size())
+    if (const Corpus& text = run.corpus; text.validation.size())
         print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
               with_commas(text.validation.size()), " held out: ", text.held_out);
     if (run.corpus.train.size() && run.flags.steps > 0) print("steps: ", steps_text(run));

@@ -107,13 +107,14 @@ static std::vector<DataFile> data_files(const ordered_json& settings) {
 // run began.
 static CorpusOptions corpus_options_on_all_ranks(const Place& place, const Flags& flags,
                                                  const Resumed& resumed) {
-    CorpusOptions options;
+    CorpusOptions options{.val = flags.val};
     std::vector<std::string> written = place.output_files;
     written.push_back(flags.log);
     written.push_back(flags.out);
     for (const std::string& path : written)
         for (const std::string& theirs : place.processes.all_gather(path)) options.written.push_back(theirs);
-    if (flags.resumes() && flags.data == resumed.settings.at("data").get<std::string>())
+    const ordered_json& before = resumed.settings;
+    if (flags.resumes() && flags.data == before.at("data") && flags.val == before.value("val", ""))
         options.known = data_files(resumed.settings);
     return options;
 }
@@ -257,7 +258,10 @@ void require_same_on_all_ranks(const Run& run) {
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
     const std::string text = difference_of_data(run.resumed.settings, run.state.settings);
-    if (!text.empty()) throw Error("--data is not that of the checkpoint's run: ", text, "; restore it.");
+    const bool has_val = !run.flags.val.empty() || !run.resumed.settings.value("val", "").empty();
+    if (!text.empty())
+        throw Error(has_val ? "--data or --val" : "--data", " is not that of the checkpoint's run: ", text,
+                    "; restore it.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -275,7 +279,7 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
 
 void open_windows(Run& run) {
     const Setup& s = run.setup;
-    run.held_out_windows.emplace(run.corpus.validation, 1, s.T, 0);
+    run.held_out_windows.emplace(run.corpus.validation, 1, s.T, 0, "held out (" + run.corpus.held_out + ")");
     if (run.flags.steps > 0) run.training_windows.emplace(run.corpus.train, s.B, s.T, s.seed);
 }
 

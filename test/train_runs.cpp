@@ -296,6 +296,34 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
     CHECK(!contains(train(folder, "--device cpu --resume out --steps 0").out, "changed: "));
 }
 
+TEST_CASE("train: --val names what is held out; a run that goes on needs it unchanged") {
+    RunFolder folder;
+    folder.write("held", "int main() { return sizeof(long) * 2 + strlen(\"held out\"); }\n");
+    const std::string held = read_file(folder.path / "held"), text = read_file(folder.path / "text");
+    const Ended whole = tiny(folder, "--val held --steps 4 --out whole --eval-every 2");
+    require_success(whole);
+    CHECK(contains(whole.out, concat("\ntext: text, ", with_commas(std::ssize(text)), " tokens to train on, ",
+                                     held.size(), " held out: --val held\n")));
+    CHECK(contains(whole.out, "validation | step 4 | loss "));
+    require_success(tiny(folder, "--val held --steps 4 --save-every 2 --out parts"));
+    folder.write("other", held + held);
+    const std::string resume = "--device cpu --resume parts/step-000002 --out again ";
+    check_rejected(folder, resume + "--val other",
+                   "--data or --val is not that of the checkpoint's run: other has");
+    check_rejected(folder, resume + "--val ''", "held is missing");
+    folder.write("held", held + "x");
+    check_rejected(folder, resume, "held has ");
+    folder.write("held", held);
+    require_success(train(folder, resume));
+    check_same(folder, "whole/step-000004", "again/step-000004");
+    // Nothing is left to train on, but it can be evaluated.
+    check_rejected(folder, TINY + "--data held --val held --steps 1 --out new",
+                   "--data has 0 tokens to train on,");
+    check_rejected(folder, TINY + "--val held --seq 256 --steps 1 --out new",
+                   "tokens held out (--val held), too few for 1 sequence of --seq 256; give more text");
+    require_success(tiny(folder, "--data held --val held --steps 0"));
+}
+
 TEST_CASE("train: the log has times and its run; --resume continues it; a file may hold several runs") {
     RunFolder folder;
     const std::string flags = "--eval-every 0 --save-every 2 ";

@@ -135,6 +135,50 @@ TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 2
     }
 }
 
+TEST_CASE("load_corpus: what --val names is held out and all other data are trained on") {
+    Folder folder;
+    std::string all;
+    for (int i = 10; i < 40; i++) {
+        const std::string text = concat("This is text number ", i, ".\n");
+        folder.write(concat("in/", i), text);
+        if (i != 25) all += text;
+    }
+    folder.write("in/copy", "This is text number 25.\n");
+    for (const std::string& data : {folder / "in", folder / "in/25" + "," + folder / "in"}) {
+        const Corpus corpus = load_corpus(data, {.val = folder / "in/25"});
+        CHECK((text_of(corpus) == all && held_out(corpus) == "This is text number 25.\n"));
+        CHECK(corpus.held_out == "--val " + folder / "in/25");
+        REQUIRE(corpus.left_out.size() == 1);  // else its text would be trained on
+        CHECK(corpus.left_out[0].path == folder / "in/copy");
+        CHECK((corpus.files.size() == 30 && corpus.files[0].path == folder / "in/25"));
+    }
+    const Corpus nothing = load_corpus(folder / "in/25", {.val = folder / "in"});
+    CHECK((nothing.train.size() == 0 && nothing.validation.size() == 30 * 24));
+
+    const std::string train = folder.write("tokens/train.bin", token_file(Shorts{1, 2, 3})),
+                      val = folder.write("tokens/val.bin", token_file(Shorts{4, 5})),
+                      other = folder.write("tokens/other.bin", token_file(Shorts{6}));
+    const Corpus corpus = load_corpus(folder / "tokens", {.val = other});
+    CHECK((tokens_of(corpus.train) == Tokens{1, 2, 3, 4, 5} && tokens_of(corpus.validation) == Tokens{6}));
+    CHECK(tokens_of(load_corpus(train, {.val = other + "," + val}).validation) == Tokens{6, 4, 5});
+    constexpr int32_t T = 7;
+    const std::string packed = folder.write("packed.bin", token_file(counting(3 * T + 1), T)),
+                      more = folder.write("more.bin", token_file(counting(2 * T + 1), T));
+    const Corpus windows = load_corpus(packed, {.val = more});
+    CHECK((windows.train.size() == 3 * T + 1 && windows.validation.size() == 2 * T + 1 && windows.seq == T));
+
+    folder.write("empty", "");
+    for (const auto& [data, held, who] :
+         {std::tuple{folder / "in", folder / "missing", std::string("missing")},
+          {folder / "in", folder / "empty", "--val " + folder / "empty"},
+          {folder / "in", other, "not a whole token file"},
+          {other, folder / "in/25", "not a whole token file"},
+          {train, more, "windows"}})
+        check_error([&, all = data, val = held] { load_corpus(all, {.val = val}); }, who);
+    const std::string records = folder.write("chats.jsonl", "{}");
+    check_error([&] { load_corpus(folder / "in", {.val = records}); }, "--val " + records, "has records");
+}
+
 TEST_CASE("load_corpus: what is no text is left out and named; so is what a run that goes on did not know") {
     Folder folder;
     folder.write("in/a", "first "), folder.write("in/b", std::string("x\0y", 3)),
