@@ -269,8 +269,8 @@ constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may th
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {
     uint2 m, v;  // codes
-    typename W::Raw w;
-    EitherDense::Raw g;
+    typename W::StoredChunk w;
+    AnyPlain::StoredChunk g;
 };
 
 // Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
@@ -509,7 +509,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .spans = g.elements.count / MOMENT_GROUP,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = either_dense(g.gradients, g.format),
+                                   .gradients = any_plain(g.gradients, g.format),
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
            arguments);

@@ -21,21 +21,20 @@
 //
 // Who calls whom, for the operand of a GEMM. On the host:
 //
-//   write_operand()              part 4           gpu/linear.cpp calls it
-//     quantize()                 part 4           chooses by the granularity
-//       quantize_per_tensor()    part 3
-//         launch_quantizer()     quantize.cuh     with transposed codes?
-//           with_bf16_producer() device.cuh       from what is x computed?
-//             launch()           device.cuh       starts quantize_kernel()
+//   write_operand()                part 4         gpu/linear.cpp calls it
+//     quantize()                   part 4         chooses by the granularity
+//       quantize_per_tensor()      part 3         with transposed codes?
+//         with_producer_for_fp8()  device.cuh     from what is x computed?
+//           launch()               device.cuh     starts quantize_kernel()
 //
 // And on the GPU:
 //
-//   quantize_kernel()            part 3           a block: one tile
-//     store_codes()              quantize.cuh     its codes, both ways
-//       for_each_row()           device.cuh       a thread's 8 rows
-//         x.load(), compute()    device.cuh       the values of a chunk
-//         encode()               device.cuh       their codes
-//       TransposeTile            quantize.cuh     to shared memory, and back
+//   quantize_kernel()              part 3         a block: one tile
+//     store_codes()                quantize.cuh   its codes, both ways
+//       for_each_row()             device.cuh     a thread's 8 rows
+//         x.load(), compute()      device.cuh     the values of a chunk
+//         encode()                 device.cuh     their codes
+//       TransposeTile              quantize.cuh   to shared memory, and back
 //
 // Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
 // quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 7 and
@@ -110,8 +109,8 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     add_quant_errors(stored(x), {groups}, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, Dense<bf16>, GATED>;
-    const P producer{dense<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
+    using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
+    const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, 0, stream, producer, x.rows, groups_of(groups), activation_amax_out);
 }
@@ -159,9 +158,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.
-// with_bf16_producer() finds the producer that computes it.
+// with_producer_for_fp8() finds the producer that computes it.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
-    with_bf16_producer(x, [&](auto producer) {
+    with_producer_for_fp8(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, stream, producer, x.rows, x_amax_out);
     });
@@ -191,8 +190,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
-    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_kernel<P, FP8, TRANSPOSED>; };
-    launch_quantizer("quantize", kernel, x, out, stream, amax_and_scale(out.tensor), info(FP8).max);
+    with_producer_for_fp8(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
+        if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
+        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer,
+               x.rows, amax_and_scale_of(out.tensor), info(FP8).max, static_cast<uint8_t*>(out.tensor.data),
+               static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 // ===========================================================================================================
@@ -202,7 +207,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // them a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer x, int64_t rows, EitherDense out) {
+    store_values_kernel(Producer x, int64_t rows, AnyPlain out) {
     const TilePlace place;
     if (!place.inside(rows, x.width)) return;
     for_each_row(x, place, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
@@ -216,17 +221,13 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, either_dense(out));
+               TILE_THREADS, 0, stream, producer, x.rows, any_plain(out));
     });
 }
 
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Storage& q = out.tensor.storage;
-    require(q.fp8(), "quantize() makes FP8 codes");
-    if (q == E4M3_1x16) {
-        require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.tensor, /*write_back=*/false, quant_stats, stream);
-    }
+    require(q.fp8() && q != E4M3_1x16, "quantize() makes the FP8 codes of a GEMM's operand, not groups");
     // Both of these are in gpu/other_scaling.cu.
     if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
@@ -284,11 +285,11 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
         return write_operand(x, out, quant_stats, stream);
     }
     add_quant_errors(x, out, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, Dense<bf16>>;
+    using P = LazyProducer<LazyOp::Stored, Plain<bf16>>;
     auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
     launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{dense<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale(out.tensor), info(q.format).max,
+           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor), info(q.format).max,
            static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

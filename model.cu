@@ -655,9 +655,9 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
         const TensorRef logits = compute_logits(pass, first, /*out*/ y);
-        cross_entropy(logits, config_.V, memory_.targets + first, &memory_.scalars->loss_weight,
-                      memory_.losses + first, stream_);
-        const TensorRef& dlogits = logits;  // cross_entropy() has replaced the logits by their gradients
+        cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
+                                           &memory_.scalars->loss_weight, memory_.losses + first, stream_);
+        const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = pass.overwrites_gradients && first == 0;
         gemms_.run(WhichGemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
         gemms_.run(WhichGemm::Dgrad, {dlogits}, {sharding_->weight(head_index_)},

@@ -136,8 +136,13 @@ constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format stream) {
     const TensorRef x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
-    const Operand out = memory.place(rows, cols, q, true, q.granularity != PER_1x16);
-    if (q.granularity == PER_TENSOR) compute_amax(stored(x), amax_and_scale(out.tensor), nullptr);
+    const bool groups = q == E4M3_1x16;
+    const Operand out = memory.place(rows, cols, q, /*row-major*/ true, /*transposed*/ !groups);
+    if (groups) {
+        quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
+        return out;
+    }
+    if (q.granularity == PER_TENSOR) compute_amax(stored(x), amax_and_scale_of(out.tensor), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -188,7 +193,7 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(stored(from), amax_and_scale(to.tensor), nullptr);
+            compute_amax(stored(from), amax_and_scale_of(to.tensor), nullptr);
             quantize(stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
@@ -293,7 +298,7 @@ private:
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
-        AmaxAndScale* slot = amax_and_scale(out.tensor);
+        AmaxAndScale* slot = amax_and_scale_of(out.tensor);
         compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
@@ -544,8 +549,9 @@ private:
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const TensorRef dw = random(V, c_.C), dy = random(n, c_.C);
         gemm(HEAD, "head fprop", count, WhichGemm::Fprop, y, w, logits.tensor, flops, nullptr, false);
-        pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor),
-             [&] { cross_entropy(logits.tensor, c_.V, targets, loss_weight, losses, nullptr); });
+        pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor), [&] {
+            cross_entropy_forward_and_backward(logits.tensor, c_.V, targets, loss_weight, losses, nullptr);
+        });
         gemm(HEAD, "head wgrad", count, WhichGemm::Wgrad, logits, y, dw, flops, nullptr, true);
         gemm(HEAD, "head dgrad", count, WhichGemm::Dgrad, logits, w, dy, flops, nullptr, false);
     }

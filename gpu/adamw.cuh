@@ -65,8 +65,8 @@ inline __device__ void adamw_element(const AdamWKernelConstants& constants, floa
 // below half the distance to the next BF16 value: 16 random bits are added instead, so that the update is
 // kept on average.
 template <bool MASTER> struct Bf16Weights {
-    struct Raw {
-        Dense<bf16>::Raw weights, remainders;  // 16 bits each
+    struct StoredChunk {
+        Plain<bf16>::StoredChunk weights, remainders;  // 16 bits each
     };
     bf16* weights;
     int16_t* remainders;  // null without a master
@@ -81,15 +81,15 @@ template <bool MASTER> struct Bf16Weights {
                 __byte_perm(words[4], words[5], which), __byte_perm(words[6], words[7], which)};
     }
 
-    __device__ Raw load(int64_t i) const {
-        Raw raw{};
-        raw.weights = *reinterpret_cast<const Dense<bf16>::Raw*>(weights + i);
-        if (MASTER) raw.remainders = *reinterpret_cast<const Dense<bf16>::Raw*>(remainders + i);
+    __device__ StoredChunk load(int64_t i) const {
+        StoredChunk raw{};
+        raw.weights = *reinterpret_cast<const Plain<bf16>::StoredChunk*>(weights + i);
+        if (MASTER) raw.remainders = *reinterpret_cast<const Plain<bf16>::StoredChunk*>(remainders + i);
         return raw;
     }
-    __device__ void unpack(const Raw& raw, Values& v) const {
+    __device__ void unpack(const StoredChunk& raw, Values& v) const {
         if constexpr (!MASTER) {
-            Dense<bf16>::unpack(raw.weights.words, v);
+            Plain<bf16>::unpack(raw.weights.words, v);
         } else {
             // The inverse of store(), which says why 0x8000 is flipped and then subtracted.
             for (int j = 0; j < CHUNK; j++) {
@@ -121,13 +121,13 @@ template <bool MASTER> struct Bf16Weights {
 
 // FP32 weights, which are their own masters: the fp32 recipe.
 struct FloatWeights {
-    using Raw = Dense<float>::Raw;
-    Dense<float> weights;
+    using StoredChunk = Plain<float>::StoredChunk;
+    Plain<float> weights;
 
     __device__ FloatWeights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}
-    __device__ Raw load(int64_t i) const { return weights.load(i); }
-    __device__ void unpack(const Raw& raw, Values& v) const { weights.unpack(raw, v); }
+    __device__ StoredChunk load(int64_t i) const { return weights.load(i); }
+    __device__ void unpack(const StoredChunk& raw, Values& v) const { weights.unpack(raw, v); }
     __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& largest_bits) const {
         weights.round_in_place_and_store(i, v, live);
         for (int j = 0; j < CHUNK; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
@@ -158,7 +158,7 @@ struct AdamWArguments {
     int64_t spans;          // how many spans the shards have together
     Weights weights;
     uint64_t rounding_key;
-    EitherDense gradients;  // the gradients of these shards, from first_element on
+    AnyPlain gradients;  // the gradients of these shards, from first_element on
     const GradientState* state;
 
     // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).

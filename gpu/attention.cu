@@ -39,7 +39,7 @@ template <class Real> struct Head {
 template <class Real> struct Heads : Dims {
     using Dims::Dims;
     __device__ Head<Real> of(const void* x, int heads, int b, int h) const {
-        return {dense<Real>(x).data + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
+        return {plain<Real>(x).data + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
     __device__ Head<Real> q(const void* x, int b, int h) const { return of(x, NH + 2 * NKV, b, h); }
     __device__ Head<Real> k(const void* x, int b, int kv) const { return q(x, b, NH + kv); }

@@ -98,7 +98,7 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
     return x;
 }
-template <int THREADS> __device__ double block_sum(double x) {
+template <int THREADS> __device__ double sum_of_block(double x) {
     __shared__ double parts[THREADS];
     parts[threadIdx.x] = x;
     for (int n = THREADS / 2; n > 0; n /= 2) {
@@ -188,10 +188,11 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // ===========================================================================================================
 // 3. Layouts
 //
-// How elements lie in memory is an ElementLayout: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one
-// BF16 scale for 16 elements). Each has two types and four functions:
+// A Layout says how the elements of a tensor lie in memory. There are three: Plain<bf16> and Plain<float>,
+// without scales, and Groups, E4M3 codes with one BF16 scale for 16 elements. Each has two types and four
+// functions:
 //   Compute                     the compute dtype that goes with it;
-//   Raw                         a chunk as it is stored;
+//   StoredChunk                 a chunk as it is stored, in registers;
 //   starting_at()               the same tensor, counted from element i on;
 //   load()                      fetches a chunk, so that several are in flight before the first is used;
 //   unpack()                    converts a fetched chunk to FP32;
@@ -211,19 +212,20 @@ template <class Word> __device__ void store_word(void* to, Word value) {
     __stwb(static_cast<Word*>(to), value);
 }
 
-// Values in BF16 or FP32, N of which are loaded and stored at once.
-template <class Element, int N = CHUNK> struct Dense {
+// Values in BF16 or FP32, without scales. N of them are loaded and stored at once: a chunk, or (layers.cu)
+// half a chunk.
+template <class Element, int N = CHUNK> struct Plain {
     static constexpr bool IS_F32 = sizeof(Element) == 4;
     static constexpr int WORDS = IS_F32 ? N : N / 2;
     using Compute = Element;
     using Access = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
-    struct alignas(sizeof(Access)) Raw {
+    struct alignas(sizeof(Access)) StoredChunk {
         uint32_t words[WORDS];
     };
     Element* data;
 
-    __device__ Dense starting_at(int64_t i) const { return {data + i}; }
-    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
+    __device__ Plain starting_at(int64_t i) const { return {data + i}; }
+    __device__ StoredChunk load(int64_t i) const { return *reinterpret_cast<const StoredChunk*>(data + i); }
     static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
             if constexpr (IS_F32) {
@@ -234,13 +236,13 @@ template <class Element, int N = CHUNK> struct Dense {
             }
         }
     }
-    __device__ void unpack(const Raw& raw, float (&v)[N]) const { unpack(raw.words, v); }
+    __device__ void unpack(const StoredChunk& raw, float (&v)[N]) const { unpack(raw.words, v); }
     __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
-        Raw raw;
+        StoredChunk raw;
         for (int j = 0; j < WORDS; j++)
             if constexpr (IS_F32) raw.words[j] = __float_as_uint(v[j]);
             else raw.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
-        for (int j = 0; j < sizeof(Raw) / sizeof(Access); j++)
+        for (int j = 0; j < sizeof(StoredChunk) / sizeof(Access); j++)
             if (live)
                 store_word(reinterpret_cast<Access*>(data + i) + j,
                            reinterpret_cast<const Access*>(raw.words)[j]);
@@ -255,7 +257,7 @@ constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
-    struct Raw {
+    struct StoredChunk {
         uint2 codes;
         uint16_t scale;
     };
@@ -263,10 +265,10 @@ struct Groups {
     uint16_t* scales;
 
     __device__ Groups starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
-    __device__ Raw load(int64_t i) const {
+    __device__ StoredChunk load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
-    __device__ void unpack(const Raw& raw, Values& v) const {
+    __device__ void unpack(const StoredChunk& raw, Values& v) const {
         decode(/*e5m2=*/false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour hold, amax / 448 rounded to BF16. Where that
@@ -297,53 +299,51 @@ struct Groups {
     }
 };
 
-template <class Element> __host__ __device__ Dense<Element> dense(const void* p) {
+template <class Element> __host__ __device__ Plain<Element> plain(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
 inline Groups groups_of(const TensorRef& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 
-// Calls f with the ElementLayout of a tensor: BF16 or FP32.
-template <class F> void with_dense(const TensorRef& v, F f) {
-    if (v.storage.format == Format::FP32) return f(dense<float>(v.data));
-    f(dense<bf16>(v.data));
+// Calls f with the Layout of a tensor in BF16 or FP32.
+template <class F> void with_plain(const TensorRef& v, F f) {
+    if (v.storage.format == Format::FP32) return f(plain<float>(v.data));
+    f(plain<bf16>(v.data));
 }
-// The same, or groups.
+// The same for a tensor that may also be in groups.
 template <class F> void with_layout(const TensorRef& v, F f) {
-    if (v.storage != E4M3_1x16) return with_dense(v, f);
+    if (v.storage != E4M3_1x16) return with_plain(v, f);
     f(groups_of(v));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). Which one is known at run
-// time: all threads take the same branch, and a kernel exists once, not twice.
-struct EitherDense {
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). The kernel learns at run time
+// which of the two: all threads take the same branch, and a kernel exists once, not twice.
+struct AnyPlain {
     void* data;
     bool f32;
 
     template <class F> __device__ void with(F f) const {
-        if (f32) f(dense<float>(data));
-        else f(dense<bf16>(data));
+        if (f32) f(plain<float>(data));
+        else f(plain<bf16>(data));
     }
-    using Raw = Dense<float>::Raw;  // BF16 elements fill its first half
-    __device__ Raw load(int64_t i) const {
-        if (f32) return dense<float>(data).load(i);
-        const auto half = dense<bf16>(data).load(i);
+    using StoredChunk = Plain<float>::StoredChunk;  // BF16 elements fill its first half
+    __device__ StoredChunk load(int64_t i) const {
+        if (f32) return plain<float>(data).load(i);
+        const auto half = plain<bf16>(data).load(i);
         return {half.words[0], half.words[1], half.words[2], half.words[3]};
     }
-    __device__ void unpack(const Raw& raw, Values& v) const {
-        if (f32) Dense<float>::unpack(raw.words, v);
-        else Dense<bf16>::unpack(raw.words, v);
+    __device__ void unpack(const StoredChunk& raw, Values& v) const {
+        if (f32) Plain<float>::unpack(raw.words, v);
+        else Plain<bf16>::unpack(raw.words, v);
     }
     __device__ void load_values(int64_t i, Values& v) const { unpack(load(i), v); }
     __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
         with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
 };
-inline EitherDense either_dense(const void* data, Format f) {
-    return {const_cast<void*>(data), f == Format::FP32};
-}
-inline EitherDense either_dense(const TensorRef& v) { return either_dense(v.data, v.storage.format); }
+inline AnyPlain any_plain(const void* data, Format f) { return {const_cast<void*>(data), f == Format::FP32}; }
+inline AnyPlain any_plain(const TensorRef& v) { return any_plain(v.data, v.storage.format); }
 
 // ===========================================================================================================
 // 4. Producers
@@ -369,10 +369,10 @@ inline __device__ float norm_output(float x, RowStatistics statistics, float wei
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
 template <class Element>
-__device__ void load_parameters(const Norm& n, int64_t col, Values& weight, Values& bias) {
-    Dense<Element>::unpack(dense<Element>(n.weight).load(col).words, weight);
+__device__ void load_weight_and_bias(const Norm& n, int64_t col, Values& weight, Values& bias) {
+    Plain<Element>::unpack(plain<Element>(n.weight).load(col).words, weight);
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
-    if (n.bias) Dense<Element>::unpack(dense<Element>(n.bias).load(col).words, bias);
+    if (n.bias) Plain<Element>::unpack(plain<Element>(n.bias).load(col).words, bias);
 }
 
 // GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
@@ -403,51 +403,52 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
     dup = __fmul_rn(d, silu);
 }
 
-// The producer of the LazyTensors with the op OP, whose input is stored in the given ElementLayout: in two
+// The producer of the LazyTensors with the op OP, whose input is stored in the given Layout: in two
 // planes if GATED, else in one.
-template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProducer {
+template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
-    using Compute = typename ElementLayout::Compute;
+    using Compute = typename Layout::Compute;
     struct Cursor {
-        ElementLayout in[INPUT_PLANES];
-        Dense<Compute> dact;
+        Layout in[INPUT_PLANES];
+        Plain<Compute> dact;
         const RowStatistics* statistics;
         Values weight, bias;
     };
-    struct Raw {  // what load() fetches; a producer uses some of the fields, which have BYTES bytes together
-        typename ElementLayout::Raw in[INPUT_PLANES];
-        typename Dense<Compute>::Raw dact;
+    struct
+        Fetched {  // what load() fetches; a producer uses some of the fields, which have BYTES bytes together
+        typename Layout::StoredChunk in[INPUT_PLANES];
+        typename Plain<Compute>::StoredChunk dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
-        sizeof(Raw::in) + BACKWARD * sizeof(Raw::dact) + NORM * sizeof(Raw::statistics);
-    ElementLayout in;  // (N, INPUT_PLANES * width)
-    int64_t width;     // the columns of a plane
-    LazyTensor lazy;   // what is computed
+        sizeof(Fetched::in) + BACKWARD * sizeof(Fetched::dact) + NORM * sizeof(Fetched::statistics);
+    Layout in;        // (N, INPUT_PLANES * width)
+    int64_t width;    // the columns of a plane
+    LazyTensor lazy;  // what is computed
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
         Cursor cursor;
         for (int p = 0; p < INPUT_PLANES; p++)
             cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) cursor.dact = dense<Compute>(lazy.dact.data).starting_at(row * width + col);
+        if (BACKWARD) cursor.dact = plain<Compute>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
             cursor.statistics = lazy.norm.row_statistics + row;
-            load_parameters<Compute>(lazy.norm, col, cursor.weight, cursor.bias);
+            load_weight_and_bias<Compute>(lazy.norm, col, cursor.weight, cursor.bias);
         }
         return cursor;
     }
-    __device__ Raw load(const Cursor& cursor, int i) const {
-        Raw raw;
+    __device__ Fetched load(const Cursor& cursor, int i) const {
+        Fetched raw;
         for (int p = 0; p < INPUT_PLANES; p++)
             raw.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
         if (BACKWARD) raw.dact = cursor.dact.load(row_offset(i, width));
         if (NORM) raw.statistics = cursor.statistics[i];
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Cursor& cursor, Values (&v)[PLANES]) const {
+    __device__ void compute(const Fetched& raw, const Cursor& cursor, Values (&v)[PLANES]) const {
         Values x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) in.unpack(raw.in[p], x[p]);
         if (BACKWARD) cursor.dact.unpack(raw.dact, d);
@@ -471,25 +472,25 @@ template <LazyOp OP, class ElementLayout, bool GATED = false> struct LazyProduce
 };
 
 // Calls f with the producer of x, whose input is stored as `in`.
-template <class ElementLayout, class F> void with_producer_of(const LazyTensor& x, ElementLayout in, F f) {
+template <class Layout, class F> void with_producer_of(const LazyTensor& x, Layout in, F f) {
     const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, ElementLayout>{in, cols, x});
-    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, ElementLayout>{in, cols, x});
+    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
+    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, ElementLayout, true>{in, cols / 2, x});
-    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, ElementLayout>{in, cols, x});
-    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, ElementLayout, true>{in, cols / 2, x});
-    else f(LazyProducer<LazyOp::ActivationBackward, ElementLayout>{in, cols, x});
+        f(LazyProducer<LazyOp::Activation, Layout, true>{in, cols / 2, x});
+    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Layout>{in, cols, x});
+    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Layout, true>{in, cols / 2, x});
+    else f(LazyProducer<LazyOp::ActivationBackward, Layout>{in, cols, x});
 }
 // Calls f with the producer of a lazily computed tensor.
 template <class F> void with_producer(const LazyTensor& x, F f) {
     with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
 }
-// The same for kernels that serve FP8 alone: FP32 values are an Error.
-template <class F> void with_bf16_producer(const LazyTensor& x, F f) {
+// The same for kernels that quantize to FP8. They exist for inputs in BF16 and in groups; FP32 is an Error.
+template <class F> void with_producer_for_fp8(const LazyTensor& x, F f) {
     require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
     if (x.input.storage == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
-    else with_producer_of(x, dense<bf16>(x.input.data), f);
+    else with_producer_of(x, plain<bf16>(x.input.data), f);
 }
 
 // ===========================================================================================================
@@ -557,7 +558,7 @@ __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t 
     const int live_rows = place.col < x.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
-        typename Producer::Raw raw[IN_FLIGHT];
+        typename Producer::Fetched raw[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {

@@ -46,7 +46,7 @@ static __global__ void fill_rope_table_kernel(int64_t n, int half, double theta,
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_kernel(Dense<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
+    rope_kernel(Plain<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
                 AmaxAndScale* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
@@ -54,8 +54,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     const uint32_t first = blockIdx.y * ROPE_HEADS;
     float largest = 0;
     if (row < rows) {
-        const Dense<Element, 4> pairs = qkv.starting_at(row * cols + first * rope.HS + angle);
-        typename Dense<Element, 4>::Raw raw[ROPE_HEADS][2] = {};
+        const Plain<Element, 4> pairs = qkv.starting_at(row * cols + first * rope.HS + angle);
+        typename Plain<Element, 4>::StoredChunk raw[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) continue;
             raw[h][0] = pairs.load(h * rope.HS);
@@ -89,9 +89,9 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
-    with_dense(qkv, [&](auto x) {
+    with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, stream, Dense<Element, 4>{x.data}, r,
+        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, stream, Plain<Element, 4>{x.data}, r,
                static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
                amax_out);
     });
@@ -135,8 +135,8 @@ static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {
     return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
 }
 // The weight of the norm of the head that begins at column `col` of qkv.
-template <class Element> static __device__ Dense<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
-    return {dense<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
+template <class Element> static __device__ Plain<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
+    return {plain<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
 }
 
 // out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The output of the norm is rounded
@@ -144,7 +144,7 @@ template <class Element> static __device__ Dense<Element, QUAD> weight_of_head(c
 // the two columns of a pair, so they exchange them in shared memory.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Dense<Element, QUAD> qkv, Dense<Element, QUAD> out,
+    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Plain<Element, QUAD> qkv, Plain<Element, QUAD> out,
                             uint32_t rows, uint32_t heads) {
     __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
     const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
@@ -152,8 +152,8 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int64_t col = head % heads * n.HS;
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
-    const Dense<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
-    typename Dense<Element, QUAD>::Raw raw[HEAD_QUADS] = {};
+    const Plain<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
+    typename Plain<Element, QUAD>::StoredChunk raw[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) raw[i] = from.load(quad_column(i));
 
@@ -164,7 +164,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
     }
     const float r = inverse_rms(sum_of_head(squares), n);
-    const Dense<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
+    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i) || is_v) continue;
         float weight[QUAD];
@@ -194,14 +194,14 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
 // they compute one. dqkv holds dy, which becomes dx.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_backward_kernel(QkNorm n, Dense<Element, QUAD> qkv, Dense<Element, QUAD> dqkv, int64_t rows,
+    qk_norm_backward_kernel(QkNorm n, Plain<Element, QUAD> qkv, Plain<Element, QUAD> dqkv, int64_t rows,
                             int64_t cols, float* partials) {
     const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
     const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
     const int HS = static_cast<int>(n.HS);
     auto live = [&](int i) { return quad_column(i) < HS; };
-    typename Dense<Element, QUAD>::Raw raw_x[HEAD_QUADS] = {}, raw_dy[HEAD_QUADS] = {};
+    typename Plain<Element, QUAD>::StoredChunk raw_x[HEAD_QUADS] = {}, raw_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
@@ -209,7 +209,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
             raw_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
         }
     };
-    const Dense<Element, QUAD> weights = weight_of_head<Element>(n, col);
+    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, col);
     Quads weight = {}, dweight = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
@@ -251,22 +251,22 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
 void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
                       cudaStream_t stream) {
     const int64_t heads = qkv.cols / n.HS;
-    with_dense(qkv, [&](auto x) {
+    with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
                blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n, rope,
-               Dense<Element, QUAD>{x.data}, Dense<Element, QUAD>{static_cast<Element*>(out.data)},
+               Plain<Element, QUAD>{x.data}, Plain<Element, QUAD>{static_cast<Element*>(out.data)},
                static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
 void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
                       float* workspace, cudaStream_t stream) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
-    with_dense(qkv, [&](auto x) {
+    with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS, 0,
-               stream, n, Dense<Element, QUAD>{x.data},
-               Dense<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
+               stream, n, Plain<Element, QUAD>{x.data},
+               Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
     const TensorRef each{dweight.data, nullptr, 2, n.HS, dweight.storage};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), stream);
@@ -300,7 +300,7 @@ constexpr int LOSS_THREADS = 512;
 // Merges the parts of all threads: first within each warp, then those of the warps in order. Every thread
 // gets the same bits. `parts` is shared memory. Two successive calls need different places there: a thread
 // may still be reading the first when another thread writes the second.
-static __device__ Softmax block_softmax(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
+static __device__ Softmax softmax_of_block(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
     for (int lanes = 16; lanes > 0; lanes /= 2)
         mine.merge({__shfl_down_sync(~0u, mine.most, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
@@ -324,9 +324,9 @@ constexpr int loss_blocks_per_sm(int places, size_t element_bytes) {
 }
 template <class Element, int PLACES>
 static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES, sizeof(Element)))
-    cross_entropy_kernel(Dense<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
+    cross_entropy_kernel(Plain<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
-    using Raw = typename Dense<Element>::Raw;
+    using StoredChunk = typename Plain<Element>::StoredChunk;
     constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (PLACES, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
@@ -346,9 +346,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const int place = PLACES == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
-        const Dense<Element> in_memory = logits.starting_at(row * stride), in_place{cached + place * stride};
-        const Dense<Element> for_loss = PLACES == 2 ? in_place : in_memory;
-        const Dense<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
+        const Plain<Element> in_memory = logits.starting_at(row * stride), in_place{cached + place * stride};
+        const Plain<Element> for_loss = PLACES == 2 ? in_place : in_memory;
+        const Plain<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
         // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
@@ -363,13 +363,13 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
 
         Softmax mine{-INFINITY, 0};
         for (int begin = first_col; begin < live_cols; begin += IN_FLIGHT * COLS_OF_BLOCK) {
-            Raw raw[IN_FLIGHT];
+            StoredChunk raw[IN_FLIGHT];
             for (int i = 0; i < IN_FLIGHT; i++)
                 if (begin + i * COLS_OF_BLOCK < live_cols) raw[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const int col = begin + i * COLS_OF_BLOCK;
                 if (col >= live_cols) break;
-                if (PLACES == 1) *reinterpret_cast<Raw*>(in_place.data + col) = raw[i];
+                if (PLACES == 1) *reinterpret_cast<StoredChunk*>(in_place.data + col) = raw[i];
                 Values x;
                 logits.unpack(raw[i], x);
                 replace_dead(col, x, -INFINITY);
@@ -380,7 +380,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
                 for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
             }
         }
-        const Softmax all = block_softmax(mine, parts[place]);
+        const Softmax all = softmax_of_block(mine, parts[place]);
         const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live_cols > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
@@ -404,13 +404,13 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     add_loss_sum_kernel(const float* losses, int64_t n, const double* loss_weight, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
-    sum = block_sum<SUM_THREADS>(sum);
+    sum = sum_of_block<SUM_THREADS>(sum);
     if (threadIdx.x == 0) *total += *loss_weight * sum;
 }
 
 static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, bool gradients,
                                  const double* loss_weight, float* losses, cudaStream_t stream) {
-    with_dense(logits, [&](auto x) {
+    with_plain(logits, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
@@ -430,8 +430,8 @@ void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* ta
                            cudaStream_t stream) {
     launch_cross_entropy(logits, V, targets, /*gradients=*/false, /*loss_weight=*/nullptr, losses, stream);
 }
-void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
-                   float* losses, cudaStream_t stream) {
+void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, const int32_t* targets,
+                                        const double* loss_weight, float* losses, cudaStream_t stream) {
     launch_cross_entropy(logits, V, targets, /*gradients=*/true, loss_weight, losses, stream);
 }
 
@@ -467,8 +467,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // 16 sums of a column are added. blockIdx.y is the number of the gradient: there are one or two.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient,
-                           EitherDense second) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, AnyPlain gradient,
+                           AnyPlain second) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const first = partials + blockIdx.y * rows * cols + col;
@@ -491,7 +491,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, either_dense(gradient), either_dense(second));
+           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, any_plain(gradient), any_plain(second));
 }
 
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
@@ -534,8 +534,8 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 // sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the
 // chunk that begins with column col.
 template <class RowOf>
-static __device__ void sum_rows(const EitherDense& g, int64_t C, int64_t col, int begin, int end,
-                                RowOf row_of, Values& sum) {
+static __device__ void sum_rows(const AnyPlain& g, int64_t C, int64_t col, int begin, int end, RowOf row_of,
+                                Values& sum) {
     for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
@@ -545,7 +545,7 @@ static __device__ void sum_rows(const EitherDense& g, int64_t C, int64_t col, in
     }
 }
 
-static __device__ void add_to_gradient(const EitherDense& gradient, int64_t i, const Values& sum) {
+static __device__ void add_to_gradient(const AnyPlain& gradient, int64_t i, const Values& sum) {
     Values total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
@@ -553,8 +553,8 @@ static __device__ void add_to_gradient(const EitherDense& gradient, int64_t i, c
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void embedding_backward_rare_kernel(EitherDense g, int64_t C, const int32_t* order,
-                                                      const TokenRows* tokens, EitherDense gradient) {
+static __global__ void embedding_backward_rare_kernel(AnyPlain g, int64_t C, const int32_t* order,
+                                                      const TokenRows* tokens, AnyPlain gradient) {
     const TokenRows rows = tokens[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -569,8 +569,8 @@ static __global__ void embedding_backward_rare_kernel(EitherDense g, int64_t C, 
 // columns.
 constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    embedding_backward_frequent_kernel(EitherDense g, int64_t C, const int32_t* order,
-                                       const TokenRows* tokens, EitherDense gradient) {
+    embedding_backward_frequent_kernel(AnyPlain g, int64_t C, const int32_t* order, const TokenRows* tokens,
+                                       AnyPlain gradient) {
     __shared__ Values sums[RUNS][32];
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -593,8 +593,8 @@ static __global__ void __launch_bounds__(32 * RUNS)
 }
 
 // blockIdx.x is a position t. Each sequence has one row of this position: they are t, T + t, 2 T + t, ...
-static __global__ void positions_backward_kernel(EitherDense g, int64_t N, int64_t C, int64_t T,
-                                                 EitherDense gradient) {
+static __global__ void positions_backward_kernel(AnyPlain g, int64_t N, int64_t C, int64_t T,
+                                                 AnyPlain gradient) {
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -614,19 +614,19 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
                         cudaStream_t stream) {
     const dim3 frequent_grid(static_cast<unsigned>(order.frequent), blocks(g.cols, 32 * CHUNK));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS, 0, stream,
-           either_dense(g), g.cols, order.order, order.tokens, either_dense(gradient));
+           any_plain(g), g.cols, order.order, order.tokens, any_plain(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent);
     const dim3 rare_grid(rare, blocks(g.cols, threads * CHUNK));
-    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream,
-           either_dense(g), g.cols, order.order, order.tokens + order.frequent, either_dense(gradient));
+    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream, any_plain(g),
+           g.cols, order.order, order.tokens + order.frequent, any_plain(gradient));
 }
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
-    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, either_dense(g), g.rows,
-           g.cols, T, either_dense(gradient));
+    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, any_plain(g), g.rows,
+           g.cols, T, any_plain(gradient));
 }
 
 }  // namespace coat::gpu

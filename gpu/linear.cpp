@@ -61,9 +61,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // Operands
 
 // Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
-static bool is_stored_unquantized(const LazyTensor& x) {
-    return x.op == LazyOp::Stored && !x.input.storage.fp8();
-}
+static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.storage.fp8(); }
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory for them is allocated, too.
@@ -93,7 +91,7 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const {
     const bool fp8 = storage_of(context_.formats, which).fp8();
-    if (!fp8 && is_stored_unquantized(source)) return {source.input};
+    if (!fp8 && is_stored_plain(source)) return {source.input};
     const Form form = fp8 && gemm != WhichGemm::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(which, source.rows, form);
     write_operand(source, operand, quant_stats_of(which), stream());
@@ -128,7 +126,7 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
 }
 
 Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) {
-    if (!context_.formats.g.fp8() && is_stored_unquantized(g)) {
+    if (!context_.formats.g.fp8() && is_stored_plain(g)) {
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }

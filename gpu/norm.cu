@@ -102,7 +102,7 @@ __device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], R
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
         Values weight, bias;
-        load_parameters<Element>(n, first_column(c), weight, bias);
+        load_weight_and_bias<Element>(n, first_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
             largest_bits =
                 max(largest_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
@@ -131,14 +131,14 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 // y_amax_out is not null, the amax of the norm's output.
 template <class Layout, bool NORM_READS_SAVED, class Element = typename Layout::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_add_kernel(Dense<Element> x, Dense<Element> branch, const int32_t* tokens, int64_t T,
-                        Dense<Element> x_out, Layout norm_input, const Norm next, AmaxAndScale* y_amax_out) {
-    using Raw = typename Dense<Element>::Raw;
+    residual_add_kernel(Plain<Element> x, Plain<Element> branch, const int32_t* tokens, int64_t T,
+                        Plain<Element> x_out, Layout norm_input, const Norm next, AmaxAndScale* y_amax_out) {
+    using StoredChunk = typename Plain<Element>::StoredChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next.in.rows, C = next.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd from = rows_to_add(row, rows, tokens, T);
-    Raw raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
+    StoredChunk raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
         raw_x[c] = x.load(from.x * C + first_column(c));
@@ -174,8 +174,8 @@ void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& 
         using Element = typename decltype(in)::Compute;
         auto kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/false>;
         if (out.norm_reads_saved) kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/true>;
-        launch(what, kernel, blocks(next.in.rows, block.y), block, 0, stream, dense<Element>(x.data),
-               dense<Element>(branch.data), tokens, T, dense<Element>(out.x_out.data), in, next,
+        launch(what, kernel, blocks(next.in.rows, block.y), block, 0, stream, plain<Element>(x.data),
+               plain<Element>(branch.data), tokens, T, plain<Element>(out.x_out.data), in, next,
                out.y_amax_out);
     });
 }
@@ -210,15 +210,15 @@ namespace {
 //
 //   entry      0        1         2         ...    C/8      C/8 + 1    C/8 + 2    ...
 //   columns    0 - 3    8 - 11    16 - 19          4 - 7    12 - 15    20 - 23
-__device__ void add_columns(float4* sums, uint32_t C, uint32_t col, const Values& v) {
+__device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const Values& v) {
     float4& a = sums[col / CHUNK];
     float4& b = sums[(C + col) / CHUNK];
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
 
-// Adds up the sums of all teams, (blockDim.y, C) as add_columns() arranges them, and writes the result to row
-// blockIdx.x of partials (blocks, C), with the columns in their usual order.
+// Adds up the sums of all teams, (blockDim.y, C) as add_chunk_to_sums() arranges them, and writes the result
+// to row blockIdx.x of partials (blocks, C), with the columns in their usual order.
 __device__ void write_partials(const float4* sums_of_teams, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
@@ -234,8 +234,8 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
 
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of residual_in.
 template <class Layout> struct RawRow {
-    using RawGradient = typename Dense<typename Layout::Compute>::Raw;
-    typename Layout::Raw x[ROW_CHUNKS];
+    using RawGradient = typename Plain<typename Layout::Compute>::StoredChunk;
+    typename Layout::StoredChunk x[ROW_CHUNKS];
     RawGradient dy[ROW_CHUNKS], residual[ROW_CHUNKS];
 };
 
@@ -261,7 +261,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::Compute;
     Norm n;
     Layout input;
-    Dense<Element> dy_in, residual_in, residual_out;
+    Plain<Element> dy_in, residual_in, residual_out;
     float inverse_C;  // 1 / C
 
     // Whether a chunk lies inside its row.
@@ -283,12 +283,12 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 
     // The weight is read again where it is needed, from the cache.
     __device__ void get_dy_and_weight(const RawRow<Layout>& raw, int c, Values& dy, Values& weight) const {
-        const Dense<Element> weights = dense<Element>(n.weight);
+        const Plain<Element> weights = plain<Element>(n.weight);
         dy_in.unpack(raw.dy[c], dy);
         weights.unpack(weights.load(first_column(c)), weight);
     }
 
-    // Calls f(c, j, d) for each of the thread's elements of the row: element j of chunk c, with d = dy weight.
+    // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
     template <class F> __device__ void for_each_d(const RawRow<Layout>& raw, F f) const {
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
@@ -357,8 +357,8 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
                 residual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
-            add_columns(dweight, C, first_column(c), dweight_of_row);
-            if (!RMS) add_columns(dbias, C, first_column(c), dy);
+            add_chunk_to_sums(dweight, C, first_column(c), dweight_of_row);
+            if (!RMS) add_chunk_to_sums(dbias, C, first_column(c), dy);
             residual_out.starting_at(row * C).round_in_place_and_store(first_column(c), residual, true);
             largest = larger_magnitude(largest, residual);
         }
@@ -411,9 +411,9 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
     const dim3 block = block_shape(n.in.cols);
     const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
                                                  .input = in,
-                                                 .dy_in = dense<Element>(g.dy.data),
-                                                 .residual_in = dense<Element>(g.residual_in.data),
-                                                 .residual_out = dense<Element>(g.residual_out.data),
+                                                 .dy_in = plain<Element>(g.dy.data),
+                                                 .residual_in = plain<Element>(g.residual_in.data),
+                                                 .residual_out = plain<Element>(g.residual_out.data),
                                                  .inverse_C = 1.0f / static_cast<float>(n.in.cols)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,

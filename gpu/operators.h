@@ -91,7 +91,7 @@ inline TensorRef row_slice(const TensorRef& v, int64_t first, int64_t n) {
             .storage = v.storage};
 }
 
-inline AmaxAndScale* amax_and_scale(const TensorRef& v) { return static_cast<AmaxAndScale*>(v.scales); }
+inline AmaxAndScale* amax_and_scale_of(const TensorRef& v) { return static_cast<AmaxAndScale*>(v.scales); }
 
 // A tensor as a GEMM (matrix multiplication) reads it. A linear layer has three GEMMs. x is its input (N,
 // in), N being the number of tokens; w its weight (out, in); y its output (N, out); and g the gradient of y:
@@ -115,7 +115,7 @@ struct Operand {
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
     // Where quantize() leaves the amax if the granularity is not per tensor; may be null. (With per-tensor
-    // scaling the amax is in amax_and_scale(tensor) instead.)
+    // scaling the amax is in amax_and_scale_of(tensor) instead.)
     AmaxAndScale* amax_out = nullptr;
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
@@ -198,7 +198,7 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //
 //   function                         x                       writes
 //   compute_amax()                   any                     the amax of x
-//   quantize()                       any                     FP8 codes; or groups
+//   quantize()                       any                     FP8 codes
 //   store_values()                   any                     values in BF16 or FP32
 //   convert()                        stored                  values in BF16 or FP32
 //   write_operand()                  any                     what quantize() or store_values() writes
@@ -216,12 +216,11 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // must not be in FP32.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
 
-// Computes x and writes its FP8 codes, as out says. x may be computed from BF16 tensors and from groups, but
-// not from FP32 tensors.
-//   per tensor               The scale is computed from the amax in amax_and_scale(out.tensor). If
+// Computes x and writes its FP8 codes, the operand of a GEMM, as out says. x may be computed from BF16
+// tensors and from groups, but not from FP32 tensors. (quantize_groups() writes groups.)
+//   per tensor               The scale is computed from the amax in amax_and_scale_of(out.tensor). If
 //                            out.delayed is true, the scale is that of the history.
 //   per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
-//   1x16 groups              x must be a tensor that is stored in BF16.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
@@ -394,8 +393,8 @@ void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* ta
 // The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
 // where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
 // CUDA graph replays the launch.
-void cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, const double* loss_weight,
-                   float* losses, cudaStream_t stream);
+void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, const int32_t* targets,
+                                        const double* loss_weight, float* losses, cudaStream_t stream);
 // *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
 void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
                   cudaStream_t stream);

@@ -13,7 +13,7 @@ namespace coat::gpu {
 // factor * x[j], as adamw_element() wants it.
 static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!moments_need_scaling(m.format)) {
-        EitherDense{m.data, m.format == Format::FP32}.load_values(i, x);
+        AnyPlain{m.data, m.format == Format::FP32}.load_values(i, x);
         return 1.0f;
     }
     if (m.format == Format::FP16) {
@@ -30,7 +30,7 @@ static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, V
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!moments_need_scaling(m.format))
-        return EitherDense{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
+        return AnyPlain{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
         return store_word(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));

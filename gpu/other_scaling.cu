@@ -92,7 +92,7 @@ static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
-    with_bf16_producer(x, [&](auto producer) {
+    with_producer_for_fp8(x, [&](auto producer) {
         launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, 0, stream, producer, x.rows, grids[0], grids[1]);
     });
@@ -139,9 +139,15 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
                         cudaStream_t stream) {
     block_scales(x, out, stream);
     add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_in_blocks_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_in_blocks", kernel, x, out, stream, scale_grid(out, /*transposed=*/false),
-                     scale_grid(out, /*transposed=*/true), out.tensor.storage.format == Format::E5M2);
+    with_producer_for_fp8(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
+        if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
+        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
+               producer, x.rows, scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true),
+               out.tensor.storage.format == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
+               static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 // ===========================================================================================================
@@ -171,9 +177,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.storage.format;
     add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    auto kernel = [&]<class P, bool TRANSPOSED>() { return quantize_delayed_kernel<P, TRANSPOSED>; };
-    launch_quantizer("quantize_delayed", kernel, x, out, stream, amax_and_scale(out.tensor), info(fp8).max,
-                     fp8 == Format::E5M2);
+    with_producer_for_fp8(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
+        if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
+        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
+               producer, x.rows, amax_and_scale_of(out.tensor), info(fp8).max, fp8 == Format::E5M2,
+               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 // A thread has the history of one tensor. It moves each amax up by one place, beginning at the end.

@@ -56,12 +56,12 @@ static __device__ double sum_of_squares(const Values& v) {
 // A warp computes the sum of squares of one shard unit, the elements [from, stop) of a shard: SHARD_UNIT of
 // them, or fewer at the end of the shard. The shard begins at gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
-static __device__ double squares_of_unit(const EitherDense& gradients, int64_t offset, int64_t from,
+static __device__ double squares_of_unit(const AnyPlain& gradients, int64_t offset, int64_t from,
                                          int64_t stop) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK;
     double sum = 0;
     for (int64_t i = from + threadIdx.x % 32 * CHUNK; i < stop; i += WARP_ELEMENTS * NORM_UNROLL) {
-        EitherDense::Raw raw[NORM_UNROLL] = {};
+        AnyPlain::StoredChunk raw[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
             if (i + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
@@ -77,9 +77,8 @@ static __device__ double squares_of_unit(const EitherDense& gradients, int64_t o
 // units. `first` is the element of the rank's order with which the gradients begin.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    compute_gradient_squares_kernel(const Shard* shards, int shard_count, EitherDense gradients,
-                                    int64_t first, int64_t first_shard_unit, const double* loss,
-                                    double* sums) {
+    compute_gradient_squares_kernel(const Shard* shards, int shard_count, AnyPlain gradients, int64_t first,
+                                    int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
@@ -106,8 +105,8 @@ void compute_gradient_squares(const ShardGradients& g, const Range& shard_units,
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = blocks(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS, 0,
-           stream, g.shards, g.count, either_dense(g.gradients, g.format), g.elements.first,
-           shard_units.first, loss, sums);
+           stream, g.shards, g.count, any_plain(g.gradients, g.format), g.elements.first, shard_units.first,
+           loss, sums);
 }
 
 // Adds the squares of the shard units to the state (operators.h, GradientState). There is one block.
@@ -127,7 +126,7 @@ static __global__ void __launch_bounds__(STATE_THREADS)
         }
         mine += sum;
     }
-    const double squares = block_sum<STATE_THREADS>(mine);
+    const double squares = sum_of_block<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
     state->sum_of_squares += squares;
     state->norm = sqrt(state->sum_of_squares);
@@ -164,7 +163,7 @@ void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss
 
 // A thread adds the gradients of a chunk, in the order of the ranks.
 static __global__ void __launch_bounds__(THREADS)
-    add_gradients_kernel(EitherDense sum, bool overwrite, EitherDense own, EitherDense received, int64_t n,
+    add_gradients_kernel(AnyPlain sum, bool overwrite, AnyPlain own, AnyPlain received, int64_t n,
                          int64_t rank, int64_t ranks) {
     const int64_t i = thread_of_grid() * CHUNK;
     if (i >= n) return;
@@ -181,8 +180,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
     launch("add_gradients", add_gradients_kernel, blocks(g.n / CHUNK, THREADS), THREADS, 0, stream,
-           either_dense(sum, g.format), overwrite, either_dense(g.mine, g.format),
-           either_dense(g.received, g.format), g.n, g.rank, g.ranks);
+           any_plain(sum, g.format), overwrite, any_plain(g.mine, g.format), any_plain(g.received, g.format),
+           g.n, g.rank, g.ranks);
 }
 
 // A thread has the amaxes that all ranks have found for one weight.

@@ -58,14 +58,14 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
     auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
-        with_bf16_producer(x, [&](auto producer) {
+        with_producer_for_fp8(x, [&](auto producer) {
             launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
                    amax_and_scale, blocks, q.format == Format::E5M2, info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale(out.tensor), {});
+    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale_of(out.tensor), {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.

@@ -1,9 +1,8 @@
 // gpu/quantize.cuh - what all quantizers of GEMM operands share: those of coat.cu and those of
-// gpu/other_scaling.cu. (The groups that non-linear layers save are an ElementLayout: gpu/device.cuh,
-// Groups.)
+// gpu/other_scaling.cu. (The groups that non-linear layers save are a Layout: Groups of gpu/device.cuh.)
 //
 //   1. transposed codes, which pass through shared memory
-//   2. the codes of a tile, and the launch of a quantizer
+//   2. the codes of a tile
 #pragma once
 #include "device.cuh"
 
@@ -93,7 +92,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
 }
 
 // ===========================================================================================================
-// 2. The codes of a tile, and the launch of a quantizer
+// 2. The codes of a tile
 
 // The codes of a chunk: row-major codes, and transposed codes. With one scale for the tensor they are equal.
 struct ChunkCodes {
@@ -127,22 +126,6 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
             }
         });
     if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
-}
-
-// Launches a quantizer, a kernel that calls store_codes() for one tile a block. kernel<P, TRANSPOSED>()
-// returns the one for a producer P of x, with or without transposed codes. It takes the producer, the rows of
-// x, then `arguments`, and at last where the codes go: out.tensor.data and out.transposed, of which each may
-// be null.
-template <class Kernel, class... Arguments>
-void launch_quantizer(const char* what, Kernel kernel, const LazyTensor& x, const Operand& out,
-                      cudaStream_t stream, Arguments... arguments) {
-    with_bf16_producer(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto chosen = kernel.template operator()<P, false>();
-        if (out.transposed) chosen = kernel.template operator()<P, true>();
-        launch(what, chosen, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
-               arguments..., static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
-    });
 }
 
 }  // namespace coat::gpu

@@ -26,8 +26,12 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
     CHECK(got.noise == doctest::Approx(BEFORE.noise + wanted.noise).epsilon(1e-10));
 }
 
-// Quantizes a stored tensor. With one scale per tensor its amax is taken first.
+// Quantizes a stored tensor, in groups or as an operand. With one scale per tensor its amax is taken first.
 static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = nullptr) {
+    if (out.storage == E4M3_1x16) {
+        gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
+        return;
+    }
     if (out.per_tensor()) gpu::compute_amax(gpu::stored(x), out.slot.get(), 0);
     gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
 }
@@ -130,10 +134,13 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
             gpu::store_values(gpu::stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
-        for (Storage q : {E4M3_TENSOR, E4M3_1x16, E4M3_ROW}) {
+        for (Storage q : {E4M3_TENSOR, E4M3_ROW}) {
             const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.ref()), out.operand(), nullptr, 0), Error);
         }
+        const Tensor groups(s, E4M3_1x16);
+        const bool write_back = false;
+        CHECK_THROWS_AS(gpu::quantize_groups(in.ref(), groups.ref(), write_back, nullptr, 0), Error);
     }
 }
 
@@ -336,10 +343,10 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 }
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
-TEST_CASE("quantize: groups of a tensor that is computed on the fly are an error") {
+TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
     const TensorRef x{nullptr, nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
-    CHECK_NOTHROW(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN));
-    CHECK_THROWS_AS(gpu::quantize(gpu::lazy_activation(false, x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_THROWS_AS(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {

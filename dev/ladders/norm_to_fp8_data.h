@@ -45,7 +45,7 @@ public:
              .inverse = inverse_.get(),
              .scale = scale_.get(),
              .codes = codes_.get()} {
-        gpu::quantize(gpu::stored(view_of(device_x_)), {norm_.in}, nullptr, nullptr);
+        gpu::quantize_groups(view_of(device_x_), norm_.in, /*write_back=*/false, nullptr, nullptr);
         zeros_.fill(0);
     }
     void run(const Rung& rung) {
