@@ -32,8 +32,8 @@ inline __device__ uint32_t dynamic_shared_memory(uint32_t alignment) {
 // A tensor core spreads its output (16 rows, 2 R columns) over the registers of a warp. Lane l holds in
 // register i of R the element of row l / 4 + (i & 2) * 4 and column i / 4 * 8 + l % 4 * 2 + (i & 1). So a
 // quad of lanes (four neighbours) holds two rows, 8 apart, and a sum over a row is a sum over a quad.
-// mma.sync and wgmma share this layout. Below, r = 0 and 1 are the two rows of a lane. The first column that
-// a lane holds; the other functions combine the lanes of a quad.
+// mma.sync and wgmma share this layout. Below, r = 0 and 1 are the two rows of a lane. fragment_col() is the
+// first column that a lane holds. quad_max() and quad_sum() combine the lanes of a quad.
 inline __device__ int fragment_col() { return threadIdx.x % 4 * 2; }
 inline __device__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

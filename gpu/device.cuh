@@ -546,7 +546,9 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //
 // A row or a chunk that lies outside the tensor is not live. In its place the last row or the last chunk is
 // read again, so that no load has a condition. If the kernel writes over x, this thread may have overwritten
-// what it reads again; then `values` are wrong, but nobody uses them.
+// what it reads again; then `values` are wrong, but nobody uses them. A thread that is wholly outside the
+// tensor would read what another thread writes, a race: a kernel that writes over x does not call this for
+// such a thread (TilePlace::inside() is false).
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

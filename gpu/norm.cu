@@ -67,8 +67,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
 // the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
-// computed, and a larger value would saturate. (coat-saved does not rely on this: LinearLayer::wgrad()
-// computes the amax anew, since forward has normed other values there.)
+// computed, and a larger value would saturate. (In coat-saved forward
+// has normed other values, so LinearLayer::wgrad() raises the amax by a pass over the norm's output.)
 __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
@@ -262,7 +262,6 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     Norm n;
     Layout input;
     Plain<Element> dy_in, residual_in, residual_out;
-    float inverse_C;  // 1 / C
 
     // Whether a chunk lies inside its row.
     __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
@@ -318,6 +317,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
             sum[1] += d * row.xhat[c][j];
         });
         sum_over_row(sum);
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
         row.mean_d = sum[0] * inverse_C;
         row.mean_d_xhat = sum[1] * inverse_C;
         return row;
@@ -336,6 +336,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], n.in.cols, n.eps)};
         row.set_xhat(x);
         row.mean_d = 0;
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
         row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
         return row;
     }
@@ -413,8 +414,7 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
                                                  .input = in,
                                                  .dy_in = plain<Element>(g.dy.data),
                                                  .residual_in = plain<Element>(g.residual_in.data),
-                                                 .residual_out = plain<Element>(g.residual_out.data),
-                                                 .inverse_C = 1.0f / static_cast<float>(n.in.cols)};
+                                                 .residual_out = plain<Element>(g.residual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,
            norm, g.residual_amax_out, workspace);

@@ -15,7 +15,7 @@ namespace coat::gpu {
 // more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave: hence two thread blocks a
 // multiprocessor.
 
-constexpr int LOG_128 = 7, ALL = 62;
+constexpr int LOG_128 = 7, ALL = 62;  // a shift by ALL makes 0 of every row or column
 static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const TensorRef& v = out.tensor;

@@ -10,12 +10,12 @@ namespace coat::gpu {
 constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
-// amax_and_scale is not null; that of its scale block, if blocks.scales is not null; else that of its 1x16
-// group, which is computed here.
+// amax_and_scale is not null; that of its scale block, if block_scales.scales is not null; else that of its
+// 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    add_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale, ScaleGrid blocks,
-                            bool e5m2, float fmax, QuantStats* quant_stats) {
+    add_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale,
+                            ScaleGrid block_scales, bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
@@ -29,7 +29,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float value = v[p][j];
-                if (blocks.scales) scale = *blocks.address(place.row + i, p * x.width + place.col + j);
+                if (block_scales.scales)
+                    scale = *block_scales.address(place.row + i, p * x.width + place.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
@@ -57,11 +58,11 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
-    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& blocks) {
+    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scales) {
         with_producer_for_fp8(x, [&](auto producer) {
             launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
-                   amax_and_scale, blocks, q.format == Format::E5M2, info(q.format).max, quant_stats);
+                   amax_and_scale, block_scales, q.format == Format::E5M2, info(q.format).max, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});
@@ -77,9 +78,8 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
-                             const void* gradient, Format format, int64_t count, QuantReport& report,
-                             cudaStream_t stream) {
+void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
+                             Format format, int64_t count, QuantReport& report, cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
