@@ -45,7 +45,7 @@ public:
         const std::vector<Address> all = processes_.all_gather(mine);
         for (size_t r = 0; r < all.size() && mapped; r++) {
             if (int64_t(r) == rank_) continue;
-            mapped = std::strcmp(all[r].machine, mine.machine) == 0 && map(mine.device, all[r], others_[r]);
+            mapped = std::strcmp(all[r].machine, mine.machine) == 0 && map(all[r], others_[r]);
         }
         cudaGetLastError();
         for (int theirs : processes_.all_gather(int(mapped))) mapped = mapped && theirs;
@@ -64,12 +64,11 @@ private:
     std::vector<void*> others_;  // by rank; null if it is not mapped
 
     // Ranks that are threads of one process share its addresses. The memory of another process is mapped by
-    // CUDA. (In tests several ranks may have one GPU: COAT_SHARE_GPU.)
-    bool map(int device, const Address& theirs, void*& other) const {
+    // CUDA.
+    bool map(const Address& theirs, void*& other) const {
         if (!processes_.ranks_are_threads)
             return cudaIpcOpenMemHandle(&other, theirs.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
         other = theirs.memory;
-        if (theirs.device == device) return true;
         const cudaError_t error = cudaDeviceEnablePeerAccess(theirs.device, 0);
         return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
     }

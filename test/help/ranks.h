@@ -17,19 +17,13 @@ namespace coat::test {
 // 0 in a program without CUDA: there, model_memory.cu has no other definition.
 __attribute__((weak)) int number_of_gpus() { return 0; }
 
-// How many ranks a test of GPUs has. On a machine with one GPU, three ranks share it (COAT_SHARE_GPU): they
-// send the same bytes in the same way, to another place in the same memory.
-inline int64_t ranks_on_gpus() {
-    if (number_of_gpus() > 1) return std::min(number_of_gpus(), 8);
-    setenv("COAT_SHARE_GPU", "1", 1);
-    return 3;
-}
-
 // RANKS_PROPERTY("name") { ... make(setup), on up to `most` ranks ... }
 #define RANKS_NAMED(name, body)                                               \
     static void body(Maker make, int64_t most);                               \
     TEST_CASE("cpu: ranks: " name) { body(make_reference, quick() ? 3 : 4); } \
-    GPU_MODEL_TEST("ranks: " name) { body(make_gpu, ranks_on_gpus()); }       \
+    TEST_CASE("gpu: ranks: " name* doctest::skip(number_of_gpus() < 2)) {     \
+        body(make_gpu, std::min(number_of_gpus(), 8));                        \
+    }                                                                         \
     static void body(Maker make, [[maybe_unused]] int64_t most)
 #define RANKS_PROPERTY(name) RANKS_NAMED(name, DOCTEST_ANONYMOUS(ranks_))
 
