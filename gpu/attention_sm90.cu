@@ -198,9 +198,9 @@ template <int HS_> struct Forward {
 // numbers of items from a counter, so that no multiprocessor is idle until the end. Tiles with the most keys
 // come first. Heads are handled in sections whose keys and values fit in the L2 cache.
 struct alignas(16) Item {
-    int b, h;  // sequence and query head
-    int first,
-        end;  // the queries [first, end): a tile of them, or fewer. An end of 0 says that no item is left
+    int b, h;   // sequence and query head
+    int first;  // the queries [first, end): a tile of them, or fewer
+    int end;    // 0 says that no item is left
 };
 struct Work {
     int tiles;    // tiles of queries of a head
@@ -580,8 +580,8 @@ struct Scratch {
     QueryStatistics statistics;
     float* dq;  // (tiles, queries, HS), not multiplied by the scale yet; store_dq() has permuted the columns
     float* head_sum;  // (slots, 2 warpgroups, ...): sums of dk and dv over query heads: see sum_heads()
-    int* dq_parts;  // (tiles): counters of what has been added. From here on, attention_prepare_kernel writes
-                    // zeros.
+    // The counters of what has been added. attention_prepare_kernel sets them and `next` to zero.
+    int* dq_parts;    // (tiles)
     int* head_parts;  // (slots, 2 warpgroups): the same for head_sum, over all sums that have used the slot
     int* next;        // one value: the number of the next block to start
     int slots;
